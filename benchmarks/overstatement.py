@@ -36,9 +36,9 @@ from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
 from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.search_space import SearchSpace
-from hpsearch.objectives.training.checks.held_out import Restored
-from hpsearch.objectives.training.data.division import Rows
+from hpsearch.objectives.search_space import TrialProtocol
+from hpsearch.objectives.training.checks.held_out import RestoredModel
+from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.result import FitResult
@@ -66,7 +66,7 @@ class Small(Objective):
         """Inputs, targets, and groups of so many samples; of study -1 the reserve."""
         raise NotImplementedError
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -232,7 +232,7 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
         finalists.append(
             Finalist(
                 search=result.best_value,
-                test=Restored(objective, config, splits, result.model).test()[objective.metric],
+                test=RestoredModel(objective, config, splits, result.model).test()[objective.metric],
                 truth=judged(objective, config, result, splits, reserve),
                 seeds=[run.best_value for run in again],
                 divisions=[run.best_value for run in anew],

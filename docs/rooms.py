@@ -32,7 +32,7 @@ ROOMS = (
     "storage.embedded",
     "storage.backup",
     # objectives: what a trial does
-    *("objectives", "objectives.errors", "objectives.search_space", "objectives.measured"),
+    *("objectives", "objectives.errors", "objectives.search_space", "objectives.model_metrics"),
     "objectives.training",
     "objectives.training.ranks",
     "objectives.training.reproducibility",
@@ -47,7 +47,7 @@ ROOMS = (
     "objectives.training.reports",
     "objectives.training.trainer",
     "objectives.training.checks",
-    *("objectives.own_loop", "objectives.adapters", "objectives.fit"),
+    *("objectives.custom_loop", "objectives.adapters", "objectives.fit"),
     *("objectives.loading", "objectives.template"),
     "objectives.builtin",
     # search: the service

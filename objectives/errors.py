@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 # Where the package that brings a module has another name than the module.
-_PACKAGES = {
+_PACKAGE_BY_MODULE = {
     "Bio": "biopython",
     "PIL": "pillow",
     "attr": "attrs",
@@ -30,10 +30,10 @@ _PACKAGES = {
 }
 
 # Packages of hpsearch before it had one namespace; objectives of that time import from them.
-_FORMER = {"objectives", "search", "storage"}
+_FORMER_PACKAGES = {"objectives", "search", "storage"}
 
 
-def how_to_install(error: BaseException) -> str:
+def format_install_hint(error: BaseException) -> str:
     """How to install the module that is not there, in brackets; nothing for other errors.
 
     A part of a package that is there is a mistake of another kind, and so is a module of Python's own.
@@ -41,22 +41,22 @@ def how_to_install(error: BaseException) -> str:
     module = error.name if isinstance(error, ModuleNotFoundError) else None
     if not module or "." in module or module in sys.stdlib_module_names:
         return ""
-    if module in _FORMER:
+    if module in _FORMER_PACKAGES:
         return (
             " (of hpsearch: `from hpsearch import Objective, Splits, TrainConfig`; a package of your own must be "
             "next to the objective's file)"
         )
-    return f" (where it is a package: `{installing(_PACKAGES.get(module, module))}`)"
+    return f" (where it is a package: `{format_install_command(_PACKAGE_BY_MODULE.get(module, module))}`)"
 
 
-def installing(package: str) -> str:
+def format_install_command(package: str) -> str:
     """The command that installs a package beside hpsearch."""
     wrapper = os.environ.get("HPSEARCH_COMMAND")  # what the user calls; not set where hpsearch is a wheel
     return f"{wrapper} add {package}" if wrapper else f"pip install {package}"
 
 
-_OWN = tuple(Path(__file__).resolve().parents[1] / name for name in _FORMER)
-_LIBRARIES = tuple(
+_PACKAGE_FOLDERS = tuple(Path(__file__).resolve().parents[1] / name for name in _FORMER_PACKAGES)
+_LIBRARY_FOLDERS = tuple(
     Path(folder).resolve()
     for key, folder in sysconfig.get_paths().items()
     if key in {"stdlib", "platstdlib", "purelib", "platlib"}
@@ -68,14 +68,14 @@ class ObjectiveError(Exception):
 
 
 class MetricError(ObjectiveError):
-    """A metric that the objective does not have, or that does not fit its outputs; `why` follows its name."""
+    """A metric that the objective does not have, or that does not fit its outputs; `reason` follows its name."""
 
-    def __init__(self, metric: str, why: str) -> None:
-        super().__init__(f"metric {metric!r} {why}")
-        self.metric, self.why = metric, why
+    def __init__(self, metric: str, reason: str) -> None:
+        super().__init__(f"metric {metric!r} {reason}")
+        self.metric, self.reason = metric, reason
 
 
-def nearest(name: str, known: list[str]) -> str:
+def format_name_hint(name: str, known: list[str]) -> str:
     """The hint after an unknown name: `did you mean 'cosine'?`, or the list of the known names."""
     close = get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
@@ -83,7 +83,7 @@ def nearest(name: str, known: list[str]) -> str:
     return "known: " + ", ".join(sorted(known))
 
 
-def shown(path: str | Path) -> str:
+def format_path(path: str | Path) -> str:
     """A path as a person in the current directory would write it."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
@@ -91,7 +91,7 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
-def source_file(cls: type) -> Path | None:
+def find_source_file(cls: type) -> Path | None:
     """Return the file that defines a class; None for a class made in a console."""
     try:
         source = inspect.getsourcefile(cls)
@@ -100,27 +100,27 @@ def source_file(cls: type) -> Path | None:
     return Path(source).resolve() if source and Path(source).exists() else None
 
 
-def blame(error: BaseException, file: Path | None = None) -> str:
+def format_user_error(error: BaseException, file: Path | None = None) -> str:
     """`my_objective.py:12: NameError: name 'x' is not defined`: an error with the user's file and line.
 
     The line is that of the deepest frame in `file`, or in any file that is neither this package nor a library.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    what = f"{type(error).__name__}: {_first_line(error)}{how_to_install(error)}"
+        return f"{format_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    what = f"{type(error).__name__}: {_first_line(error)}{format_install_hint(error)}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename, file):
-            return f"{shown(frame.filename)}:{frame.lineno}: {what}"
+        if _is_user_file(frame.filename, file):
+            return f"{format_path(frame.filename)}:{frame.lineno}: {what}"
     return what
 
 
-def _is_users(filename: str, file: Path | None) -> bool:
+def _is_user_file(filename: str, file: Path | None) -> bool:
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
     if file is not None and path == file.resolve():
         return True
-    return not any(path.is_relative_to(folder) for folder in (*_LIBRARIES, *_OWN))
+    return not any(path.is_relative_to(folder) for folder in (*_LIBRARY_FOLDERS, *_PACKAGE_FOLDERS))
 
 
 def _first_line(error: BaseException) -> str:
@@ -129,7 +129,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
+def wrap_user_errors(what: str) -> Iterator[None]:
     """Turns any error of the objective's own code into an ObjectiveError that names its file and line."""
     try:
         yield
@@ -138,16 +138,16 @@ def users_code(what: str) -> Iterator[None]:
     except Exception as error:  # whatever the user's code raises
         if is_out_of_memory(error):
             raise
-        raise ObjectiveError(f"{what}: {blame(error)}") from error
+        raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
 
 
 @contextmanager
-def needing(package: str, objective: str) -> Iterator[None]:
+def require_package(package: str, objective: str) -> Iterator[None]:
     """Around the imports of a package that only this built-in objective needs: says how it is installed."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ObjectiveError(f"{objective} needs {package}: {installing(package)}") from error
+        raise ObjectiveError(f"{objective} needs {package}: {format_install_command(package)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

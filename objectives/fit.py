@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, RestoredLoop, config_from_json, restore_loop
+from hpsearch.objectives.custom_loop.run import LoopResult, LoopRun
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective, Objective
-from hpsearch.objectives.own_loop.loop_objective import LoopObjective, RestoredLoop, config_of, restore_loop
-from hpsearch.objectives.own_loop.run import LoopResult, LoopRun
-from hpsearch.objectives.training.checks.held_out import Restored, restore_best
+from hpsearch.objectives.training.checks.held_out import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.exportable import example_of
 from hpsearch.objectives.training.loop.instruments import NONE, Instruments
@@ -43,13 +43,13 @@ def fit(
     where: Any = {"session": session, "run_dir": run_dir, "device": device}
     if isinstance(objective, LoopObjective):
         if plan.refit is not None:
-            model_objective(objective, "a refit")
+            require_model_objective(objective, "a refit")
         return LoopRun(objective, config, replace(plan, division=None), **where).fit()
     where |= {**asdict(plan), "instruments": instruments}
-    return Trainer(model_objective(objective, "training"), config, **where).fit()
+    return Trainer(require_model_objective(objective, "training"), config, **where).fit()
 
 
-def restore(objective: BaseObjective, best: Mapping[str, Any]) -> Restored | RestoredLoop:
+def restore_model(objective: BaseObjective, best: Mapping[str, Any]) -> RestoredModel | RestoredLoop:
     """What a `best.pt` holds, ready to be tested.
 
     Raises:
@@ -58,10 +58,12 @@ def restore(objective: BaseObjective, best: Mapping[str, Any]) -> Restored | Res
     """
     if isinstance(objective, LoopObjective):
         return restore_loop(objective, best)
-    return restore_best(model_objective(objective, "a test"), best)
+    return restore_best(require_model_objective(objective, "a test"), best)
 
 
-def result_of(objective: BaseObjective, best: Mapping[str, Any], history: list[EpochRecord], path: Path) -> RunResult:
+def rebuild_result(
+    objective: BaseObjective, best: Mapping[str, Any], history: list[EpochRecord], path: Path
+) -> RunResult:
     """What a complete run came to, from what its last checkpoint has.
 
     Args:
@@ -77,9 +79,9 @@ def result_of(objective: BaseObjective, best: Mapping[str, Any], history: list[E
     curve.history, curve.best = history, dict(best)
     shared: dict[str, Any] = {"status": "completed", "curve": curve, "best_path": path, "last_path": None}
     if isinstance(objective, LoopObjective):
-        config = config_of(objective, best["config"])
+        config = config_from_json(objective, best["config"])
         return LoopResult(**shared, objective=objective, config=config, best=best["model"])
-    restored = restore_best(model_objective(objective, "a model"), best)
+    restored = restore_best(require_model_objective(objective, "a model"), best)
     val = restored.splits.val
     return FitResult(
         **shared,
@@ -91,7 +93,7 @@ def result_of(objective: BaseObjective, best: Mapping[str, Any], history: list[E
     )
 
 
-def model_objective(objective: BaseObjective, what: str) -> Objective:
+def require_model_objective(objective: BaseObjective, what: str) -> Objective:
     """The objective, where it has data and a model.
 
     Raises:

@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from hpsearch.objectives.measured import MEASURED
-from hpsearch.objectives.search_space import Given
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.search_space import FixedTrial
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
     from hpsearch.objectives.training.config import TrainConfig
     from hpsearch.objectives.training.data.dataset import Batch, Dataset
     from hpsearch.objectives.training.data.loader import Augment
@@ -75,10 +75,10 @@ class BaseObjective(ABC):
             _take_first(cls)
 
     @abstractmethod
-    def suggest(self, trial: SearchSpace) -> Any:
+    def suggest(self, trial: TrialProtocol) -> Any:
         """The configuration of one trial, from the values that the trial suggests."""
 
-    def configure(self, trial: SearchSpace) -> Any:
+    def configure(self, trial: TrialProtocol) -> Any:
         """`suggest`, with its answer checked.
 
         Raises:
@@ -92,8 +92,8 @@ class BaseObjective(ABC):
         Raises:
             ObjectiveError: `suggest` failed.
         """
-        with users_code(f"{type(self).__name__}.suggest"):
-            return self.configure(Given(self.defaults))
+        with wrap_user_errors(f"{type(self).__name__}.suggest"):
+            return self.configure(FixedTrial(self.defaults))
 
     def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.
@@ -107,7 +107,7 @@ class BaseObjective(ABC):
     def also_report(self, names: Collection[str]) -> None:
         """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
 
-        Call it after `judge_by`. What is named is in each epoch's record: see `objectives.measured.value_of`. What
+        Call it after `judge_by`. What is named is in each epoch's record: see `objectives.model_metrics.value_of`. What
         cannot be known here to be missing is found by the first evaluation, before training.
 
         Raises:
@@ -142,7 +142,7 @@ class BaseObjective(ABC):
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
-                with users_code(f"{type(self).__name__}.prepare"):
+                with wrap_user_errors(f"{type(self).__name__}.prepare"):
                     self.prepare(unfinished)
                 unfinished.rename(folder)
         return folder
@@ -182,7 +182,7 @@ class Objective(BaseObjective):
         metric: the validation metric to optimise: a key of `metrics()`, or "loss".
         direction: whether the metric is better when it is higher or lower.
         directions: several metrics that a study is to optimise at once, each with its direction: the first of them is
-            `metric`, and any other may be one of validation, of `objectives.measured.MEASURED`, or of `measures`.
+            `metric`, and any other may be one of validation, of `objectives.model_metrics.MEASURED`, or of `measures`.
         constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
         reported: what beside `metric` the study asks every epoch to report: see `also_report`.
         epochs: length of a full trial, the default of a search.
@@ -207,7 +207,7 @@ class Objective(BaseObjective):
     latency_batch: ClassVar[int] = 1
 
     @abstractmethod
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """The configuration of one trial, from the values that the trial suggests."""
 
     @abstractmethod
@@ -233,9 +233,9 @@ class Objective(BaseObjective):
         A mean that is not over samples (of the tokens that count, say) is one whose batches do not add up, unless the
         module says what it is over by a method `weigh(target)`; torch's cross entropies need none.
         """
-        from hpsearch.objectives.training.evaluation.losses import usual_loss
+        from hpsearch.objectives.training.evaluation.losses import build_default_loss
 
-        return usual_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
+        return build_default_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
         """What a batch comes to; override it where that is not the loss of the outputs and the targets.
@@ -323,13 +323,13 @@ class Objective(BaseObjective):
             MetricError: the built-in sets have no such metric.
             ObjectiveError: it is better the other way round.
         """
-        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, chooses_none
+        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, make_selection_metric_error
 
-        if not overrides(self, "metrics") and not overrides(self, "step") and metric in MEASURED:
-            raise chooses_none(metric)
+        if not overrides(self, "metrics") and not overrides(self, "step") and metric in MODEL_METRICS:
+            raise make_selection_metric_error(metric)
         if not overrides(self, "metrics") and not (overrides(self, "step") and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
-                raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
+                raise MetricError(metric, f"is not known: {format_name_hint(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
         super().judge_by(metric, direction)
@@ -341,15 +341,15 @@ class Objective(BaseObjective):
             MetricError: a name is none of the built-in set that `metric` brings, and nothing that is measured. Of
                 metrics, steps and measures of one's own the first evaluation tells.
         """
-        from hpsearch.objectives.training.evaluation.metrics import brought_with
+        from hpsearch.objectives.training.evaluation.metrics import list_default_metrics
 
         super().also_report(names)
         if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
             return
-        known = [*brought_with(self.metric), *MEASURED]
+        known = [*list_default_metrics(self.metric), *MODEL_METRICS]
         for name in self.reported:
             if name not in known:
-                why = f"is none that comes with {self.metric}, nor measured: {nearest(name, known)}"
+                why = f"is none that comes with {self.metric}, nor measured: {format_name_hint(name, known)}"
                 raise MetricError(name, f"{why}; or give it by metrics()")
 
     def default_config(self) -> TrainConfig:
@@ -361,7 +361,7 @@ class Objective(BaseObjective):
         config: TrainConfig = super().default_config()
         return config
 
-    def configure(self, trial: SearchSpace) -> TrainConfig:
+    def configure(self, trial: TrialProtocol) -> TrainConfig:
         """`suggest`, with its answer checked.
 
         Raises:

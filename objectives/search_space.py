@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, format_name_hint
 
 
-class SearchSpace(Protocol):
+class TrialProtocol(Protocol):
     """Suggests values for named parameters; `optuna.Trial` and `optuna.trial.FixedTrial` fit it.
 
     A name stands for one distribution in the whole study: give the parameters of different branches different names.
@@ -27,7 +27,7 @@ class SearchSpace(Protocol):
         """One of the choices: None, bool, int, float or str."""
 
 
-class _Answers:
+class _StudylessTrial:
     """A search space without a study: subclasses answer a range and a choice. `values` has all answers by name."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Answers:
         raise NotImplementedError
 
 
-class Given(_Answers):
+class FixedTrial(_StudylessTrial):
     """Suggests the given value of a parameter, or else the middle of its range and the first of its choices.
 
     The middle of a range on a log scale is that of its logarithm. A given value that is not in the space raises a
@@ -77,11 +77,13 @@ class Given(_Answers):
     def _category(self, name: str, choices: Sequence[Any]) -> Any:
         return self._choice(name, choices) if name in self.given else choices[0]
 
-    def require_all_taken(self, whose: str) -> None:
+    def require_all_used(self, whose: str) -> None:
         """Raise a NotInSpaceError if a given parameter was not asked for."""
         for name in self.given:
             if name not in self.values:
-                raise NotInSpaceError(name, f"{whose} asks for no such parameter: {nearest(name, list(self.values))}")
+                raise NotInSpaceError(
+                    name, f"{whose} asks for no such parameter: {format_name_hint(name, list(self.values))}"
+                )
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.given[name]
@@ -100,7 +102,7 @@ class Given(_Answers):
         return value
 
 
-class Written(Given):
+class TextFixedTrial(FixedTrial):
     """Suggests what was given as text, as in a table: `0.001`, `adam`, `true`, `none`."""
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
@@ -115,7 +117,7 @@ class Written(Given):
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
         if (number := _number_of(self.given[name])) is None:
             raise NotInSpaceError(name, f"{self.given[name]!r} is no number")
-        return Given({name: number})._number(name, low, high, step)
+        return FixedTrial({name: number})._number(name, low, high, step)
 
 
 def _number_of(text: str) -> float | None:
@@ -130,14 +132,14 @@ def _number_of(text: str) -> float | None:
 
 
 class NotInSpaceError(ObjectiveError):
-    """A value of the parameter `name` that a search space does not have, and `why`."""
+    """A value of the parameter `name` that a search space does not have, and `reason`."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name}: {why}")
-        self.name, self.why = name, why
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
 
 
-def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[dict[str, Any]]:
+def enumerate_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
     """Iterate over all configurations of a search space, as `configure` asks for their parameters.
 
     Raises:
@@ -145,7 +147,7 @@ def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[
     """
     taken: list[int] = []  # of each parameter in turn, which of its values is next
     while True:
-        space = _Enumerated(taken)
+        space = _GridTrial(taken)
         configure(space)
         yield space.values
         taken = [*taken, *[0] * (len(space.counts) - len(taken))][: len(space.counts)]
@@ -156,7 +158,7 @@ def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[
         taken[-1] += 1
 
 
-class _Enumerated(_Answers):
+class _GridTrial(_StudylessTrial):
     """Suggests the values of the parameters by their places, and the first of those beyond."""
 
     def __init__(self, places: Sequence[int]) -> None:

@@ -158,10 +158,10 @@ def shield_children() -> None:
     """
     from torch.utils.data._utils import signal_handling
 
-    from hpsearch.objectives.training.data.loader import ending_with_parent
+    from hpsearch.objectives.training.data.loader import make_parent_death_hook
 
     torch_signals: Any = signal_handling  # the module is not typed
-    handle_faults, bind = torch_signals._set_worker_signal_handlers, ending_with_parent()
+    handle_faults, bind = torch_signals._set_worker_signal_handlers, make_parent_death_hook()
 
     def begin_loader() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import home_dir
@@ -76,7 +76,7 @@ def resolve_addresses(where: Addresses) -> Addresses:
     """
     known = Addresses.__annotations__
     if unknown := sorted(where.keys() - known.keys()):
-        raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
+        raise SearchError(f"unknown setting {unknown[0]!r}{format_name_hint(unknown[0], known)}")
     found: Any = {name: where.get(name) or os.environ.get(f"HPSEARCH_{name.upper()}") or None for name in known}
     return cast(Addresses, found)
 

@@ -25,7 +25,7 @@ from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _QUIET: dict[str, Any] = {
     "logger": False,

@@ -18,7 +18,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
 _OF_THE_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")

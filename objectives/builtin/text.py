@@ -20,7 +20,7 @@ from hpsearch.objectives.training.data.splits import Splits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 TOPICS = (
     *("compound", "specialnames", "types", "debugger"),
@@ -52,7 +52,7 @@ class Text(Objective):
         "dropout": 0.3,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """A transformer encoder, of no layer (a bag of words) up to two."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, format_name_hint
 
 # What builds them is in `hpsearch.objectives.training.optimizers`, under the same names.
 BASES = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
@@ -168,7 +168,7 @@ class TrainConfig:
     def _known(cls, name: str, info: ValidationInfo) -> str:
         known = NAMES[str(info.field_name)]
         if name not in known:
-            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {nearest(name, list(known))}")
+            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {format_name_hint(name, list(known))}")
         return name
 
     @model_validator(mode="after")
@@ -221,7 +221,7 @@ def _complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name, value, kind = str(first["loc"][0]), first["input"], first["type"]
     if name not in FIELDS:
-        return f"unknown training setting {name!r}: {nearest(name, list(FIELDS))}"
+        return f"unknown training setting {name!r}: {format_name_hint(name, list(FIELDS))}"
     if kind == "finite_number":
         must = "a finite number"
     elif kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import Tree, leaves, refilled, tensors
+from hpsearch.objectives.training.data.tree import Tree, leaves, tensors, unflatten_like
 from hpsearch.objectives.training.evaluation.step import Call
 
 _ROWS = 4  # in an example: an exporter takes a dimension of 1 for a constant
@@ -49,7 +49,7 @@ class Positional(nn.Module):
 
         def forward(*parts: Tensor, **named: Tensor) -> object:
             given = bound.bind(*parts, **named).args
-            return call(model, refilled(x, iter(given)))
+            return call(model, unflatten_like(x, iter(given)))
 
         names = [re.sub(r"\W", "_", f"_{name}" if name[0].isdigit() else name) for name, _ in tensors(x)]
         bound = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])

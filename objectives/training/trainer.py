@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.evaluation.gathered import UnkeptError
+from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
 from hpsearch.objectives.training.exportable import example_of
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_within, train_epoch
@@ -180,7 +180,7 @@ class Trainer(BaseTrainer):
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
         run.strategy.agree(run.model)
-        run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
+        run.average.after_epoch(epoch, run.batch_source.inputs, call_in(run.stepping))
         run.strategy.agree(run.judged)
         scores = run.validate_epoch()
         measured = self._measured(run, scores, epoch)
@@ -221,7 +221,9 @@ class Trainer(BaseTrainer):
         _require_finite(measured, run, epoch)
         for name in judged:
             if name not in scores and name not in measured:
-                raise MetricError(name, f"is not given after every epoch: {nearest(name, [*scores, *measured])}")
+                raise MetricError(
+                    name, f"is not given after every epoch: {format_name_hint(name, [*scores, *measured])}"
+                )
         return measured
 
     def _begin(self, run: Run, epoch: int) -> EpochSums:
@@ -246,7 +248,7 @@ class Trainer(BaseTrainer):
         if self.session is None or run.whole_epochs:
             return
         elapsed = time.perf_counter() - started
-        steps = run.feed.steps
+        steps = run.batch_source.steps
         due = self.session.due(lambda: elapsed / sums.steps * (steps - sums.steps) + run.conclusion)
         if due is Due.NOTHING:
             return
@@ -254,7 +256,7 @@ class Trainer(BaseTrainer):
         sums.seconds = elapsed
         try:
             state = run.state_within(sums.state_dict())
-        except UnkeptError as error:
+        except UnserializableStateError as error:
             if not run.whole_epochs:
                 self.files.log.warning("nothing is saved within an epoch: %s, which is no plain value", error)
             run.whole_epochs = True
@@ -293,13 +295,13 @@ class Trainer(BaseTrainer):
             for epoch in range(begun):
                 self._on_epoch(run, epoch)
             restore(run, state)
-            within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
+            within = f" and {run.within['sums']['steps']} of {run.batch_source.steps} steps" if run.within else ""
             self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
         return self._open(run.curve, resolved, run.changes, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
-        with users_code(f"{type(self.objective).__name__}.on_epoch"):
+        with wrap_user_errors(f"{type(self.objective).__name__}.on_epoch"):
             self.objective.on_epoch(run.model, epoch, self.config)
 
     def _report(self, record: EpochRecord) -> Verdict:

@@ -43,7 +43,7 @@ def studies(where: o.Addresses) -> None:
 
 
 def _cells(row: StudyRow) -> dict[str, str]:
-    from hpsearch.objectives.errors import shown
+    from hpsearch.objectives.errors import format_path
 
     if not row.ours:
         return {"study": row.name, "objective": "(not made by hpsearch)"}
@@ -55,7 +55,7 @@ def _cells(row: StudyRow) -> dict[str, str]:
     path, colon, cls = row.objective.rpartition(":")
     return {
         "study": name,
-        "objective": f"{shown(path)}{colon}{cls}" if path.startswith("/") else row.objective,
+        "objective": f"{format_path(path)}{colon}{cls}" if path.startswith("/") else row.objective,
         "trials": row.done.removesuffix(" trials"),
         **{state: str(getattr(row, state)) for state in _NUMBERS[1:]},
         "best": best,

@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.search.curves.forecast import CHOSEN, band, scale, slope
 from hpsearch.search.curves.learning import FITTED, Lesson, believing, posterior_of, silent_rows, told_trials
 from hpsearch.search.curves.points import Seen, losses
@@ -356,6 +356,6 @@ def violation(trial: FrozenTrial) -> float:
     """
     ended = trial.state == TrialState.COMPLETE
     place = PLACE.partition(":")[2]
-    known = {name for name, measured in MEASURED.items() if measured.settled}
+    known = {name for name, metric in MODEL_METRICS.items() if metric.is_constant}
     broken = (value for name, value in trial.constraints.items() if name != place and (ended or name in known))
     return max(broken, default=np.nan)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from hpsearch.objectives.training.data.loader import ending_with_parent
+from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork import can_fork
 from hpsearch.search.process import (
@@ -182,7 +182,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
         try:
-            codes = elastic_launch(config, _run_rank)(ending_with_parent(), name, options, place.file)
+            codes = elastic_launch(config, _run_rank)(make_parent_death_hook(), name, options, place.file)
         except (ChildFailedError, RendezvousConnectionError) as error:
             if stop.is_set():
                 return EXIT_DRAINED

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import NAME_PATTERN
 from hpsearch.search.study.study import load_study
@@ -81,7 +81,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise SearchError(f"no engine {self.engine!r}{nearest(self.engine, ENGINES)}")
+            raise SearchError(f"no engine {self.engine!r}{format_name_hint(self.engine, ENGINES)}")
         if not re.fullmatch(NAME_PATTERN.removesuffix("$"), self.study) or len(self.study) > 100:
             raise SearchError(f"STUDY {self.study!r} is no name of a study: letters, digits, '.', '_' and '-'")
         for option, number, least, most in (

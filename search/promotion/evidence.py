@@ -264,7 +264,7 @@ def _loading(evidence: Evidence, address: str) -> str:
         return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
     return (
         f"It cannot be exported ({evidence.weights_only}): it is its checkpoint, `{CHECKPOINT}`, which takes the code "
-        "of the objective: `hpsearch.objectives.fit.restore(objective, torch.load(path, weights_only=True))`."
+        "of the objective: `hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
     )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.fit import restore
-from hpsearch.objectives.own_loop.loop_objective import RestoredLoop
+from hpsearch.objectives.custom_loop.loop_objective import RestoredLoop
+from hpsearch.objectives.fit import restore_model
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit, taken_run
 from hpsearch.search.finalists.table import decided_winner, read_finalists
@@ -118,7 +118,7 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
     with tempfile.TemporaryDirectory() as folder:
         weights = BestWeights(of, trial, undone="nothing was opened")
         path = weights.fetch(tracking, Path(folder))
-        restored = restore(of.objective(), weights.read(path))
+        restored = restore_model(of.objective(), weights.read(path))
         if not isinstance(restored, RestoredLoop):  # only its own loop can measure the value
             weights.require_value(restored)
         opening = open_test_set(

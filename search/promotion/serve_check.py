@@ -19,18 +19,18 @@ import torch
 from torch import nn
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.fit import model_objective
+from hpsearch.objectives.fit import require_model_objective
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.held_out import restore_best
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import tensors
-from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.loop.stepping import build_stepping
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.promotion import predict_alone
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.steering import find_trial
@@ -97,7 +97,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     trial = find_trial(study, number)
     if (value := first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    objective = model_objective(study.objective(), "serve-check")
+    objective = require_model_objective(study.objective(), "serve-check")
     splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
     changed = _changes(study, objective, splits, version)
     scored: float | None
@@ -124,7 +124,7 @@ def _score_alone(
     version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
 ) -> tuple[float | None, str]:
     """Return what a model scores in a process without this project's code, or None and why not."""
-    _write_inputs(splits, folder, evaluation_rows(config))
+    _write_inputs(splits, folder, get_eval_batch_size(config))
     predictions, error = _predict(version, objective, tracking_uri, folder)
     return None if predictions is None else _judge(predictions, objective, splits, config), error
 
@@ -147,7 +147,7 @@ def find_version(registry: Registry, reference: str) -> Version:
     if found is None:
         aliases = registry.aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
-        hint = nearest(name, known) if known else "; see MLflow's page of models"
+        hint = format_name_hint(name, known) if known else "; see MLflow's page of models"
         raise SearchError(f"{reference}: MLflow has no {what}{hint}")
     return found
 
@@ -226,7 +226,7 @@ class _Replay(nn.Module):
 
 def _judge(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
     """Return the metric of predictions of the validation split, counted as in training."""
-    rows = evaluation_rows(config)
+    rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):
         return float("nan")
     batches = (splits.val.inputs(slice(start, start + rows)) for start in range(0, len(splits.val), rows))

@@ -13,10 +13,10 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from hpsearch.objectives.fit import model_objective
-from hpsearch.objectives.own_loop.loop_objective import LoopObjective, config_of
-from hpsearch.objectives.own_loop.run import exported
-from hpsearch.objectives.training.checks.held_out import Restored, restore_best
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_from_json
+from hpsearch.objectives.custom_loop.run import export_model
+from hpsearch.objectives.fit import require_model_objective
+from hpsearch.objectives.training.checks.held_out import RestoredModel, restore_best
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import Exported
@@ -90,7 +90,7 @@ class BestWeights:
             )
         return best
 
-    def require_value(self, restored: Restored) -> None:
+    def require_value(self, restored: RestoredModel) -> None:
         """Make sure that the weights score on the validation data what they scored when they were trained.
 
         Raises:
@@ -142,8 +142,8 @@ def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) ->
                 f"--trial {weights.trial.number}: MLflow has no model of it, and {objective.name} makes none: a "
                 "function makes none, a LoopObjective by its export()"
             )
-        return partial(exported, objective, best["model"], config_of(objective, best["config"]))
-    restored = restore_best(model_objective(objective, "a model"), best)
+        return partial(export_model, objective, best["model"], config_from_json(objective, best["config"]))
+    restored = restore_best(require_model_objective(objective, "a model"), best)
     weights.require_value(restored)
     return restored.exported
 

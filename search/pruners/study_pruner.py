@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.search.pruners.base import Case, Decision, Noted, Peers
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
@@ -85,7 +85,7 @@ class StudyPruner:
 
     def _never_in_bounds(self, reported: Mapping[str, float]) -> list[str]:
         """The constraints that a trial breaks by what stays as it is: its size, and how fast it is."""
-        settled = {name for name in reported if name in MEASURED and MEASURED[name].settled}
+        settled = {name for name in reported if name in MODEL_METRICS and MODEL_METRICS[name].is_constant}
         broken = [bound for bound in self._spec.bounds if bound.metric in settled]
         return [bound.told(reported[bound.metric]) for bound in broken if bound.violation(reported[bound.metric]) > 0]
 

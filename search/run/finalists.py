@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from rich.console import Console
 
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.objectives.loading import load_objective
-from hpsearch.objectives.own_loop.loop_objective import LoopObjective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, passed_over

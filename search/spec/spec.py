@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
-from hpsearch.objectives.loading import current_reference
-from hpsearch.objectives.measured import value_of
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.objectives.loading import normalize_reference
+from hpsearch.objectives.model_metrics import get_metric_value
+from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.stopping import Median
 from hpsearch.search.samplers import SamplerSpec
@@ -134,7 +134,7 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: Annotated[str, BeforeValidator(current_reference)] = Field(
+    objective: Annotated[str, BeforeValidator(normalize_reference)] = Field(
         min_length=1, description="digits or another built-in, package.module:Class or my_file.py"
     )
     metric: str = Field(min_length=1, description="Validation metric to optimize")
@@ -255,7 +255,7 @@ class StudySpec(Options):
         Raises:
             KeyError: one is missing; its argument is the name.
         """
-        return {name: value_of(metrics, name) for name in (self.metric, *self.also_reported)}
+        return {name: get_metric_value(metrics, name) for name in (self.metric, *self.also_reported)}
 
     @property
     def refit(self) -> int | None:
@@ -361,7 +361,7 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
     known = set(StudySpec.model_fields)
     for key in map(str, values):
         if key not in known:
-            raise SearchError(f"unknown setting {key!r} in the study spec{nearest(key, known)}")
+            raise SearchError(f"unknown setting {key!r} in the study spec{format_name_hint(key, known)}")
     version = values.get("version", SPEC_VERSION)
     if version != SPEC_VERSION:
         raise SearchError(

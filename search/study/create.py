@@ -22,9 +22,9 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import MetricError, users_code
+from hpsearch.objectives.errors import MetricError, wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.console import format_command, show_steps
@@ -92,7 +92,7 @@ def search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution],
     drawn = []
     for _ in range(DRAWS):
         trial = scratch.ask()
-        with users_code(f"{type(objective).__name__}.suggest"):
+        with wrap_user_errors(f"{type(objective).__name__}.suggest"):
             objective.configure(trial)
         distributions |= trial.distributions
         drawn.append(trial.params)
@@ -316,7 +316,7 @@ def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
     """Refuse to maximise what is better when it is lower, or the other way round, where that is known."""
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
-    known: dict[str, str] = {name: measured.direction for name, measured in MEASURED.items()}
+    known: dict[str, str] = {name: measured.direction for name, measured in MODEL_METRICS.items()}
     if isinstance(objective, Objective) and not overrides(objective, "metrics"):
         known |= DIRECTIONS
     for name, way in spec.ways.items():
@@ -335,7 +335,7 @@ def _metric_named(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
             raise
         own = "--directions" if spec.several else "--metric"
         setting = own if wrong in spec.ways else "--constraints"
-        raise SearchError(f"{setting} {wrong!r} {error.why}") from None
+        raise SearchError(f"{setting} {wrong!r} {error.reason}") from None
 
 
 @kill_point("rehearse")
@@ -365,5 +365,5 @@ def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     scratch = optuna.create_study(
         sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
     )
-    with users_code(f"{type(objective).__name__}.suggest"):
+    with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         return objective.configure(scratch.ask())

@@ -11,9 +11,9 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.search_space import Given, NotInSpaceError, Written
+from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, TextFixedTrial
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.spec.spec import StudySpec, parse_spec
@@ -35,7 +35,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
     """
     if not objective.defaults:
         return None
-    space = Given(objective.defaults)
+    space = FixedTrial(objective.defaults)
     try:
         asked_for(objective, space)
     except NotInSpaceError as error:
@@ -45,16 +45,16 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
     return space.values
 
 
-def asked_for(objective: BaseObjective, space: Given) -> dict[str, Any]:
+def asked_for(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
     """Return what was given as the objective's search space has it.
 
     Raises:
         NotInSpaceError: it does not have it.
         ObjectiveError: `suggest` failed.
     """
-    with users_code(f"{type(objective).__name__}.suggest"):
+    with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         objective.configure(space)
-    space.require_all_taken(objective.name)
+    space.require_all_used(objective.name)
     return {name: space.values[name] for name in space.given}
 
 
@@ -86,7 +86,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
     """
     if not isinstance(given, str | Path):
         rows = [given] if isinstance(given, Mapping) else given
-        return _waiting("params", "configuration", enumerate(map(Given, rows), start=1), objective)
+        return _waiting("params", "configuration", enumerate(map(FixedTrial, rows), start=1), objective)
     path = Path(given)
     read = {".csv": _cells, ".jsonl": _objects}.get(path.suffix.lower())
     if read is None:
@@ -99,7 +99,9 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
         raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
 
 
-def _waiting(source: str, unit: str, rows: Iterable[tuple[int, Given]], objective: BaseObjective) -> list[FrozenTrial]:
+def _waiting(
+    source: str, unit: str, rows: Iterable[tuple[int, FixedTrial]], objective: BaseObjective
+) -> list[FrozenTrial]:
     """Return a waiting trial for each row; its origin is the name of the source and the place of the row."""
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
@@ -116,7 +118,7 @@ def _waiting(source: str, unit: str, rows: Iterable[tuple[int, Given]], objectiv
     return [waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
-def _cells(path: Path) -> Iterator[tuple[int, Given]]:
+def _cells(path: Path) -> Iterator[tuple[int, FixedTrial]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         try:
@@ -128,12 +130,12 @@ def _cells(path: Path) -> Iterator[tuple[int, Given]]:
                     raise _wrong(path, rows.line_num, f"{len(cells)} of {len(names)} columns have a cell")
                 if cells:
                     given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
-                    yield rows.line_num, Written(given)
+                    yield rows.line_num, TextFixedTrial(given)
         except csv.Error as error:
             raise _wrong(path, rows.line_num, str(error)) from None
 
 
-def _objects(path: Path) -> Iterator[tuple[int, Given]]:
+def _objects(path: Path) -> Iterator[tuple[int, FixedTrial]]:
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not text.strip():
             continue
@@ -143,7 +145,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Given]]:
             raise _wrong(path, line, f"no JSON: {error}") from None
         if not isinstance(given, dict):
             raise _wrong(path, line, f'{given!r} is no object such as {{"lr": 0.001}}')
-        yield line, Given(given)
+        yield line, FixedTrial(given)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from hpsearch.objectives.objective import BaseObjective, Objective
-from hpsearch.objectives.training.checks.smoke import SmokeResult, smoke
+from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.search.console import format_command
 from hpsearch.search.study.create import suggested
 from hpsearch.search.study.study import StoredStudy
@@ -27,7 +27,7 @@ def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking 
     told = study.attrs.get(SMOKE)
     if told is None:
         spec = study.spec
-        result = smoke(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
+        result = run_smoke_test(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
         told = _told(result)
         if tracking is not None:
             with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.fit import result_of
+from hpsearch.objectives.fit import rebuild_result
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
@@ -130,4 +130,4 @@ def _result(
     if best["value"] != first_value(trial):
         raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {first_value(trial):.6g}")
     checkpoint.write(folder / "best.pt", best)
-    return result_of(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")
+    return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

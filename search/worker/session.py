@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, format_name_hint
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, Due, Verdict
@@ -142,7 +142,9 @@ class TrialSession:
             return self._context.spec.asked(record.metrics)
         except KeyError as missing:
             there = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
-            raise ObjectiveError(f"metric {missing} is not reported{nearest(str(missing.args[0]), there)}") from None
+            raise ObjectiveError(
+                f"metric {missing} is not reported{format_name_hint(str(missing.args[0]), there)}"
+            ) from None
 
     def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> Standing | None:
         """Return where the trial stands if `epoch` is that of a rung; `best` are the metrics of its best epoch."""

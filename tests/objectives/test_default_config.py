@@ -4,7 +4,7 @@ import optuna
 import pytest
 
 from hpsearch import ObjectiveError, TrainConfig
-from hpsearch.objectives.search_space import Given
+from hpsearch.objectives.search_space import FixedTrial
 from tests.objectives.training.support import fit
 
 
@@ -29,7 +29,7 @@ def test_every_middle_is_in_its_range():
     """Optuna, asked to take what the middle gives, finds it in the distribution."""
     study = optuna.create_study()
     for low, high, step in ((1, 1, 1), (0, 6, 3), (3, 100, 1), (2, 9, 7)):
-        middle = Given({}).suggest_int("n", low, high, step=step)
+        middle = FixedTrial({}).suggest_int("n", low, high, step=step)
         study.enqueue_trial({"n": middle})
         trial = study.ask({"n": optuna.distributions.IntDistribution(low, high, step=step)})
         assert trial.params["n"] == middle

@@ -219,7 +219,7 @@ def test_a_package_called_as_one_of_hpsearch_is_told_with_both_remedies(write, m
 
 
 def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("hpsearch.objectives.errors._LIBRARIES", (tmp_path,))
+    monkeypatch.setattr("hpsearch.objectives.errors._LIBRARY_FOLDERS", (tmp_path,))
     write("deeper.py", "def f():\n    raise KeyError('x')\n")
     write("mine.py", "import deeper\n\ndeeper.f()\n")
     assert _refused("mine:Mine") == "mine.py:3: KeyError: 'x'"

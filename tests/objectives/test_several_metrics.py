@@ -4,7 +4,7 @@ import pytest
 
 from hpsearch import LoopObjective, ObjectiveError, load_objective
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.measured import MEASURED, value_of
+from hpsearch.objectives.model_metrics import MODEL_METRICS, get_metric_value
 from tests.objectives.training.support import Wine
 
 ERRORS = {"error": "minimize", "model_mb": "minimize"}
@@ -93,7 +93,7 @@ def test_what_nobody_can_know_yet_is_not_refused(objective_with):
     assert (own.reported, measuring.reported) == (("whatever",), ("sparsity",))
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", MODEL_METRICS)
 def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
     with pytest.raises(MetricError, match="does not tell the best epoch"):
         wine.judge_by(name, "minimize")
@@ -101,6 +101,6 @@ def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
 
 def test_the_value_of_a_metric_in_a_record():
     record = {"val_accuracy": 0.5, "latency_ms": 3.0, "parameters": 1.0, "val_parameters": 2.0}
-    assert [value_of(record, name) for name in ("accuracy", "latency_ms", "parameters")] == [0.5, 3.0, 2.0]
+    assert [get_metric_value(record, name) for name in ("accuracy", "latency_ms", "parameters")] == [0.5, 3.0, 2.0]
     with pytest.raises(KeyError, match=r"^'model_mb'$"):
-        value_of(record, "model_mb")
+        get_metric_value(record, "model_mb")

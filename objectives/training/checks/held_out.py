@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.evaluate import evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.evaluation.step import Call, Stepping
+from hpsearch.objectives.training.evaluation.step import Call, StepFunction
 from hpsearch.objectives.training.exportable import example_of, exportable
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.loop.stepping import build_stepping, call_in
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredModel:
     """The model of a run with its best weights, on the CPU, and the run's splits."""
 
     objective: Objective
@@ -56,7 +56,7 @@ class Restored:
         return call_in(self._stepping)
 
     @property
-    def _stepping(self) -> Stepping:
+    def _stepping(self) -> StepFunction:
         return build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
 
     def _score(self, split: Dataset) -> dict[str, float]:
@@ -66,13 +66,13 @@ class Restored:
                 split,
                 self._stepping,
                 as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
-                batch_size=evaluation_rows(self.config),
+                batch_size=get_eval_batch_size(self.config),
                 device="cpu",
                 num_workers=self.config.num_workers or 0,
             )
 
 
-def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
+def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel:
     """Load the weights of a `best.pt` into the objective's model.
 
     Raises:
@@ -87,11 +87,11 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
                 f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"
             )
         set_seed(best["seed"], "init")
-        with users_code(f"{type(objective).__name__}.model"):
+        with wrap_user_errors(f"{type(objective).__name__}.model"):
             model = objective.model(config, splits.train)
     try:
         model.load_state_dict(best["model"])
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:200]
         raise ObjectiveError(f"{objective.name}: the weights do not fit the model of today's code: {detail}") from error
-    return Restored(objective, config, splits, model.eval())
+    return RestoredModel(objective, config, splits, model.eval())

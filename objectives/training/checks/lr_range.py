@@ -27,14 +27,14 @@ from hpsearch.objectives.training.reproducibility.seeds import reproducible, see
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
-_PROBE = 512  # training samples, at most, on which every step is judged
-_DIVERGED = 3.0  # times the fall so far, above the lowest loss
-_LEAST = 1e-3  # of the first loss: a fall below it is none
-_NOISE = 6.0  # times what the loss moves at random from step to step: a fall below it cannot be told
+_PROBE_SAMPLES = 512  # training samples, at most, on which every step is judged
+_DIVERGENCE_FACTOR = 3.0  # times the fall so far, above the lowest loss
+_MIN_FALL = 1e-3  # of the first loss: a fall below it is none
+_MIN_SIGNAL_TO_NOISE = 6.0  # times what the loss moves at random from step to step: a fall below it cannot be told
 
 
 @dataclass(frozen=True)
-class RateRange:
+class LrRangeResult:
     """The result of a range test.
 
     Attributes:
@@ -56,7 +56,7 @@ class RateRange:
         rate_range(self.rates, self.losses, folder / "lr-range.png", suggestion=self.suggestion)
 
 
-def lr_range(
+def run_lr_range_test(
     objective: Objective,
     config: TrainConfig | None = None,
     *,
@@ -65,7 +65,7 @@ def lr_range(
     highest: float = 10.0,
     steps: int = 200,
     device: torch.device | None = None,
-) -> RateRange:
+) -> LrRangeResult:
     """Train a new model with a rate that climbs exponentially until the loss diverges (Smith 2017).
 
     Args:
@@ -92,26 +92,28 @@ def lr_range(
     )
     with reproducible(deterministic=config.deterministic), told_apart(flat, device):
         run, _ = build(objective, flat, RunPlan(1, seed, seed), device=device)
-        rates, losses = _climb(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
-    return _judged(rates, losses)
+        rates, losses = _increase_lr(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
+    return _suggest_lr(rates, losses)
 
 
-def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[float], list[float]]:
+def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[float], list[float]]:
     set_seed(run.plan.seed, "range")
     run.model.train()
     train = run.splits.train
-    probe = train.batch(torch.randperm(len(train))[:_PROBE]).to(run.device)
+    probe = train.batch(torch.randperm(len(train))[:_PROBE_SAMPLES]).to(run.device)
     starts = [group["lr"] / lowest for group in run.optimizer.param_groups]
     rates: list[float] = []
     losses: list[float] = []
     first = low = _loss(run, probe)
-    windows = itertools.chain.from_iterable(run.feed.windows(epoch) for epoch in itertools.count())
-    for step, window in zip(range(steps), windows, strict=False):
+    steps_of_batches = itertools.chain.from_iterable(
+        run.batch_source.iterate_steps(epoch) for epoch in itertools.count()
+    )
+    for step, micro_batches in zip(range(steps), steps_of_batches, strict=False):
         rate = lowest * factor**step
         for group, share in zip(run.optimizer.param_groups, starts, strict=True):
             group["lr"] = share * rate
         try:
-            train_step(run, window, Point(0, step, step, rate), RunningMetrics(run.metrics))
+            train_step(run, micro_batches, Point(0, step, step, rate), RunningMetrics(run.metrics))
         except NonFiniteError:
             break
         loss = _loss(run, probe)
@@ -120,7 +122,7 @@ def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[flo
         rates.append(rate)
         losses.append(loss)
         low = min(low, loss)
-        if loss > low + _DIVERGED * max(first - low, 0.1 * abs(first), _LEAST):
+        if loss > low + _DIVERGENCE_FACTOR * max(first - low, 0.1 * abs(first), _MIN_FALL):
             break
     return rates, losses
 
@@ -132,14 +134,14 @@ def _loss(run: Run, probe: Batch) -> float:
         return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
 
 
-def _judged(rates: list[float], losses: list[float]) -> RateRange:
-    if len(losses) < 3 or losses[0] - min(losses) <= _LEAST * abs(losses[0]):
+def _suggest_lr(rates: list[float], losses: list[float]) -> LrRangeResult:
+    if len(losses) < 3 or losses[0] - min(losses) <= _MIN_FALL * abs(losses[0]):
         raise ObjectiveError("the loss fell at no learning rate of the range: run the smoke test, or try a lower range")
     bottom, fall = losses.index(min(losses)), losses[0] - min(losses)
     # Second differences are free of the trend: of noise with deviation 1 their median size is 0.6745 times root 6.
     bends = [abs(losses[i - 1] - 2 * losses[i] + losses[i + 1]) for i in range(1, max(bottom, 2))]
     noise = statistics.median(bends) / (0.6745 * math.sqrt(6))
-    if fall < _NOISE * noise:
+    if fall < _MIN_SIGNAL_TO_NOISE * noise:
         raise ObjectiveError(
             f"no learning rate can be told: from step to step the loss moves by {noise:.2g} at random, and it fell by "
             f"{fall:.2g} in all; try a larger batch_size, or more steps"
@@ -148,4 +150,4 @@ def _judged(rates: list[float], losses: list[float]) -> RateRange:
     around = [losses[max(i - half, 0) : i + half + 1] for i in range(bottom + 1)]
     slopes = [statistics.linear_regression(range(len(values)), values).slope for values in around]
     steepest = min(range(len(slopes)), key=slopes.__getitem__)
-    return RateRange(rates, losses, rates[steepest], rates[bottom])
+    return LrRangeResult(rates, losses, rates[steepest], rates[bottom])

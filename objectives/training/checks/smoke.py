@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.data.batches import Pending
+from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
@@ -26,9 +26,9 @@ from hpsearch.objectives.training.reproducibility.seeds import reproducible, set
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
-_RATES = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
-_SHARE = 0.1  # of what the loss was: how far it must fall where nobody knows how low it can
-_CHECK = 25  # steps between two looks at the losses: on a GPU a look waits
+_LR_FACTORS = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
+_MIN_FALL = 0.1  # of what the loss was: how far it must fall where nobody knows how low it can
+_CHECK_STEPS = 25  # steps between two looks at the losses: on a GPU a look waits
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SmokeResult:
         overfit_curve(self.losses, folder / "smoke.png", target=self.target)
 
 
-def smoke(
+def run_smoke_test(
     objective: Objective,
     config: TrainConfig | None = None,
     *,
@@ -86,8 +86,8 @@ def smoke(
     config = config or objective.default_config()
     device = device or torch.device("cpu")
     result, deadline = None, time.monotonic() + seconds
-    for factor in _RATES:
-        tried = _bare(config, config.lr * factor, samples)
+    for factor in _LR_FACTORS:
+        tried = _disable_regularization(config, config.lr * factor, samples)
         with reproducible(deterministic=config.deterministic), told_apart(tried, device):
             run, _ = build(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(run, samples, steps, deadline, objective.loss_floor)
@@ -101,7 +101,7 @@ def smoke(
     return result
 
 
-def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
+def _disable_regularization(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
     return dataclasses.replace(
         config,
         lr=lr,
@@ -121,10 +121,10 @@ def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
     )
 
 
-def _target(first: float, floor: float | None) -> float:
+def _compute_target(first: float, floor: float | None) -> float:
     """What a loss that starts at `first` has to fall to."""
     if floor is None or first <= floor:
-        return first - _SHARE * max(abs(first), _SHARE)
+        return first - _MIN_FALL * max(abs(first), _MIN_FALL)
     above = first - floor
     return floor + (above / 1000 if above > 10 else min(0.01, above / 100))
 
@@ -136,11 +136,11 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     set_seed(run.plan.seed, "smoke")
     train = run.splits.train
     batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
-    pending = Pending(batch.size, lambda: batch)
+    pending = LazyBatch(batch.size, lambda: batch)
     run.model.train()  # batch norm takes its statistics from the batch, as in training
     with torch.no_grad():
         losses = [float(run.stepping(run.model, batch, nullcontext()).loss)]
-    target = _target(losses[0], floor)
+    target = _compute_target(losses[0], floor)
     reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
         running = RunningMetrics(run.metrics)
@@ -151,7 +151,7 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
             break
         if step:
             unread.append(loss)
-        if unread and ((step + 1) % _CHECK == 0 or step + 1 == steps):
+        if unread and ((step + 1) % _CHECK_STEPS == 0 or step + 1 == steps):
             losses += torch.stack(unread).tolist()
             unread.clear()
             if losses[-1] <= target or time.monotonic() >= deadline:
@@ -162,6 +162,6 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
         reason = (
             f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late} and should be below {target:.4g}"
         )
-        if floor == 0 and losses[-1] < (1 - _SHARE) * losses[0]:
+        if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0]:
             reason += ", unless it cannot: then the objective says so by loss_floor"
     return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hpsearch.objectives.training.data.dataset import Batch, Dataset, Stream
-from hpsearch.objectives.training.data.loader import Augment, loaded
-from hpsearch.objectives.training.data.samplers import Order
-from hpsearch.objectives.training.data.tree import Tree, moved, taken
+from hpsearch.objectives.training.data.loader import Augment, load_batches
+from hpsearch.objectives.training.data.samplers import EpochOrder
+from hpsearch.objectives.training.data.tree import Tree, index_rows, to_device
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
 
 
-class Pending(NamedTuple):
+class LazyBatch(NamedTuple):
     """A micro-batch that is not loaded yet, or this rank's share of it.
 
     Attributes:
@@ -36,10 +36,10 @@ class Pending(NamedTuple):
     counts: bool = True
 
 
-Window = tuple[Pending, ...]
+MicroBatches = tuple[LazyBatch, ...]
 
 
-class Feed:
+class BatchSource:
     """The training data of a run, in batches that a DataLoader loads.
 
     Every rank gets its share of each batch.
@@ -49,7 +49,7 @@ class Feed:
         self,
         train: Dataset,
         config: TrainConfig,
-        order: Order,
+        order: EpochOrder,
         seed: int,
         device: torch.device,
         augment: Augment | None,
@@ -59,13 +59,13 @@ class Feed:
         self._device, self._augment, self._ranks = device, augment, ranks
         self.steps = order.steps  # optimizer steps in one epoch
 
-    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
+    def iterate_steps(self, epoch: int, first: int = 0) -> Iterator[MicroBatches]:
         """Iterate over the micro-batches of each optimizer step from step `first` on.
 
         An epoch (0-based) has every sample once, in an order drawn from (seed, epoch).
         """
-        found = list(self._order.windows(epoch, torch.device("cpu")))
-        batches = [rows for window in found for rows in window]
+        found = list(self._order.iterate_steps(epoch, torch.device("cpu")))
+        batches = [rows for micro_batches in found for rows in micro_batches]
         samples: object = self._train.samples
         if isinstance(samples, Stream):
             samples.set_epoch(epoch)
@@ -75,52 +75,56 @@ class Feed:
         shares = [mine if len(mine) else rows[:1] for mine, rows in zip(own, batches, strict=True)]
         stream = self._loaded(shares, self._augment, seed, first=begun)
         counts = iter([len(mine) > 0 for mine in own[begun:]])
-        for window in found[first:]:
-            yield tuple([Pending(len(rows), partial(next(stream).to, self._device), next(counts)) for rows in window])
+        for micro_batches in found[first:]:
+            yield tuple(
+                [LazyBatch(len(rows), partial(next(stream).to, self._device), next(counts)) for rows in micro_batches]
+            )
 
     def _loaded(self, batches: list[Tensor], augment: Augment | None, seed: int, *, first: int = 0) -> Iterator[Batch]:
         workers, device = self._config.num_workers or 0, self._device
-        return loaded(self._train, batches, device=device, num_workers=workers, augment=augment, seed=seed, first=first)
+        return load_batches(
+            self._train, batches, device=device, num_workers=workers, augment=augment, seed=seed, first=first
+        )
 
     def inputs(self) -> Iterator[Tree]:
         """Iterate over all inputs in their order and without augmentation, in batches on the device."""
         rows = torch.split(torch.arange(len(self._train)), self._config.batch_size)
         for batch in self._loaded(list(rows), None, self._seed):
-            yield moved(batch.x, self._device)
+            yield to_device(batch.x, self._device)
 
 
-class _MemoryFeed(Feed):
+class _MemoryBatchSource(BatchSource):
     """Training data that lie on the device. A DataLoader is many times slower for data in memory."""
 
-    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        for window in islice(self._order.windows(epoch, self._device), first, None):
-            yield tuple([self.batch(rows) for rows in window])
+    def iterate_steps(self, epoch: int, first: int = 0) -> Iterator[MicroBatches]:
+        for micro_batches in islice(self._order.iterate_steps(epoch, self._device), first, None):
+            yield tuple([self.batch(rows) for rows in micro_batches])
 
-    def batch(self, rows: Tensor) -> Pending:
+    def batch(self, rows: Tensor) -> LazyBatch:
         own = self._ranks.share(rows)
-        return Pending(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
+        return LazyBatch(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
 
     def _get(self, rows: Tensor) -> Batch:
-        x, y = taken(self._train.x, rows), taken(self._train.y, rows)
+        x, y = index_rows(self._train.x, rows), index_rows(self._train.y, rows)
         return Batch(x if self._augment is None else self._augment(x), y, len(rows))
 
     def inputs(self) -> Iterator[Tree]:
         size = self._config.batch_size
         for start in range(0, len(self._train), size):
-            yield taken(self._train.x, slice(start, start + size))
+            yield index_rows(self._train.x, slice(start, start + size))
 
 
-def build_feed(
+def build_batch_source(
     train: Dataset,
     config: TrainConfig,
-    order: Order,
+    order: EpochOrder,
     *,
     seed: int,
     device: torch.device,
     augment: Augment | None,
     ranks: Ranks,
-) -> Feed:
+) -> BatchSource:
     """Return a feed from the device's memory, or by a DataLoader if the configuration or the data require one."""
     if config.num_workers is None and train.in_memory:
-        return _MemoryFeed(train.to(device), config, order, seed, device, augment, ranks)
-    return Feed(train, config, order, seed, device, augment, ranks)
+        return _MemoryBatchSource(train.to(device), config, order, seed, device, augment, ranks)
+    return BatchSource(train, config, order, seed, device, augment, ranks)

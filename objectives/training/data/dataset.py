@@ -14,15 +14,15 @@ from torch.utils import data as torch_data
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.samples import (
     Collate,
-    Mapped,
+    MemmapRows,
     as_input,
     as_target,
-    collated,
-    content_digest,
-    fingerprint_of,
-    targets_of,
+    collate_rows,
+    find_fingerprint,
+    find_targets,
+    hash_samples,
 )
-from hpsearch.objectives.training.data.tree import Tree, map_tensors, moved, taken, tensors
+from hpsearch.objectives.training.data.tree import Tree, index_rows, map_tensors, tensors, to_device
 
 
 class Stream:
@@ -74,7 +74,7 @@ def is_arrays(x: Any) -> bool:
 def known_targets(y: Any) -> Any:
     """Targets that are one value a sample; None where they are more, and nothing is known beforehand."""
     try:
-        return None if y is None else plain(y)
+        return None if y is None else to_target_tensor(y)
     except (TypeError, ValueError, ObjectiveError):
         return None
 
@@ -82,7 +82,7 @@ def known_targets(y: Any) -> Any:
 def as_inputs(x: Any) -> Tree:
     """Inputs as tensors: floating point is float32, uint8 stays, other integers are int64; a mapped file stays one."""
     if isinstance(x, np.memmap):
-        return Mapped(x)
+        return MemmapRows(x)
     return map_tensors(as_input, as_tree(x, "x"))
 
 
@@ -107,7 +107,7 @@ def as_tree(values: Any, name: str) -> Tree:
         ) from error
 
 
-def plain(values: Any) -> Tensor:
+def to_target_tensor(values: Any) -> Tensor:
     """Targets as a tensor: integers are int64, floating point is float32."""
     return as_target(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
 
@@ -127,7 +127,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        return Batch(moved(self.x, device), moved(self.y, device), self.size)
+        return Batch(to_device(self.x, device), to_device(self.y, device), self.size)
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,15 @@ class Dataset:
             raise ObjectiveError(f"{what} needs a length=: how many samples are an epoch")
         if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
             raise ObjectiveError(f"{what} has no length or gives no sample by its number: make it a map-style Dataset")
-        known = fingerprint or fingerprint_of(samples)
+        known = fingerprint or find_fingerprint(samples)
         if known is None and isinstance(samples, Stream):
             raise ObjectiveError(f"{what} needs a fingerprint=, which says what the data are")
         if known is None:
             if not isinstance(samples, (list, tuple)):
                 raise ObjectiveError(f"{what} needs a fingerprint=, such as fingerprint_files(folder)")
-            known = content_digest(samples)
-        found = targets_of(samples) if targets is None else targets
-        y = None if found is None else plain(found)
+            known = hash_samples(samples)
+        found = find_targets(samples) if targets is None else targets
+        y = None if found is None else to_target_tensor(found)
         if y is not None and len(y) != len(samples):
             raise ObjectiveError(f"there are {len(samples)} samples and {len(y)} targets")
         return cls(None, y, None, None, samples, collate, known)
@@ -202,7 +202,7 @@ class Dataset:
     def __len__(self) -> int:
         if self.samples is not None:
             return len(self.samples)
-        return len(self.x) if isinstance(self.x, Mapped) else len(next(tensors(self.x))[1])
+        return len(self.x) if isinstance(self.x, MemmapRows) else len(next(tensors(self.x))[1])
 
     @property
     def is_stream(self) -> bool:
@@ -212,16 +212,16 @@ class Dataset:
     @property
     def in_memory(self) -> bool:
         """Whether all of it lies in tensors."""
-        return self.load is None and self.samples is None and not isinstance(self.x, Mapped)
+        return self.load is None and self.samples is None and not isinstance(self.x, MemmapRows)
 
     def take(self, rows: Tensor) -> Dataset:
         """The samples at `rows`."""
         samples: Any = None
         if self.samples is not None:
             samples = torch_data.Subset(cast("torch_data.Dataset[Any]", self.samples), rows.tolist())
-        x = self.x.take(rows) if isinstance(self.x, Mapped) else taken(self.x, rows)
+        x = self.x.take(rows) if isinstance(self.x, MemmapRows) else index_rows(self.x, rows)
         numbers = rows if self.rows is None else self.rows[rows]
-        return replace(self, x=x, y=taken(self.y, rows), rows=numbers, samples=samples)
+        return replace(self, x=x, y=index_rows(self.y, rows), rows=numbers, samples=samples)
 
     def batch(self, rows: Tensor | slice) -> Batch:
         """Return the samples at `rows`."""
@@ -229,11 +229,11 @@ class Dataset:
             index = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
             numbers = index.tolist()
             names = numbers if self.rows is None else self.rows[index].tolist()
-            return Batch(*collated(self.samples, numbers, self.collate, names), len(numbers))
-        x = taken(self.x, rows) if not isinstance(self.x, Mapped) else self.x[rows]
+            return Batch(*collate_rows(self.samples, numbers, self.collate, names), len(numbers))
+        x = index_rows(self.x, rows) if not isinstance(self.x, MemmapRows) else self.x[rows]
         if self.load is not None:
             x = torch.stack([self.load(entry) for entry in x])
-        y = taken(self.y, rows)
+        y = index_rows(self.y, rows)
         return Batch(x, y, len(next(tensors(y))[1]))
 
     def inputs(self, rows: Tensor | slice) -> Tree:
@@ -242,4 +242,4 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data on a device, where they lie in tensors."""
-        return replace(self, x=moved(self.x, device), y=moved(self.y, device)) if self.in_memory else self
+        return replace(self, x=to_device(self.x, device), y=to_device(self.y, device)) if self.in_memory else self

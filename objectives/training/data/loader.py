@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.tree import Tree
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
@@ -24,16 +24,16 @@ from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed
 _PR_SET_PDEATHSIG = 1
 
 
-def ending_with_parent() -> Callable[[], None]:
+def make_parent_death_hook() -> Callable[[], None]:
     """Return what a process of `multiprocessing` that this one forks calls, for the kernel to kill it with its parent.
 
     On Linux, and for a child of the main thread: the kernel takes the end of the thread that forked for the process's.
     Torch's own loaders look every five seconds whether their parent lives, but not while they load.
     """
-    return partial(_bind, threading.main_thread().ident)  # can be pickled, for processes that are spawned
+    return partial(_bind_to_parent, threading.main_thread().ident)  # can be pickled, for processes that are spawned
 
 
-def _bind(main: int | None) -> None:
+def _bind_to_parent(main: int | None) -> None:
     parent = multiprocessing.parent_process()
     if sys.platform != "linux" or threading.get_ident() != main or parent is None:
         return
@@ -55,13 +55,16 @@ class _Batches(torch_data.Dataset[Batch]):
         self.is_stream = dataset.is_stream
 
     def __getitem__(self, index: int) -> Batch:
-        with users_code("loading a batch"), _drawing(self._seed, index) if self.draws else nullcontext():
+        with (
+            wrap_user_errors("loading a batch"),
+            _seeded_generators(self._seed, index) if self.draws else nullcontext(),
+        ):
             batch = self._dataset.batch(self._batches[index])
             return batch if self._augment is None else batch._replace(x=self._augment(batch.x))
 
 
 @contextmanager
-def _drawing(seed: int, index: int) -> Iterator[None]:
+def _seeded_generators(seed: int, index: int) -> Iterator[None]:
     """Generators seeded by the batch, not by the process that makes it: their number changes nothing."""
     torch_state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed_host(seed, "augment", index))  # a process that loads has no GPU to touch
@@ -71,7 +74,7 @@ def _drawing(seed: int, index: int) -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def loaded(
+def load_batches(
     dataset: Dataset,
     batches: Sequence[Tensor],
     *,
@@ -100,7 +103,7 @@ def loaded(
     wanted = range(begin, len(batches))
     # In this process a DataLoader would only add its own time, a fifth of a millisecond a batch.
     alone = num_workers == 0 and device.type != "cuda"
-    found = map(source.__getitem__, wanted) if alone else _ahead(source, wanted, seed, device, num_workers)
+    found = map(source.__getitem__, wanted) if alone else _load_ahead(source, wanted, seed, device, num_workers)
     try:
         for index, batch in enumerate(found, begin):
             if index < first:
@@ -114,7 +117,7 @@ def loaded(
         raise ObjectiveError(last.removeprefix("hpsearch.objectives.errors.ObjectiveError: ")) from error
 
 
-def _ahead(
+def _load_ahead(
     source: _Batches, wanted: range, seed: int, device: torch.device, num_workers: int
 ) -> torch_data.DataLoader[Batch]:
     # Python 3.14 no longer forks by default; objectives and their closures cannot be pickled.
@@ -126,13 +129,13 @@ def _ahead(
         num_workers=min(num_workers, 1) if source.is_stream else num_workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
-        worker_init_fn=partial(_start, ending_with_parent(), seed),
+        worker_init_fn=partial(_start_worker, make_parent_death_hook(), seed),
         multiprocessing_context="fork" if num_workers and forks else None,
         # Those that live on would carry their generators into the next epoch, and a resumed run has none to carry.
         persistent_workers=False,
     )
 
 
-def _start(bind: Callable[[], None], seed: int, worker: int) -> None:
+def _start_worker(bind: Callable[[], None], seed: int, worker: int) -> None:
     bind()
     set_seed(seed, "worker", worker)

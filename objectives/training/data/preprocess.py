@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.training.data.samples import Mapped
+from hpsearch.objectives.training.data.samples import MemmapRows
 
 
 class Standardize(nn.Module):
@@ -23,12 +23,12 @@ class Standardize(nn.Module):
         self.register_buffer("std", std)
 
     @classmethod
-    def fit(cls, x: Tensor | Mapped, dim: int | tuple[int, ...] = 0) -> Standardize:
+    def fit(cls, x: Tensor | MemmapRows, dim: int | tuple[int, ...] = 0) -> Standardize:
         """Statistics over `dim`: 0 standardises each feature, (0, 2, 3) each channel of images.
 
         A feature that never changes is centred and keeps its scale. Rows that are mapped to memory are read in parts.
         """
-        if isinstance(x, Mapped):
+        if isinstance(x, MemmapRows):
             count: float = 0
             sums = squares = torch.zeros(())
             for part in x.batches():

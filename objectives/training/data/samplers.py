@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ByLength(torch_data.Sampler[list[int]]):
             yield batches[number].tolist()
 
 
-class Order:
+class EpochOrder:
     """The rows of each optimizer step of an epoch, a pure function of (seed, epoch).
 
     The order is a random permutation, or that of the objective's sampler if it has one. The last step may have fewer
@@ -60,7 +60,7 @@ class Order:
         self._in_batches = sampler is not None and isinstance(self._first(sampler), (list, tuple))
 
     def _first(self, sampler: Sampler) -> object:
-        with users_code("sampler"), seeded(self._seed, "order", 0):
+        with wrap_user_errors("sampler"), seeded(self._seed, "order", 0):
             first = next(iter(sampler), None)
             if first is None or not self._length:
                 raise ObjectiveError("sampler() gave a sampler without samples, or without a length")
@@ -76,7 +76,7 @@ class Order:
                 batches -= 1
         return math.ceil(batches / config.accumulate)
 
-    def windows(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    def iterate_steps(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Iterate over the optimizer steps of an epoch, each a tuple of the rows of its micro-batches."""
         batches = self._batches(epoch, device)
         for start in range(0, len(batches), self._config.accumulate):
@@ -87,7 +87,7 @@ class Order:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             rows = torch.randperm(self._length, generator=generator)
         else:
-            with users_code("sampler"), seeded(self._seed, "order", epoch):
+            with wrap_user_errors("sampler"), seeded(self._seed, "order", epoch):
                 found = list(self._sampler)
             if self._in_batches:
                 return [torch.as_tensor(batch).to(device) for batch in found]

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, blame
+from hpsearch.objectives.errors import ObjectiveError, format_user_error
 from hpsearch.objectives.training.data.tree import Tree
 
 # A list of samples -> inputs and targets, as the model and the loss take them.
 Collate = Callable[[list[Any]], Any]
 
-_ENDS = 1 << 16
+_EDGE_BYTES = 1 << 16
 TARGETS = ("labels", "label", "target", "targets", "y")  # what a dictionary calls them
 
 
-def collated(
+def collate_rows(
     samples: Sequence[Any], rows: Sequence[int], collate: Collate | None, names: Sequence[int]
 ) -> tuple[Tree, Tree]:
     """Return inputs and targets of the samples at `rows`, which error messages call `names`."""
@@ -31,21 +31,23 @@ def collated(
         read = getattr(samples, "__getitems__", None)  # all at once, as a DataLoader reads them
         found = read(rows) if read is not None else [samples[row] for row in rows]
     except Exception as error:  # whatever the user's code raises
-        raise _unreadable(samples, rows, names, error) from error
-    return _pair(_joined(found, names, collate or torch_data.default_collate, own=collate is not None))
+        raise _make_read_error(samples, rows, names, error) from error
+    return _split_targets(_collate(found, names, collate or torch_data.default_collate, own=collate is not None))
 
 
-def _unreadable(samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception) -> ObjectiveError:
+def _make_read_error(
+    samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception
+) -> ObjectiveError:
     """The error of a batch, as that of its first sample that cannot be read alone."""
     for row, name in zip(rows, names, strict=True):
         try:
             samples[row]
         except Exception as alone:  # as above
-            return ObjectiveError(f"sample {name} cannot be read: {blame(alone)}")
-    return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {blame(error)}")
+            return ObjectiveError(f"sample {name} cannot be read: {format_user_error(alone)}")
+    return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {format_user_error(error)}")
 
 
-def _joined(found: list[Any], names: Sequence[int], collate: Collate, *, own: bool) -> Any:
+def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: bool) -> Any:
     try:
         return collate(found)
     except Exception as error:  # as above
@@ -55,14 +57,16 @@ def _joined(found: list[Any], names: Sequence[int], collate: Collate, *, own: bo
                 try:
                     collate(samples)
                 except Exception as reason:  # as above
-                    raise ObjectiveError(f"collate fails at sample {name}{where}: {blame(reason)}") from reason
+                    raise ObjectiveError(
+                        f"collate fails at sample {name}{where}: {format_user_error(reason)}"
+                    ) from reason
         first = str(error).strip().splitlines()[0]
         raise ObjectiveError(
             f"samples {names[0]} to {names[-1]} make no batch ({first}): give collate=, which makes one of a list"
         ) from error
 
 
-def _pair(batch: Any) -> tuple[Tree, Tree]:
+def _split_targets(batch: Any) -> tuple[Tree, Tree]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
@@ -98,7 +102,7 @@ def as_target(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 
-class Mapped:
+class MemmapRows:
     """Rows [n, ...] of an array in a memory-mapped file, which are read on use."""
 
     def __init__(self, array: np.ndarray[Any, Any], rows: Tensor | None = None) -> None:
@@ -115,9 +119,9 @@ class Mapped:
         read = torch.from_numpy(np.array(self._array[wanted]))  # a copy: the file may be open for reading only
         return as_input(read)
 
-    def take(self, rows: Tensor) -> Mapped:
+    def take(self, rows: Tensor) -> MemmapRows:
         """Return the rows at `rows`."""
-        return Mapped(self._array, self._rows[rows])
+        return MemmapRows(self._array, self._rows[rows])
 
     def batches(self, size: int = 4096) -> Iterable[Tensor]:
         """All rows in their order."""
@@ -125,19 +129,19 @@ class Mapped:
             yield self[slice(start, start + size)]
 
 
-def fingerprint_of(source: Any) -> str | None:
+def find_fingerprint(source: Any) -> str | None:
     """What a dataset says of its contents by itself: Hugging Face's, or that of one that a subset is of."""
     if isinstance(source, torch_data.Subset):
-        inner = fingerprint_of(source.dataset)
-        return None if inner is None else digest(inner, list(source.indices))
+        inner = find_fingerprint(source.dataset)
+        return None if inner is None else hash_values(inner, list(source.indices))
     own = getattr(source, "fingerprint", None) or getattr(source, "_fingerprint", None)
     return str(own() if callable(own) else own) if own else None
 
 
-def targets_of(source: Any) -> Any:
+def find_targets(source: Any) -> Any:
     """The targets that a dataset has at hand, as torchvision's and Hugging Face's have; None where it has none."""
     if isinstance(source, torch_data.Subset):
-        inner = targets_of(source.dataset)
+        inner = find_targets(source.dataset)
         return None if inner is None else np.asarray(inner)[np.asarray(source.indices)]
     columns = getattr(source, "column_names", None)
     if isinstance(columns, list):
@@ -162,23 +166,23 @@ def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
     for path in files:
         found.update(f"{path.relative_to(root).as_posix()}:{path.stat().st_size}:".encode())
         with path.open("rb") as file:
-            found.update(file.read(_ENDS))
-            file.seek(max(path.stat().st_size - _ENDS, 0))
-            found.update(file.read(_ENDS))
+            found.update(file.read(_EDGE_BYTES))
+            file.seek(max(path.stat().st_size - _EDGE_BYTES, 0))
+            found.update(file.read(_EDGE_BYTES))
     return found.hexdigest()
 
 
-def digest(*parts: Any) -> str:
+def hash_values(*parts: Any) -> str:
     """SHA-256, in hexadecimal, of plain values."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def content_digest(samples: Sequence[Any]) -> str:
+def hash_samples(samples: Sequence[Any]) -> str:
     """Return the SHA-256 of samples in memory: nested tensors, arrays, numbers and strings."""
     found = hashlib.sha256()
     for number, sample in enumerate(samples):
         try:
-            _add(found, sample)
+            _update_hash(found, sample)
         except TypeError as error:
             raise ObjectiveError(
                 f"sample {number} holds a {error}: give fingerprint=, which says what the data are"
@@ -186,7 +190,7 @@ def content_digest(samples: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
-def _add(found: Any, value: Any) -> None:
+def _update_hash(found: Any, value: Any) -> None:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         array = np.ascontiguousarray(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
         if array.dtype == object:
@@ -196,11 +200,11 @@ def _add(found: Any, value: Any) -> None:
     elif isinstance(value, Mapping):
         for key in value:
             found.update(f"{key!r}=".encode())
-            _add(found, value[key])
+            _update_hash(found, value[key])
     elif isinstance(value, (tuple, list)):
         found.update(f"{len(value)}(".encode())
         for item in value:
-            _add(found, item)
+            _update_hash(found, item)
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
         found.update(f"{value!r};".encode())
     else:

@@ -15,23 +15,31 @@ from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets
-from hpsearch.objectives.training.data.division import Blocks, Rows, by_time, divide, moved_back, trained_on, wanted
-from hpsearch.objectives.training.data.samples import Collate, Mapped, as_target, digest
-from hpsearch.objectives.training.data.tree import Tree, concatenated, form, map_tensors, tensors
+from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
+from hpsearch.objectives.training.data.split_rows import (
+    Blocks,
+    Rows,
+    compute_time_shift,
+    draw_split,
+    get_requested_split_seed,
+    select_training_rows,
+    split_by_time,
+)
+from hpsearch.objectives.training.data.tree import Tree, concatenate, describe_shapes, map_tensors, tensors
 
 
-def _hash(*parts: tuple[str, Dataset]) -> str:
+def _hash_parts(*parts: tuple[str, Dataset]) -> str:
     """Hash names, shapes, types and bytes of parts; the fingerprint stands for samples that are not in memory."""
     found = hashlib.sha256()
     for name, part in parts:
         if part.samples is not None:
             rows = None if part.rows is None else part.rows.tolist()
-            found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
+            found.update(f"{name}:{hash_values(part.fingerprint, rows)}:".encode())
         for tree in (part.x, part.y):
-            for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
+            for where, tensor in [("", tree)] if isinstance(tree, MemmapRows) else tensors(tree):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 found.update(f"{name}:{f'{where}:' if where else ''}{dtype}:{tuple(tensor.shape)}:".encode())
-                for values in tensor.batches() if isinstance(tensor, Mapped) else (tensor,):
+                for values in tensor.batches() if isinstance(tensor, MemmapRows) else (tensor,):
                     found.update(np.ascontiguousarray(values.detach().cpu().numpy()).data)
     return found.hexdigest()
 
@@ -44,15 +52,18 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
         raise ObjectiveError(f"the {name} split is empty")
     if part.samples is not None:
         return
-    given, wanted = len(part), {len(tensor) for _, tensor in tensors(part.y)}
-    if wanted != {given}:
-        raise ObjectiveError(f"the {name} split has {given} inputs but {' and '.join(map(str, wanted))} targets")
+    given, get_requested_split_seed = len(part), {len(tensor) for _, tensor in tensors(part.y)}
+    if get_requested_split_seed != {given}:
+        raise ObjectiveError(
+            f"the {name} split has {given} inputs but {' and '.join(map(str, get_requested_split_seed))} targets"
+        )
     for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
-        if _form(tree) != _form(model):
+        if _describe_shapes(tree) != _describe_shapes(model):
             raise ObjectiveError(
-                f"the {name} {what} are {_form(tree)} a sample, but those of the train split are {_form(model)}"
+                f"each sample of the {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} in the "
+                "train split"
             )
-        if not isinstance(tree, Mapped):
+        if not isinstance(tree, MemmapRows):
             _check_finite(f"the {name} {what}", tree)
 
 
@@ -67,12 +78,12 @@ def _check_finite(what: str, tree: Tree) -> None:
             raise ObjectiveError(f"{name} hold NaN or infinity in {bad} of {len(tensor)} samples: {remedy}")
 
 
-def _form(tree: Tree) -> str:
-    return form(tree[:1] if isinstance(tree, Mapped) else tree)
+def _describe_shapes(tree: Tree) -> str:
+    return describe_shapes(tree[:1] if isinstance(tree, MemmapRows) else tree)
 
 
-_MOST = 0.5  # share of what a study trains on that a fresh division validates on
-_CLOSE = 0.05  # sizes that differ by less are alike
+_MAX_VAL_SHARE = 0.5  # share of what a study trains on that a fresh division validates on
+_SIZE_TOLERANCE = 0.05  # sizes that differ by less are alike
 
 
 @dataclass(frozen=True)
@@ -132,30 +143,32 @@ class Splits:
         Raises:
             ObjectiveError: the shares leave a split empty, a class is too rare to be in each split, or x is ragged.
         """
-        data = _whole(x, y, load, collate, fingerprint)
+        data = _build_dataset(x, y, load, collate, fingerprint)
         if min(val, test) <= 0 or val + test >= 1:
             raise ObjectiveError(f"val={val} and test={test} must be above 0 and leave something to train on")
         if times is not None:
             if groups is not None:
                 raise ObjectiveError("give groups or times: a split by both has no single answer")
-            found = by_time(times, len(data), val, test, earlier=moved_back(wanted(), val, test))
+            found = split_by_time(
+                times, len(data), val, test, earlier=compute_time_shift(get_requested_split_seed(), val, test)
+            )
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
-            return cls(*_taken(data, found), Blocks(moments, ordered=True))
+            return cls(*_take_splits(data, found), Blocks(moments, ordered=True))
         rows = np.arange(len(data))
         classes = isinstance(data.y, Tensor) and data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
         grouped = None if groups is None else np.asarray(groups)
         try:
-            parts = _drawn(rows, val, test, labels, grouped, seed)
+            parts = _draw_rows(rows, val, test, labels, grouped, seed)
         except ObjectiveError as error:
             if labels is None:
                 raise
             if _are_classes(labels):
                 raise ObjectiveError(f"{error}; stratify=False draws without regard to classes") from error
-            parts = _drawn(rows, val, test, None, grouped, seed)
+            parts = _draw_rows(rows, val, test, None, grouped, seed)
         parts = [np.sort(part) for part in parts]
         blocks = None if grouped is None else Blocks(np.unique(grouped[parts[1]], return_inverse=True)[1])
-        return cls(*_taken(data, parts), blocks)
+        return cls(*_take_splits(data, parts), blocks)
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
         """The splits with their names."""
@@ -166,11 +179,11 @@ class Splits:
 
         Of samples that are not in memory it is over their fingerprint, their rows and what is known of their targets.
         """
-        return _hash(*self.parts())
+        return _hash_parts(*self.parts())
 
     def hash_of(self, part: Literal["validation", "test"]) -> str:
         """SHA-256 over one of them."""
-        return _hash((part, dict(self.parts())[part]))
+        return _hash_parts((part, dict(self.parts())[part]))
 
     def check(self, *, joined: bool = False) -> None:
         """Reject an empty split, different shapes, NaN or infinity, and shared rows.
@@ -201,21 +214,21 @@ class Splits:
                 )
 
 
-def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
+def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
     """Train, validation and test rows, drawn by `seed`; train and validation anew where that is wanted."""
-    rest, held = divide(rows, test, labels, groups, seed)
-    train, valid = divide(rest, val / (1 - test), labels, groups, seed)
-    division = wanted()
+    rest, held = draw_split(rows, test, labels, groups, seed)
+    train, valid = draw_split(rest, val / (1 - test), labels, groups, seed)
+    division = get_requested_split_seed()
     if division is None:
         return [train, valid, held]
-    share = min(val / (1 - val - test), _MOST)
+    share = min(val / (1 - val - test), _MAX_VAL_SHARE)
     for strata in (labels, None):
         with suppress(ObjectiveError):  # a class or a group is too rare to be divided once more
-            return [*_divided_anew(train, valid, share, strata, groups, division), held]
+            return [*_resplit_rows(train, valid, share, strata, groups, division), held]
     return [train, valid, held]
 
 
-def _divided_anew(
+def _resplit_rows(
     train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, division: int
 ) -> tuple[Rows, Rows]:
     """Return train and validation rows of a division, with as many training rows as in the study.
@@ -223,17 +236,17 @@ def _divided_anew(
     The validation rows come from the study's training rows, because the study's validation rows have chosen the
     configuration and would favour it again. Training uses those in exchange.
     """
-    kept, fresh = divide(train, share, labels, groups, division)
-    if len(fresh) < len(valid) * (1 - _CLOSE):
+    kept, fresh = draw_split(train, share, labels, groups, division)
+    if len(fresh) < len(valid) * (1 - _SIZE_TOLERANCE):
         with suppress(ObjectiveError):  # too few to take a part of them
-            _, valid = divide(valid, len(fresh) / len(valid), None, groups, division)
+            _, valid = draw_split(valid, len(fresh) / len(valid), None, groups, division)
     return np.concatenate([kept, valid]), fresh
 
 
-def _taken(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:
+def _take_splits(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:
     """The data of train, validation and test rows."""
     train, val, test = parts
-    first, second, third = (data.take(torch.from_numpy(part)) for part in (trained_on(train, val), val, test))
+    first, second, third = (data.take(torch.from_numpy(part)) for part in (select_training_rows(train, val), val, test))
     return first, second, third
 
 
@@ -243,7 +256,7 @@ def _are_classes(labels: Rows) -> bool:
     return int(found[0]) == 0 and int(found[-1]) == len(found) - 1
 
 
-def _whole(
+def _build_dataset(
     x: Any, y: Any, load: Callable[[Tensor], Tensor] | None, collate: Collate | None, fingerprint: str | None
 ) -> Dataset:
     """All of the data, before they are divided."""
@@ -271,7 +284,7 @@ def _whole(
     return data
 
 
-def joined(splits: Splits, *, by_make: bool) -> Splits:
+def merge_train_val(splits: Splits, *, by_make: bool) -> Splits:
     """Return the splits of `data()` with the validation samples added to the training samples.
 
     With `by_make`, `Splits.make` has joined them already, and `data()` may have filtered the result. They are joined
@@ -290,8 +303,11 @@ def joined(splits: Splits, *, by_make: bool) -> Splits:
             "joined: let Splits.make() divide the data, or give parts in tensors"
         )
     for what, one, other in (("x", train.x, val.x), ("y", train.y, val.y)):
-        if form(one) != form(other):
-            raise ObjectiveError(f"a refit cannot join train and validation: {what} is {form(one)} and {form(other)}")
+        if describe_shapes(one) != describe_shapes(other):
+            raise ObjectiveError(
+                f"a refit cannot join the train and validation splits: {what} is {describe_shapes(one)} and "
+                f"{describe_shapes(other)}"
+            )
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
-    x, y = concatenated([train.x, val.x]), concatenated([train.y, val.y])
+    x, y = concatenate([train.x, val.x]), concatenate([train.y, val.y])
     return replace(splits, train=replace(train, x=x, y=y, rows=rows))

@@ -39,40 +39,40 @@ def tensors(tree: Tree) -> Iterator[tuple[str, Tensor]]:
     return ((name, leaf) for name, leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
-def moved(tree: Tree, device: torch.device | str) -> Tree:
+def to_device(tree: Tree, device: torch.device | str) -> Tree:
     """The tree on a device; objects of other libraries move by their own `to`."""
     if isinstance(tree, (Tensor, Mapping, tuple, list)):
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
     return tree.to(device) if hasattr(tree, "to") else tree
 
 
-def on_cpu(tree: Tree) -> Tree:
-    """The tree on the CPU once it is copied: what `moved` copies from a GPU may be read too early."""
-    return moved(map_tensors(Tensor.cpu, tree), "cpu")
+def to_cpu(tree: Tree) -> Tree:
+    """The tree on the CPU once it is copied: what `to_device` copies from a GPU may be read too early."""
+    return to_device(map_tensors(Tensor.cpu, tree), "cpu")
 
 
-def taken(tree: Tree, rows: Tensor | slice) -> Tree:
+def index_rows(tree: Tree, rows: Tensor | slice) -> Tree:
     """The tree of the rows of each tensor."""
     return map_tensors(lambda tensor: tensor[rows], tree)
 
 
-def form(tree: Tree) -> str:
+def describe_shapes(tree: Tree) -> str:
     """What a sample of a batch is, in words: ``[3, 8, 8] float32``, ``{ids: [7] int64, mask: [7] bool}``."""
     if isinstance(tree, Tensor):
         return f"{list(tree.shape[1:])} {str(tree.dtype).removeprefix('torch.')}"
     if isinstance(tree, Mapping):
-        return f"{{{', '.join(f'{key}: {form(value)}' for key, value in tree.items())}}}"
+        return f"{{{', '.join(f'{key}: {describe_shapes(value)}' for key, value in tree.items())}}}"
     if isinstance(tree, (tuple, list)):
-        return f"({', '.join(map(form, tree))})"
+        return f"({', '.join(map(describe_shapes, tree))})"
     return type(tree).__name__
 
 
-def refilled(tree: Tree, parts: Iterator[Tensor]) -> Tree:
+def unflatten_like(tree: Tree, parts: Iterator[Tensor]) -> Tree:
     """The tree with its tensors replaced by these, in its order."""
     return map_tensors(lambda _: next(parts), tree)
 
 
-def concatenated(trees: Sequence[Tree]) -> Tree:
+def concatenate(trees: Sequence[Tree]) -> Tree:
     """The samples of trees of one structure, one after the other, as one tree."""
     columns = zip(*([tensor for _, tensor in tensors(tree)] for tree in trees), strict=True)
-    return refilled(trees[0], (torch.cat(column) for column in columns))
+    return unflatten_like(trees[0], (torch.cat(column) for column in columns))

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
-from hpsearch.objectives.training.data.loader import loaded
-from hpsearch.objectives.training.data.tree import moved, taken
+from hpsearch.objectives.training.data.loader import load_batches
+from hpsearch.objectives.training.data.tree import index_rows, to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics
-from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping
+from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction
 from hpsearch.objectives.training.ranks import ALONE, Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded_on
 
-_MORE = 4
+_EVAL_BATCH_FACTOR = 4
 EVALUATION_SEED = derive_seed("evaluation")  # of random draws in an evaluation
 
 
-class InParts(Protocol):
+class HalvesEvaluator(Protocol):
     """An evaluation of the first `cut` samples of a dataset apart from the others: no batch has samples of both."""
 
     cut: int
@@ -33,7 +33,7 @@ class InParts(Protocol):
 
 
 @contextmanager
-def evaluating(model: nn.Module, device: torch.device, purpose: str) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Iterator[None]:
     """Return a region in evaluation mode and without gradients, with generators seeded by `purpose`.
 
     The model's mode and the generators are restored at its end.
@@ -50,14 +50,14 @@ def evaluating(model: nn.Module, device: torch.device, purpose: str) -> Iterator
 def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
     model: nn.Module,
     dataset: Dataset,
-    step: Stepping | nn.Module,
+    step: StepFunction | nn.Module,
     metrics: Metrics,
     *,
     batch_size: int,
     device: torch.device | str,
     num_workers: int = 0,
     ranks: Ranks = ALONE,
-    also: InParts | None = None,
+    also: HalvesEvaluator | None = None,
 ) -> dict[str, float]:
     """The mean loss, as "loss", and each metric, over a whole dataset.
 
@@ -76,10 +76,10 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
     # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
-    with evaluating(model, device, "evaluation"):
+    with evaluation_mode(model, device, "evaluation"):
         metrics.reset()
-        sums, cut = Means(device), None if also is None else also.cut
-        for batch, rows in batches(dataset, batch_size, device, num_workers, ranks, cut):
+        sums, cut = RunningMeans(device), None if also is None else also.cut
+        for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
             found = stepping(model, batch, nullcontext())
             sums.add(found, len(rows))
             if rows and found.outputs is not None:
@@ -89,12 +89,12 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
         return ranks.told(as_floats({**sums.compute(ranks), **metrics.compute()}))
 
 
-def evaluation_rows(config: TrainConfig) -> int:
+def get_eval_batch_size(config: TrainConfig) -> int:
     """Rows in one batch of an evaluation: it keeps no activations, so it takes more than training."""
-    return config.eval_batch_size or _MORE * config.batch_size
+    return config.eval_batch_size or _EVAL_BATCH_FACTOR * config.batch_size
 
 
-class Means:
+class RunningMeans:
     """The mean loss and the means that steps measured, over all batches, on the device."""
 
     def __init__(self, device: torch.device | str) -> None:
@@ -127,11 +127,11 @@ class Means:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        state = moved(state, self._device)
+        state = to_device(state, self._device)
         self._loss, self._sums, self.weight = state["loss"], state["sums"], state["weight"]
 
 
-def batches(
+def iterate_batches(
     dataset: Dataset,
     size: int,
     device: torch.device,
@@ -151,9 +151,9 @@ def batches(
     if dataset.in_memory:
         for mine, share in zip(own, shares, strict=True):
             rows = slice(share.start, share.stop, share.step)
-            yield Batch(taken(dataset.x, rows), taken(dataset.y, rows), len(share)).to(device), mine
+            yield Batch(index_rows(dataset.x, rows), index_rows(dataset.y, rows), len(share)).to(device), mine
         return
-    found = loaded(dataset, [torch.tensor(share) for share in shares], device=device, num_workers=num_workers)
+    found = load_batches(dataset, [torch.tensor(share) for share in shares], device=device, num_workers=num_workers)
     for mine, batch in zip(own, found, strict=True):
         yield batch.to(device), mine
 

@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.tree import form, map_tensors, taken, tensors
-from hpsearch.objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, REGRESSION, unfit
+from hpsearch.objectives.training.data.tree import describe_shapes, index_rows, map_tensors, tensors
+from hpsearch.objectives.training.evaluation.metrics import (
+    BINARY,
+    CLASSIFICATION,
+    REGRESSION,
+    make_incompatible_metric_error,
+)
 
-_ROUNDING = 1e-4  # of a mean of fp32 losses, and more than enough
+_TOLERANCE = 1e-4  # of a mean of fp32 losses, and more than enough
 
 
-def usual_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
+def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
     """Return the usual loss for a metric: squared error, binary cross entropy, or cross entropy.
 
     `y` are the training targets [n, ...], None where they are not known beforehand.
@@ -28,7 +33,7 @@ def usual_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Modul
     """
     numbers = isinstance(y, Tensor) and y.dtype.is_floating_point
     if y is not None and not isinstance(y, Tensor):
-        raise ObjectiveError(f"no loss is usual for targets {form(y)}: override loss()")
+        raise ObjectiveError(f"no loss is usual for targets {describe_shapes(y)}: override loss()")
     if metric in REGRESSION or (metric == "loss" and numbers):
         if label_smoothing:
             raise ObjectiveError(
@@ -40,7 +45,7 @@ def usual_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Modul
     if not numbers:
         return nn.CrossEntropyLoss(label_smoothing=label_smoothing)
     if metric in CLASSIFICATION and isinstance(y, Tensor):
-        raise unfit(metric, y)
+        raise make_incompatible_metric_error(metric, y)
     raise ObjectiveError(f"no loss is usual for metric {metric!r} and targets that are not classes: override loss()")
 
 
@@ -83,10 +88,10 @@ class BinaryLogits(nn.Module):
 
 
 class CountedCrossEntropy(nn.Module):
-    """Torch's mean of a cross entropy over targets that count unevenly: some are ignored, or classes have weights.
+    """PyTorch's mean cross entropy with class weights or ignored targets.
 
-    Such a mean is divided by the weight of the batch and not by its samples: `weigh` tells it, so that batches add up.
-    Without any target that counts it is 0, and not NaN.
+    The mean is divided by the total weight of the targets, which `weigh` returns, so that means of batches can be
+    combined. The loss is 0, not NaN, if all targets are ignored.
     """
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
@@ -95,7 +100,7 @@ class CountedCrossEntropy(nn.Module):
         self.loss.reduction = "sum"
 
     def weigh(self, target: Tensor) -> Tensor:
-        """What the mean over these targets is divided by, a scalar on their device."""
+        """Return the divisor of the mean over these targets, a scalar on their device."""
         counts = target != self.loss.ignore_index
         if self.loss.weight is None:
             return counts.sum()
@@ -107,7 +112,7 @@ class CountedCrossEntropy(nn.Module):
         return value / self.weigh(target).clamp_min(torch.finfo(value.dtype).tiny)
 
 
-def adding_up(loss: nn.Module, *targets: Any) -> nn.Module:
+def as_additive_loss(loss: nn.Module, *targets: Any) -> nn.Module:
     """Return the loss in a form whose batches add up.
 
     `targets` are those of the splits that it evaluates, None where they are not known.
@@ -127,21 +132,21 @@ def adding_up(loss: nn.Module, *targets: Any) -> nn.Module:
     return CountedCrossEntropy(loss) if uneven else loss
 
 
-def weigh(loss: nn.Module, target: Any) -> Tensor | int:
-    """What the mean loss of a batch is a mean over: its samples, unless the loss has a method `weigh(target)`."""
+def compute_loss_weight(loss: nn.Module, target: Any) -> Tensor | int:
+    """Return the divisor of a batch's mean loss: the result of `loss.weigh(target)` if defined, else the batch size."""
     own = getattr(loss, "weigh", None)
     return len(next(tensors(target))[1]) if own is None else own(target)
 
 
-def mean(loss: nn.Module, output: Any, target: Any, size: int) -> Tensor:
+def compute_mean_loss(loss: nn.Module, output: Any, target: Any, size: int) -> Tensor:
     """The mean of the losses of a batch of `size` samples, in fp32."""
-    value: Tensor = loss(_full(output), target).float()
+    value: Tensor = loss(_to_fp32(output), target).float()
     if value.ndim == 0:
         return value
     if value.shape[0] != size or (value.ndim > 1 and value.shape not in _shapes(output, target)):
         raise ObjectiveError(
-            f"the loss gave {list(value.shape)} for outputs {_shape(output)} and targets {_shape(target)}: "
-            "give one value a sample [n], or the mean"
+            f"the loss has shape {list(value.shape)} for outputs {_describe_shape(output)} and targets "
+            f"{_describe_shape(target)}; return one value per sample [n], or the mean"
         )
     return value.mean()
 
@@ -150,31 +155,33 @@ def _shapes(*trees: Any) -> list[torch.Size]:
     return [tensor.shape for tree in trees for _, tensor in tensors(tree)]
 
 
-def _full(output: Any) -> Any:
+def _to_fp32(output: Any) -> Any:
     """Outputs in fp32, whole numbers as they are."""
     if isinstance(output, Tensor):
         return output.float()
     return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
 
 
-def _shape(tree: Any) -> str:
+def _describe_shape(tree: Any) -> str:
     return str(list(tree.shape)) if isinstance(tree, Tensor) else f"{{{', '.join(name for name, _ in tensors(tree))}}}"
 
 
-def adds_up(loss: nn.Module, output: Any, target: Any, size: int) -> bool:
+def is_additive_loss(loss: nn.Module, output: Any, target: Any, size: int) -> bool:
     """Whether the loss of a batch of `size` samples is the mean of those of its parts.
 
     One that draws at random cannot be told, and is taken to be; so is one whose outputs are not a row a sample.
     """
-    whole, again = (float(mean(loss, output, target, size)) for _ in range(2))
+    whole, again = (float(compute_mean_loss(loss, output, target, size)) for _ in range(2))
     cut = size // 3
     rows = {len(tensor) for tree in (output, target) for _, tensor in tensors(tree) if tensor.ndim}
     if whole != again or not cut or rows != {size}:
         return True
     total = weight = 0.0
     for part in (slice(None, cut), slice(cut, size)):
-        outputs, targets = taken(output, part), taken(target, part)
-        share = float(weigh(loss, targets))
-        total += share * float(mean(loss, outputs, targets, part.stop - (part.start or 0))) if share else 0.0
+        outputs, targets = index_rows(output, part), index_rows(target, part)
+        share = float(compute_loss_weight(loss, targets))
+        total += (
+            share * float(compute_mean_loss(loss, outputs, targets, part.stop - (part.start or 0))) if share else 0.0
+        )
         weight += share
-    return math.isclose(whole, total / (weight or 1.0), rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return math.isclose(whole, total / (weight or 1.0), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

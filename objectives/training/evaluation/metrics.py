@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.data.dataset import Dataset
@@ -48,8 +48,8 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     Raises:
         MetricError: `metric` is in no set, or does not fit the targets. The objective must override `metrics`.
     """
-    if metric in MEASURED:
-        raise chooses_none(metric)
+    if metric in MODEL_METRICS:
+        raise make_selection_metric_error(metric)
     y = train.y if isinstance(train.y, Tensor) else None
     labels = y is not None and not y.dtype.is_floating_point and y.ndim == 1
     if metric in BINARY:
@@ -59,23 +59,27 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     if metric == "loss":
         if y is None:
             return NoMetrics()
-        return classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _WhereFitting(regression())
+        return (
+            classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _RegressionIfShapesMatch(regression())
+        )
     if metric not in CLASSIFICATION:
-        raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
+        raise MetricError(
+            metric, f"is not built in: {format_name_hint(metric, list(DIRECTIONS))}; or override metrics()"
+        )
     if y is None:
         remedy = "give the data targets=, or define metrics(), as classification(10)"
         raise MetricError(metric, f"needs the number of classes: {remedy}")
     if not labels:
-        raise unfit(metric, y)
+        raise make_incompatible_metric_error(metric, y)
     return classification(int(y.max()) + 1)
 
 
-def chooses_none(metric: str) -> MetricError:
+def make_selection_metric_error(metric: str) -> MetricError:
     """The error of a measure of the model where a metric of validation is needed."""
     return MetricError(metric, "does not tell the best epoch: name a metric of validation first, this one after it")
 
 
-def brought_with(metric: str) -> tuple[str, ...]:
+def list_default_metrics(metric: str) -> tuple[str, ...]:
     """All that the usual set of a metric may report: with the loss that is what fits the targets."""
     if metric == "loss":
         return ("loss", *CLASSIFICATION, *REGRESSION)
@@ -83,7 +87,7 @@ def brought_with(metric: str) -> tuple[str, ...]:
     return (*next((names for names in sets if metric in names), ()), "loss")
 
 
-def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
+def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str]:
     """Return the built-in metrics that fit targets [n, ...] and, unless None, outputs for some samples [k, ...]."""
     numbers = y.dtype.is_floating_point
     labels = not numbers and y.ndim == 1
@@ -98,21 +102,21 @@ def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
     return [*found, "loss"] if labels or size in {None, wanted} else found
 
 
-def unfit(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
+def make_incompatible_metric_error(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
     """The error of a built-in metric that is none of those fitting; it names these."""
     labels = not y.dtype.is_floating_point and y.ndim == 1
     targets = (
         f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
     )
     outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} a sample for "
-    would = ", ".join(fitting(y, output)) or "none that is built in"
+    would = ", ".join(list_compatible_metrics(y, output)) or "none that is built in"
     return MetricError(metric, f"does not fit {outputs}{targets}; metrics that fit: {would}; or override metrics()")
 
 
 def classification(classes: int) -> Metrics:
     """`accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
-    library = _library("classification")
-    return _collection(
+    library = _import_torchmetrics("classification")
+    return _build_collection(
         accuracy=library.MulticlassAccuracy(classes, average="micro", validate_args=False),
         macro_f1=library.MulticlassF1Score(classes, average="macro", validate_args=False),
     )
@@ -120,9 +124,11 @@ def classification(classes: int) -> Metrics:
 
 def regression() -> Metrics:
     """`rmse`, `mae` and `r2` from predictions and values of one shape, [n] or [n, 1]."""
-    library = _library("regression")
-    return _Flat(
-        _collection(rmse=library.MeanSquaredError(squared=False), mae=library.MeanAbsoluteError(), r2=library.R2Score())
+    library = _import_torchmetrics("regression")
+    return _FlatMetrics(
+        _build_collection(
+            rmse=library.MeanSquaredError(squared=False), mae=library.MeanAbsoluteError(), r2=library.R2Score()
+        )
     )
 
 
@@ -131,9 +137,9 @@ def binary() -> Metrics:
 
     The base rate, the share of positives, is the average precision of a model that knows nothing.
     """
-    library = _library("classification")
-    return _Binary(
-        _collection(
+    library = _import_torchmetrics("classification")
+    return _BinaryMetrics(
+        _build_collection(
             auroc=library.BinaryAUROC(validate_args=False),
             average_precision=library.BinaryAveragePrecision(validate_args=False),
         )
@@ -158,7 +164,7 @@ class NoMetrics:
         return self
 
 
-class _Named:
+class _NamedMetric:
     """A single torchmetrics metric, under the name that the objective optimises."""
 
     def __init__(self, metric: Any, name: str) -> None:
@@ -184,10 +190,10 @@ def as_metrics(found: Any, metric: str) -> Metrics:
     if lacking:
         raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")
     alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
-    return _Named(found, metric) if alone else found
+    return _NamedMetric(found, metric) if alone else found
 
 
-class _Flat:
+class _FlatMetrics:
     """Compares [n, 1] with [n]: subtracting them would give [n, n]."""
 
     def __init__(self, inner: Metrics) -> None:
@@ -209,7 +215,7 @@ class _Flat:
         return self
 
 
-class _WhereFitting(_Flat):
+class _RegressionIfShapesMatch(_FlatMetrics):
     """No metrics where outputs are not of the targets' shape: of a density they are its parameters."""
 
     def __init__(self, inner: Metrics) -> None:
@@ -229,10 +235,10 @@ class _WhereFitting(_Flat):
         super().reset()
 
 
-class _Binary(_Flat):
+class _BinaryMetrics(_FlatMetrics):
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
-        sums = _library("aggregation").SumMetric
+        sums = _import_torchmetrics("aggregation").SumMetric
         self._positives, self._count = sums(nan_strategy="disable"), sums(nan_strategy="disable")
 
     def update(self, output: Tensor, target: Tensor) -> None:
@@ -262,28 +268,28 @@ class _Binary(_Flat):
         return super().to(device)
 
 
-def synchronises(metrics: Any) -> bool:
+def can_sync_over_ranks(metrics: Any) -> bool:
     """Whether metrics sum over ranks by themselves, as torchmetrics' do, and ours, which hold such."""
-    if isinstance(metrics, (_Named, NoMetrics, _Flat)):
+    if isinstance(metrics, (_NamedMetric, NoMetrics, _FlatMetrics)):
         return True
     held = metrics.values() if isinstance(metrics, nn.ModuleDict) and hasattr(metrics, "compute_groups") else [metrics]
     return all(hasattr(metric, "sync_on_compute") for metric in held)
 
 
-def _library(part: str) -> Any:
+def _import_torchmetrics(part: str) -> Any:
     try:
         return importlib.import_module(f"torchmetrics.{part}")
     except ModuleNotFoundError as error:
         raise ObjectiveError("the built-in metrics need torchmetrics: pip install torchmetrics") from error
 
 
-def _collection(**metrics: Any) -> Metrics:
+def _build_collection(**metrics: Any) -> Metrics:
     from torchmetrics import MetricCollection
 
     return cast("Metrics", MetricCollection(metrics))
 
 
-def largest_class(data: Dataset) -> float | None:
+def compute_majority_share(data: Dataset) -> float | None:
     """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
     if not isinstance(data.y, Tensor) or data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
         return None

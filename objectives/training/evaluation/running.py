@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpsearch.objectives.training.data.tree import moved, on_cpu
-from hpsearch.objectives.training.evaluation import gathered
-from hpsearch.objectives.training.evaluation.evaluate import Means
-from hpsearch.objectives.training.evaluation.metrics import Metrics, synchronises
-from hpsearch.objectives.training.evaluation.step import Step, detached
+from hpsearch.objectives.training.data.tree import to_cpu, to_device
+from hpsearch.objectives.training.evaluation import metric_state
+from hpsearch.objectives.training.evaluation.evaluate import RunningMeans
+from hpsearch.objectives.training.evaluation.metrics import Metrics, can_sync_over_ranks
+from hpsearch.objectives.training.evaluation.step import Step, detach_outputs
 from hpsearch.objectives.training.ranks import ALONE, Ranks
 
 
@@ -29,18 +29,18 @@ class RunningMetrics:
         self._outputs: list[Any] = []
         self._targets: list[Any] = []
         self._rows = self._bytes = 0
-        self._measured: Means | None = None  # by the steps themselves
+        self._measured: RunningMeans | None = None  # by the steps themselves
         with torch.inference_mode():
             metrics.reset()
 
     def add(self, step: Step, size: int) -> None:
         """Adds a batch of `size` samples; of none only the names of what it measures."""
         if step.metrics:
-            self._measured = self._measured or Means(step.loss.device)
+            self._measured = self._measured or RunningMeans(step.loss.device)
             self._measured.add(step, size)
         if step.outputs is None or not size:
             return
-        outputs = detached(step.outputs)
+        outputs = detach_outputs(step.outputs)
         if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
             self._update(outputs, step.targets)
             return
@@ -73,17 +73,17 @@ class RunningMetrics:
             "rows": self._rows,
             "bytes": self._bytes,
             "measured": None if self._measured is None else self._measured.state_dict(),
-            "metrics": gathered.state_of(self._metrics),
+            "metrics": metric_state.get_metric_state(self._metrics),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restores what `state_dict` gave."""
-        self._outputs, self._targets = moved(state["outputs"], device), moved(state["targets"], device)
+        self._outputs, self._targets = to_device(state["outputs"], device), to_device(state["targets"], device)
         self._rows, self._bytes = state["rows"], state["bytes"]
         if state["measured"] is not None:
-            self._measured = Means(device)
+            self._measured = RunningMeans(device)
             self._measured.load_state_dict(state["measured"])
-        gathered.restore(self._metrics, moved(state["metrics"], device))
+        metric_state.load_metric_state(self._metrics, to_device(state["metrics"], device))
 
     def _flush(self) -> None:
         outputs, targets = self._outputs, self._targets
@@ -98,14 +98,14 @@ class RunningMetrics:
         self._metrics.update(outputs, targets)
 
 
-def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
+def aggregate_over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
     """The metrics over what all ranks add: torchmetrics' sum by themselves, others are given all of it."""
-    return metrics if ranks.alone or synchronises(metrics) else _Gathered(metrics, ranks)
+    return metrics if ranks.alone or can_sync_over_ranks(metrics) else _GatheredMetrics(metrics, ranks)
 
 
-def of_this_rank(metrics: Metrics) -> Metrics:
+def disable_rank_sync(metrics: Metrics) -> Metrics:
     """Return the metrics over what this rank adds: `compute` does not wait for other ranks."""
-    for metric in _torchmetrics(metrics, set()):
+    for metric in _find_torchmetrics(metrics, set()):
         metric.sync_on_compute = False
         metric.distributed_available_fn = _not_distributed  # torchmetrics reads sync_on_compute only at construction
     return metrics
@@ -115,17 +115,17 @@ def _not_distributed() -> bool:  # no lambda, which cannot be pickled
     return False
 
 
-class _Gathered:
+class _GatheredMetrics:
     """Metrics over the batches of all ranks, which each rank keeps on the CPU until `compute`."""
 
     def __init__(self, inner: Metrics, ranks: Ranks) -> None:
         self._inner, self._each = inner, ranks.each
         self._kept: list[tuple[Any, Any]] = []
         self._device = torch.device("cpu")
-        of_this_rank(inner)  # such as one that somebody's class holds: it would sum once more
+        disable_rank_sync(inner)  # such as one that somebody's class holds: it would sum once more
 
     def update(self, output: Any, target: Any) -> None:
-        self._kept.append((on_cpu(output), on_cpu(target)))
+        self._kept.append((to_cpu(output), to_cpu(target)))
 
     def compute(self) -> Mapping[str, Any]:
         found = self._each(self._kept)
@@ -133,7 +133,7 @@ class _Gathered:
         for number in range(max(map(len, found))):
             for kept in found:
                 if number < len(kept):
-                    self._inner.update(*moved(kept[number], self._device))
+                    self._inner.update(*to_device(kept[number], self._device))
         return self._inner.compute()
 
     def reset(self) -> None:
@@ -147,7 +147,7 @@ class _Gathered:
         return self
 
 
-def _torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
+def _find_torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
     """The metrics of torchmetrics that an object holds."""
     if id(thing) in seen:
         return
@@ -157,4 +157,4 @@ def _torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
     inside = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple)) else ()
     for value in [*inside, *getattr(thing, "__dict__", {}).values()]:
         if hasattr(value, "__dict__") or isinstance(value, (dict, list, tuple)):
-            yield from _torchmetrics(value, seen)
+            yield from _find_torchmetrics(value, seen)

@@ -13,35 +13,35 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import Tree, map_tensors
-from hpsearch.objectives.training.evaluation.losses import mean, weigh
+from hpsearch.objectives.training.evaluation.losses import compute_loss_weight, compute_mean_loss
 
 Call = Callable[[nn.Module, Tree], Any]
 
 
-def whole(model: nn.Module, x: Tree) -> Any:
+def call_single(model: nn.Module, x: Tree) -> Any:
     """``model(x)``."""
     return model(x)
 
 
-def call_of(model: nn.Module, x: Tree) -> Call:
+def bind_forward(model: nn.Module, x: Tree) -> Call:
     """Return how to call `model` with a batch: a mapping by name, a tuple in order, or else as one argument.
 
     Raises:
         ObjectiveError: the model takes the batch in no way.
     """
     if not isinstance(x, (Mapping, tuple)):
-        return whole
+        return call_single
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # written in C
-        return whole
-    if isinstance(x, Mapping) and _fits(signature, **x):
+        return call_single
+    if isinstance(x, Mapping) and _can_bind(signature, **x):
         return lambda model, x: model(**x)
     several = [p for p in signature.parameters.values() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
-    if isinstance(x, tuple) and len(several) > 1 and _fits(signature, *x):
+    if isinstance(x, tuple) and len(several) > 1 and _can_bind(signature, *x):
         return lambda model, x: model(*x)
-    if _fits(signature, x):
-        return whole
+    if _can_bind(signature, x):
+        return call_single
     given = ", ".join(x) if isinstance(x, Mapping) else f"{len(x)} parts"
     raise ObjectiveError(
         f"{type(model).__name__}.forward takes ({', '.join(signature.parameters)}), but a batch of inputs has {given}: "
@@ -49,7 +49,7 @@ def call_of(model: nn.Module, x: Tree) -> Call:
     )
 
 
-def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
+def _can_bind(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
     try:
         signature.bind(*arguments, **named)
     except TypeError:
@@ -77,13 +77,13 @@ class Step:
 
 
 # The step of a batch that is on the model's device; its loss is a scalar.
-Stepping = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
+StepFunction = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
 
 
 class LossStep:
     """``loss(model(x), y)``, with the loss in fp32."""
 
-    def __init__(self, loss: nn.Module, call: Call = whole) -> None:
+    def __init__(self, loss: nn.Module, call: Call = call_single) -> None:
         self.loss, self.call = loss, call
         self._uneven = hasattr(loss, "weigh")
 
@@ -91,10 +91,10 @@ class LossStep:
         """The step of a batch."""
         with autocast or nullcontext():
             output = self.call(model, batch.x)
-        loss = mean(self.loss, output, batch.y, batch.size)
-        return Step(loss, output, batch.y, {}, weigh(self.loss, batch.y) if self._uneven else None)
+        loss = compute_mean_loss(self.loss, output, batch.y, batch.size)
+        return Step(loss, output, batch.y, {}, compute_loss_weight(self.loss, batch.y) if self._uneven else None)
 
 
-def detached(tree: Any) -> Any:
+def detach_outputs(tree: Any) -> Any:
     """Return outputs without their graph, in fp32."""
     return map_tensors(lambda tensor: tensor.detach().float(), tree)

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from hpsearch.objectives.errors import ObjectiveError, source_file, users_code
+from hpsearch.objectives.errors import ObjectiveError, find_source_file, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.data.batches import build_feed
+from hpsearch.objectives.training.data.batches import build_batch_source
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.samplers import Order
+from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
-from hpsearch.objectives.training.evaluation.running import over_ranks
-from hpsearch.objectives.training.evaluation.step import call_of
+from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks
+from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.loop.fresh import Fresh, build_fresh
 from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measuring import Measuring, compiled, layout
@@ -74,22 +74,22 @@ def build(
     check_ranks(who, splits, split_hash, ranks)
     strategy = Strategy(ranks, config) if ranks.alone else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
-    with users_code(f"{who}.model"):
+    with wrap_user_errors(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
-    with users_code(f"{who}.model on the validation split"):
+    with wrap_user_errors(f"{who}.model on the validation split"):
         _materialise(model, splits.val, device)
     stepping = build_stepping(objective, config, splits, model, device)
     check_classes(objective, splits, stepping)
     metrics, fresh = _metrics(objective, splits, plan, device, ranks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
-    with users_code(f"{who}.augment"):
+    with wrap_user_errors(f"{who}.augment"):
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
     val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
     val = val.to(device) if config.num_workers is None else val
-    with users_code(f"{who}.sampler"):
+    with wrap_user_errors(f"{who}.sampler"):
         order = _order(objective, config, splits.train, plan.seed)
     epoch_steps = order.steps
     total_steps = plan.epochs * epoch_steps
@@ -106,7 +106,7 @@ def build(
     if config.optimizer == "sam":
         sharpness = Sharpness(optimizer)
         optimizer = sharpness.base
-    source = source_file(type(objective))
+    source = find_source_file(type(objective))
     run = Run(
         identity={
             "format": FORMAT,
@@ -122,7 +122,9 @@ def build(
         device=device,
         splits=splits,
         val=val,
-        feed=build_feed(splits.train, config, order, seed=plan.seed, device=device, augment=augment, ranks=ranks),
+        batch_source=build_batch_source(
+            splits.train, config, order, seed=plan.seed, device=device, augment=augment, ranks=ranks
+        ),
         model=model,
         stepping=stepping,
         metrics=metrics,
@@ -155,12 +157,12 @@ def _metrics(
 ) -> tuple[Metrics, Fresh | None]:
     """What the validation split is judged by; of a run on a fresh division its halves, too."""
     who, fresh = type(objective).__name__, None
-    with users_code(f"{who}.metrics"):
+    with wrap_user_errors(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     if plan.division is not None:
         fresh = build_fresh(objective, splits, metrics, plan, device=device, ranks=ranks)
-    with users_code(f"{who}.metrics"):
-        metrics = over_ranks(metrics, ranks)
+    with wrap_user_errors(f"{who}.metrics"):
+        metrics = aggregate_over_ranks(metrics, ranks)
         if hasattr(metrics, "to"):
             metrics.to(device)
     return metrics, fresh
@@ -170,8 +172,8 @@ def _metrics(
 def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
     """Gives lazy layers their parameters, by a look at some inputs."""
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
-        x = moved(val.inputs(slice(0, 2)), device)
-        call_of(model, x)(model.eval(), x)
+        x = to_device(val.inputs(slice(0, 2)), device)
+        bind_forward(model, x)(model.eval(), x)
         model.train()
 
 
@@ -180,7 +182,7 @@ def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Grou
 
     Where the objective thaws layers as epochs go, frozen parameters are in them too: without gradients they stay.
     """
-    with users_code(f"{type(objective).__name__}.parameter_groups"):
+    with wrap_user_errors(f"{type(objective).__name__}.parameter_groups"):
         own = objective.parameter_groups(model, config)
         if own is not None:
             return checked_groups(model, config, own)
@@ -195,19 +197,19 @@ def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Grou
             parameter.requires_grad_(False)
 
 
-def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> Order:
+def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> EpochOrder:
     sampler = objective.sampler(config, train)
     if not train.is_stream:
-        return Order(len(train), config, seed, sampler)
+        return EpochOrder(len(train), config, seed, sampler)
     if sampler is not None:
         raise ObjectiveError("a stream comes in an order of its own: leave the sampler out")
-    return Order(len(train), config, seed, SequentialSampler(range(len(train))))
+    return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 
 def _trial_step(run: Run) -> None:
     """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    batch = next(iter(run.feed.windows(0)))[0].get()
+    batch = next(iter(run.batch_source.iterate_steps(0)))[0].get()
     run.model.train()
     try:
         run.stepping(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]  # torch's

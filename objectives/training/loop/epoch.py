@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.data.batches import Pending
+from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.evaluate import as_floats
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.guards import Point
@@ -65,7 +65,7 @@ class EpochSums:
         self._device = run.device
         self.samples, self.steps, self.seconds, self.lr = 0, 0, 0.0, 0.0
 
-    def step(self, run: Run, window: Sequence[Pending], epoch: int) -> None:
+    def step(self, run: Run, window: Sequence[LazyBatch], epoch: int) -> None:
         """Takes an optimizer step over a window, and adds it."""
         self.lr = float(run.optimizer.param_groups[0]["lr"])
         step = train_step(run, window, Point(epoch, run.step, self.steps, self.lr), self._running)
@@ -97,7 +97,7 @@ class EpochSums:
         if state["running"] is not None:
             self._running.load_state_dict(state["running"], self._device)
         for name in self._KEPT:
-            setattr(self, name, moved(state[name], self._device))
+            setattr(self, name, to_device(state[name], self._device))
 
 
 @kill_point("train epoch")
@@ -117,7 +117,7 @@ def train_epoch(
     training_mode(run.model)
     run.strategy.begin_epoch()
     sums = sums or EpochSums(run)
-    for window in run.feed.windows(epoch, sums.steps):
+    for window in run.batch_source.iterate_steps(epoch, sums.steps):
         sums.step(run, window, epoch)
         run.on_step()
         _validate_within(run, epoch)
@@ -144,7 +144,7 @@ def _frozen_norms(module: nn.Module, above: bool = False) -> Iterator[nn.Module]
         yield from _frozen_norms(child, frozen)
 
 
-def train_step(run: Run, window: Sequence[Pending], point: Point, running: RunningMetrics) -> Stepped:
+def train_step(run: Run, window: Sequence[LazyBatch], point: Point, running: RunningMetrics) -> Stepped:
     """One optimizer step over the micro-batches of a window.
 
     The gradient is that of the mean over all samples of the window, however they are divided into micro-batches.

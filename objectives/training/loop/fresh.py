@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.data.division import Rows, halved
+from hpsearch.objectives.training.data.split_rows import Rows, split_halves
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import concatenated, leaves, moved, on_cpu, taken, tensors
-from hpsearch.objectives.training.evaluation.evaluate import Means, as_floats
-from hpsearch.objectives.training.evaluation.losses import mean
+from hpsearch.objectives.training.data.tree import concatenate, index_rows, leaves, tensors, to_cpu, to_device
+from hpsearch.objectives.training.evaluation.evaluate import RunningMeans, as_floats
+from hpsearch.objectives.training.evaluation.losses import compute_mean_loss
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
-from hpsearch.objectives.training.evaluation.running import of_this_rank, over_ranks
-from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping, detached
+from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks, disable_rank_sync
+from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction, detach_outputs
 from hpsearch.objectives.training.loop.prepared import is_divided_anew
 from hpsearch.objectives.training.ranks import ALONE, Ranks
 from hpsearch.objectives.training.result import FreshScore
@@ -57,7 +57,7 @@ class Choice(TypedDict):
 @dataclass
 class _Half:
     metrics: Metrics
-    means: Means
+    means: RunningMeans
     kept: list[Outputs] | None = field(default_factory=list)
 
 
@@ -97,7 +97,7 @@ class CrossFit:
         """Before an epoch is judged."""
         for metrics in self._metrics:
             metrics.reset()
-        self._halves = [_Half(metrics, Means(self._device)) for metrics in self._metrics]
+        self._halves = [_Half(metrics, RunningMeans(self._device)) for metrics in self._metrics]
 
     def add(self, step: Step, rows: range) -> None:
         """Adds a batch of one of the halves."""
@@ -136,12 +136,12 @@ class CrossFit:
 
     def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
         """The outputs of all ranks, on the CPU, in the order of the samples; None where one of them kept none."""
-        each = self._ranks.each(on_cpu(kept))
+        each = self._ranks.each(to_cpu(kept))
         parts = [outputs for part in each for outputs in part or ()]
         if not parts or any(part is None for part in each):
             return None
-        whole: Outputs = concatenated(parts)
-        found: Outputs = taken(whole, whole["rows"].argsort())
+        whole: Outputs = concatenate(parts)
+        found: Outputs = index_rows(whole, whole["rows"].argsort())
         return found
 
     @property
@@ -167,7 +167,7 @@ class CrossFit:
             if choice is None or (outputs := choice["outputs"]) is None:
                 return None
             own = None if blocks is None else blocks[outputs["rows"].numpy()]
-            errors.append(standard_error(judge, moved(outputs, self._device), own, seed))
+            errors.append(standard_error(judge, to_device(outputs, self._device), own, seed))
         known = [error for error in errors if error is not None]
         return math.hypot(*known) / 2 if len(known) == 2 else None
 
@@ -186,7 +186,7 @@ def _per_sample(step: Step, rows: range) -> Outputs | None:
         found = [leaf for _, leaf in leaves(tree)]
         if not found or any(not isinstance(leaf, Tensor) or leaf.shape[:1] != (len(rows),) for leaf in found):
             return None
-    return {"rows": torch.tensor(rows), "outputs": detached(step.outputs), "targets": step.targets}
+    return {"rows": torch.tensor(rows), "outputs": detach_outputs(step.outputs), "targets": step.targets}
 
 
 RESAMPLES = 100  # a standard error of them is itself within 7 %
@@ -216,14 +216,14 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
         first = np.repeat(starts[drawn] - np.cumsum(lengths) + lengths, lengths)
         rows = order[first + np.arange(int(lengths.sum()))]
         try:
-            found.append(value(taken(outputs, torch.from_numpy(rows))))
+            found.append(value(index_rows(outputs, torch.from_numpy(rows))))
         except (ObjectiveError, ValueError, RuntimeError, KeyError):  # a metric of samples that lack what it needs
             continue
     finite = [number for number in found if math.isfinite(number)]
     return statistics.stdev(finite) if len(finite) >= max(2, _ENOUGH * RESAMPLES) else None
 
 
-def value_of(metric: str, metrics: Metrics, stepping: Stepping) -> Callable[[Outputs], float] | None:
+def value_of(metric: str, metrics: Metrics, stepping: StepFunction) -> Callable[[Outputs], float] | None:
     """What judges samples by a metric; None where it is measured by whole batches.
 
     Args:
@@ -237,7 +237,7 @@ def value_of(metric: str, metrics: Metrics, stepping: Stepping) -> Callable[[Out
     @torch.inference_mode()
     def judged(outputs: Outputs) -> float:
         if metric == "loss" and isinstance(stepping, LossStep):
-            return float(mean(stepping.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"])))
+            return float(compute_mean_loss(stepping.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"])))
         metrics.reset()
         metrics.update(outputs["outputs"], outputs["targets"])
         return float(metrics.compute()[metric])
@@ -267,7 +267,7 @@ class Fresh:
     blocks: Rows | None = None
     cross_fit: CrossFit | None = None
 
-    def score(self, best_value: float, stepping: Stepping) -> FreshScore:
+    def score(self, best_value: float, stepping: StepFunction) -> FreshScore:
         """The score of the run, by its best epoch where the validation samples cannot be halved."""
         halves, error = self.cross_fit, None
         value = None if halves is None else halves.score
@@ -303,15 +303,15 @@ def build_fresh(
     if blocks is not None and len(blocks.numbers) != samples:  # somebody took a part of them
         blocks = None
     classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
-    halves = None if splits.val.is_stream else halved(y.numpy() if classes else None, samples, blocks, division)
-    with users_code(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
+    halves = None if splits.val.is_stream else split_halves(y.numpy() if classes else None, samples, blocks, division)
+    with wrap_user_errors(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
         copied, *others = (_another(objective, splits, metrics, device) for _ in range(3))
-        halved_metrics = [over_ranks(other, ranks) for other in others]
+        halved_metrics = [aggregate_over_ranks(other, ranks) for other in others]
     fresh = Fresh(
         division=division,
         divided=is_divided_anew(objective, plan.split_seed, splits),
         sizes=(len(splits.train), samples, len(splits.test)),
-        metrics=of_this_rank(copied),
+        metrics=disable_rank_sync(copied),
     )
     if halves is not None:
         rows = np.concatenate(halves)

@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import Tree, moved
-from hpsearch.objectives.training.evaluation.evaluate import evaluating
-from hpsearch.objectives.training.evaluation.step import Call, call_of
+from hpsearch.objectives.training.data.tree import Tree, to_device
+from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode
+from hpsearch.objectives.training.evaluation.step import Call, bind_forward
 from hpsearch.objectives.training.optimizers.optimizer import layers
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.strategies.base import Strategy
@@ -102,8 +102,8 @@ def plain_measures(model: nn.Module, x: Tree, device: torch.device) -> dict[str,
     model = getattr(model, "_orig_mod", model)
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ObjectiveError("trial.measure takes a whole model, and of this one each device has a part")
-    call, x = call_of(model, x), moved(x, device)
-    with evaluating(model, device, "measures"):
+    call, x = bind_forward(model, x), to_device(x, device)
+    with evaluation_mode(model, device, "measures"):
         return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **sizes(model)}
 
 
@@ -219,7 +219,7 @@ class Measuring:
         config: of the run.
         call: how its model is called.
         val: the validation split; its first samples are what latency is measured on.
-        names: what is measured, of `MEASURED`; known after `rehearse`.
+        names: what is measured, of `MODEL_METRICS`; known after `rehearse`.
         known: what was measured once.
         peak: most bytes of a device that any attempt at the trial held, so far.
     """
@@ -244,11 +244,13 @@ class Measuring:
         """
         who, asked = type(self.objective).__name__, self.objective.reported
         own = self._own(model, scores)
-        known = {*scores, *own, *MEASURED}
+        known = {*scores, *own, *MODEL_METRICS}
         for name in asked:
             if name not in known:
-                raise MetricError(name, f"is none that {who} gives, nor measured: {nearest(name, sorted(known))}")
-        self.names = tuple(name for name in asked if name in MEASURED and name not in scores)
+                raise MetricError(
+                    name, f"is none that {who} gives, nor measured: {format_name_hint(name, sorted(known))}"
+                )
+        self.names = tuple(name for name in asked if name in MODEL_METRICS and name not in scores)
         if "latency_ms" in self.names:
             self._try_forward(model)
 
@@ -293,13 +295,13 @@ class Measuring:
         self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
 
     def _latency(self, model: nn.Module) -> dict[str, float]:
-        with as_served(model, self.config), evaluating(model, self.device, "measures"):
+        with as_served(model, self.config), evaluation_mode(model, self.device, "measures"):
             x = self._inputs()
             return {"latency_ms": latency_ms(lambda: self.call(model, x), self.device), **machine_load()}
 
     def _inputs(self) -> Any:
         rows = torch.arange(self.objective.latency_batch) % len(self.val)
-        return moved(self.val.inputs(rows), self.device)
+        return to_device(self.val.inputs(rows), self.device)
 
     def _try_forward(self, model: nn.Module) -> None:
         who, size = type(self.objective).__name__, self.objective.latency_batch
@@ -311,7 +313,7 @@ class Measuring:
                 "strategy='ddp', or judge by model_mb or parameters"
             )
         what = f"{who}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
-        with evaluating(model, self.device, "measures"), users_code(what):
+        with evaluation_mode(model, self.device, "measures"), wrap_user_errors(what):
             self.call(model, self._inputs())
 
     def _own(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
@@ -319,9 +321,9 @@ class Measuring:
         if not overrides(self.objective, "measures"):
             return {}
         who = f"{type(self.objective).__name__}.measures"
-        with evaluating(model, self.device, "measures"), self.strategy.explained(), users_code(who):
+        with evaluation_mode(model, self.device, "measures"), self.strategy.explained(), wrap_user_errors(who):
             found = self.objective.measures(model, self.config)
-            return self.ranks.told(_floats(found, who, {*scores, *MEASURED, *_TAKEN}))
+            return self.ranks.told(_floats(found, who, {*scores, *MODEL_METRICS, *_TAKEN}))
 
 
 def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:

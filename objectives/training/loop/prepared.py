@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.division import Division, divided_anew
-from hpsearch.objectives.training.data.splits import Splits, joined
+from hpsearch.objectives.training.data.split_rows import Division, resplit
+from hpsearch.objectives.training.data.splits import Splits, merge_train_val
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:
@@ -95,13 +95,13 @@ def _samples(part: Dataset, contents: str, *, by_labels: bool = False) -> str:
 def _made(objective: Objective, split_seed: int, division: Division) -> Splits:
     who = type(objective).__name__
     set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
-    with users_code(f"{who}.data"), divided_anew(division) as wanted:
+    with wrap_user_errors(f"{who}.data"), resplit(division) as wanted:
         splits = objective.data(split_seed)
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
     try:
         if division == "all":
-            splits = joined(splits, by_make=wanted.joined)
+            splits = merge_train_val(splits, by_make=wanted.joined)
         splits.check(joined=division == "all")
     except ObjectiveError as error:
         raise ObjectiveError(f"{who}.data: {error}") from error

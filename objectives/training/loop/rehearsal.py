@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.evaluate import evaluating
-from hpsearch.objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
+from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode
+from hpsearch.objectives.training.evaluation.losses import CountedCrossEntropy, is_additive_loss
 from hpsearch.objectives.training.evaluation.metrics import (
     BINARY,
     CLASSIFICATION,
     DIRECTIONS,
-    fitting,
-    largest_class,
-    unfit,
+    compute_majority_share,
+    list_compatible_metrics,
+    make_incompatible_metric_error,
 )
-from hpsearch.objectives.training.evaluation.step import LossStep, Stepping
+from hpsearch.objectives.training.evaluation.step import LossStep, StepFunction
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.stepping import call_in
 from hpsearch.objectives.training.optimizers.schedules import check_length
@@ -61,14 +61,14 @@ def check_epoch(config: TrainConfig, samples: int, total_steps: int, epoch_steps
     check_length(config, total_steps=total_steps, epoch_steps=epoch_steps)
 
 
-def check_classes(objective: Objective, splits: Splits, stepping: Stepping) -> None:
+def check_classes(objective: Objective, splits: Splits, stepping: StepFunction) -> None:
     """Looks at labels where they are taken for numbers of classes."""
     loss, y = _entropy(stepping), splits.train.y
     judged = not overrides(objective, "metrics") and objective.metric in (*CLASSIFICATION, *BINARY)
     if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or judged):
         return
     ignored = _ignored(loss)
-    with users_code(f"{type(objective).__name__}.data"):
+    with wrap_user_errors(f"{type(objective).__name__}.data"):
         splits.check_classes(ignored)
 
 
@@ -78,12 +78,12 @@ def rehearse(objective: Objective, run: Run) -> dict[str, float]:
     better = DIRECTIONS.get(metric, objective.direction)
     if objective.direction != better:
         raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
-    with users_code(f"{who} on the validation split"):
+    with wrap_user_errors(f"{who} on the validation split"):
         if isinstance(run.stepping, LossStep):
             _check_outputs(objective, run, run.stepping.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is none that {who} gives: {nearest(metric, list(scores))}")
+        raise MetricError(metric, f"is none that {who} gives: {format_name_hint(metric, list(scores))}")
     run.measuring.rehearse(run.judged, scores)
     return scores
 
@@ -106,7 +106,7 @@ def oddities(run: Run) -> list[str]:
             f"batch norm takes its statistics from each device's share of a batch: {run.ranks.world} devices train "
             "otherwise than one"
         )
-    share = largest_class(run.splits.train)
+    share = compute_majority_share(run.splits.train)
     if run.curve.key == "val_accuracy" and share is not None and share >= _UNEVEN:
         found.append(
             f"{share:.0%} of the training samples are of one class, and so much accuracy costs nothing: "
@@ -143,8 +143,8 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
             f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}: "
             "one that stands for none is the loss's ignore_index"
         )
-    if not overrides(objective, "metrics") and metric not in ("loss", *fitting(known, output)):
-        raise unfit(metric, known, output)
+    if not overrides(objective, "metrics") and metric not in ("loss", *list_compatible_metrics(known, output)):
+        raise make_incompatible_metric_error(metric, known, output)
     _check_pairs(loss, known, output)
 
 
@@ -159,7 +159,7 @@ def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
         return
     some = y[:_TRIED].to(output.device)
     some = some[some.reshape(len(some), -1)[:, 0].argsort()]
-    if not adds_up(loss, some.reshape(len(some), *output.shape[1:]).float(), some, len(some)):
+    if not is_additive_loss(loss, some.reshape(len(some), *output.shape[1:]).float(), some, len(some)):
         raise ObjectiveError(
             f"the loss compares every output with every target: outputs are {_dims(given)}, targets {_dims(wanted)}; "
             "give one the shape of the other, as by output.squeeze(1)"
@@ -172,13 +172,13 @@ def _loss_adds_up(run: Run) -> bool:
     if not isinstance(run.stepping, LossStep):
         return True  # such a step says itself what its loss is a mean over
     batch, output = _tried(run, _TRIED)
-    return adds_up(run.stepping.loss, output, batch.y, batch.size)
+    return is_additive_loss(run.stepping.loss, output, batch.y, batch.size)
 
 
 def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
     """Some validation samples, and what the model makes of them."""
     batch = run.val.batch(slice(0, samples)).to(run.device)
-    with evaluating(run.judged, run.device, "rehearsal"):
+    with evaluation_mode(run.judged, run.device, "rehearsal"):
         return batch, call_in(run.stepping)(run.judged, batch.x)
 
 
@@ -186,7 +186,7 @@ def _dims(shape: list[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _entropy(stepping: Stepping) -> nn.Module | None:
+def _entropy(stepping: StepFunction) -> nn.Module | None:
     """The cross entropy that the step is by, if it is by one: it takes labels for numbers of outputs."""
     loss = stepping.loss if isinstance(stepping, LossStep) else None
     return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy)) else None

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.data.batches import Feed
+from hpsearch.objectives.training.data.batches import BatchSource
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.evaluate import InParts, evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.evaluate import HalvesEvaluator, evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import Metrics
-from hpsearch.objectives.training.evaluation.step import Stepping
+from hpsearch.objectives.training.evaluation.step import StepFunction
 from hpsearch.objectives.training.loop.fresh import CrossFit, Fresh
 from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measuring import Measuring
@@ -45,7 +45,7 @@ class Run:
         splits: as the objective gave them, on the CPU.
         val: the validation split, on the device unless it is loaded as it is used.
         fresh: what a run on a fresh division has beside others.
-        feed: the training batches.
+        batch_source: the training batches.
         stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
         ranks: the processes that train it together.
         strategy: how they do.
@@ -69,9 +69,9 @@ class Run:
     device: torch.device
     splits: Splits
     val: Dataset
-    feed: Feed
+    batch_source: BatchSource
     model: nn.Module
-    stepping: Stepping
+    stepping: StepFunction
     metrics: Metrics
     optimizer: Optimizer
     sharpness: Sharpness | None
@@ -131,14 +131,16 @@ class Run:
         halves.end(self.curve.next_epoch)
         return scores
 
-    def judge(self, split: Dataset, metrics: Metrics | None = None, also: InParts | None = None) -> dict[str, float]:
+    def judge(
+        self, split: Dataset, metrics: Metrics | None = None, also: HalvesEvaluator | None = None
+    ) -> dict[str, float]:
         """Loss and metrics of the judged model on a split, by the run's metrics or others."""
         return evaluate(
             self.judged,
             split,
             self.stepping,
             metrics or self.metrics,
-            batch_size=evaluation_rows(self.config),
+            batch_size=get_eval_batch_size(self.config),
             device=self.device,
             num_workers=self.config.num_workers or 0,
             ranks=self.ranks,

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.losses import adding_up
-from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, Stepping, call_of, whole
+from hpsearch.objectives.training.evaluation.losses import as_additive_loss
+from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, StepFunction, bind_forward, call_single
 
 
 class OwnStep:
@@ -25,7 +25,7 @@ class OwnStep:
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
         """The step of a batch."""
         who = f"{type(self._objective).__name__}.step"
-        with users_code(who), autocast or nullcontext():
+        with wrap_user_errors(who), autocast or nullcontext():
             step = self._objective.step(model, batch, self._config)
         if not isinstance(step, Step):
             raise ObjectiveError(f"{who} must return a Step, not {type(step).__name__}")
@@ -40,7 +40,7 @@ class OwnStep:
 
 def build_stepping(
     objective: Objective, config: TrainConfig, splits: Splits, model: nn.Module, device: torch.device
-) -> Stepping:
+) -> StepFunction:
     """The step of an objective over a model that is on `device`.
 
     Raises:
@@ -48,15 +48,15 @@ def build_stepping(
     """
     if overrides(objective, "step"):
         return OwnStep(objective, config)
-    with users_code(f"{type(objective).__name__}.loss"):
+    with wrap_user_errors(f"{type(objective).__name__}.loss"):
         loss = as_module(objective.loss(config, splits.train), "loss")
-        loss = adding_up(loss, splits.train.y, splits.val.y).to(device)
-    return LossStep(loss, call_of(model, splits.val.inputs(slice(0, 2))))
+        loss = as_additive_loss(loss, splits.train.y, splits.val.y).to(device)
+    return LossStep(loss, bind_forward(model, splits.val.inputs(slice(0, 2))))
 
 
-def call_in(stepping: Stepping) -> Call:
+def call_in(stepping: StepFunction) -> Call:
     """How the model of a run is called with its inputs."""
-    return stepping.call if isinstance(stepping, LossStep) else whole
+    return stepping.call if isinstance(stepping, LossStep) else call_single
 
 
 def as_module(value: object, what: str) -> nn.Module:

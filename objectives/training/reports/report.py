@@ -16,7 +16,7 @@ import torch
 from hpsearch.objectives.training.config import FIELDS, TrainConfig, type_name
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import tensors
-from hpsearch.objectives.training.evaluation.metrics import largest_class
+from hpsearch.objectives.training.evaluation.metrics import compute_majority_share
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -208,8 +208,8 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     for name, value in train.items():
         other = val[f"val_{name}"]
         lines.append(f"| {name} | {value:.6g} | {other:.6g} | {other - value:+.4g} |")
-    if "val_accuracy" in result.best_metrics and (share := largest_class(run.splits.train)) is not None:
-        lines.append(f"| (largest class) | {share:.6g} | {largest_class(run.splits.val):.6g} | |")
+    if "val_accuracy" in result.best_metrics and (share := compute_majority_share(run.splits.train)) is not None:
+        lines.append(f"| (largest class) | {share:.6g} | {compute_majority_share(run.splits.val):.6g} | |")
     better = 1 if objective.direction == "maximize" else -1
     gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
     losses = [record.metrics["val_loss"] for record in result.history]

@@ -19,7 +19,7 @@ class EpochRecord:
         timestamp: unix seconds when the epoch ended; kept in the checkpoint, so a replay repeats it.
         metrics: `train_loss`, `val_loss`, `train_<metric>` and `val_<metric>` for each metric, `lr`, `grad_norm`
             (mean over the steps, before clipping), `epoch_seconds`, `samples_per_second`; and under their own names
-            what is measured of the model: see `hpsearch.objectives.measured`.
+            what is measured of the model: see `hpsearch.objectives.model_metrics`.
     """
 
     epoch: int

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.evaluation.step import Step, Stepping
+from hpsearch.objectives.training.evaluation.step import Step, StepFunction
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.seeds import generators, restore_generators
 
@@ -30,7 +30,7 @@ class Strategy:
     def place(self, model: nn.Module, *averages: nn.Module) -> None:
         """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights."""
 
-    def begin(self, model: nn.Module, stepping: Stepping) -> None:
+    def begin(self, model: nn.Module, stepping: StepFunction) -> None:
         """Before the first step, and after all that changes the model's parameters."""
         self._model, self._stepping = model, stepping
 
@@ -164,7 +164,7 @@ class Replicated(Strategy):
 class _Stepped(nn.Module):
     """The step of a batch as a module, which DDP can wrap."""
 
-    def __init__(self, model: nn.Module, stepping: Stepping) -> None:
+    def __init__(self, model: nn.Module, stepping: StepFunction) -> None:
         super().__init__()
         self.model, self._stepping = model, stepping
 

@@ -7,7 +7,7 @@ from hpsearch import LocalSession
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import current
-from tests.objectives.own_loop.support import whole_and_resumed
+from tests.objectives.custom_loop.support import whole_and_resumed
 from tests.objectives.training.support import Stopped, exact
 
 

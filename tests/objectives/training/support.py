@@ -81,7 +81,7 @@ def built(objective, epochs=3, **settings):
 
 def take_step(run, *window):
     """One optimizer step over the training rows of each micro-batch."""
-    batches = [run.feed.batch(torch.tensor(rows)) for rows in window]
+    batches = [run.batch_source.batch(torch.tensor(rows)) for rows in window]
     step = train_step(run, batches, POINT, RunningMetrics(run.metrics))
     return step.loss, step.norm
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from hpsearch import Objective, ObjectiveError, Splits, TrainConfig, Trainer
-from hpsearch.objectives.training.checks.lr_range import lr_range
-from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.data.samples import padded
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.step import Step
@@ -145,8 +145,8 @@ def test_whatever_the_structure_all_of_the_loop_holds_for_it(problem, variant):
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
 def test_it_is_checked_before_a_search(problem):
     objective = problem()
-    assert smoke(objective, steps=300).losses[-1] < 0.9 * smoke(objective, steps=1).losses[0]
-    assert 1e-4 < lr_range(objective, steps=60).suggestion < 10
+    assert run_smoke_test(objective, steps=300).losses[-1] < 0.9 * run_smoke_test(objective, steps=1).losses[0]
+    assert 1e-4 < run_lr_range_test(objective, steps=60).suggestion < 10
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize, TrainConfig
-from hpsearch.objectives.training.data.samplers import Order
+from hpsearch.objectives.training.data.samplers import EpochOrder
 
 CPU = torch.device("cpu")
 
@@ -72,8 +72,11 @@ NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
         ((_data(GOOD), _data(GOOD, [0]), _data(GOOD)), "validation split has 4 inputs but 1 targets"),
         ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs hold NaN or infinity in 1 of 2 samples"),
         ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets hold NaN or infinity in 1 of 4"),
-        ((_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)), r"validation inputs are \[2\] float32 a sample, but"),
-        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"test targets are \[\] float32 a sample, but"),
+        (
+            (_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)),
+            r"each sample of the validation inputs is \[2\] float32, but",
+        ),
+        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"each sample of the test targets is \[\] float32, but"),
         (
             (_data(GOOD, rows=torch.arange(4)), _data(GOOD, rows=torch.arange(3, 7)), _data(GOOD)),
             "the validation split shares 1 samples with another split",
@@ -137,8 +140,8 @@ def test_inputs_and_targets_must_have_one_length():
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_windows_give_each_sample_once(samples, accumulate, drop_last):
     settings = {"batch_size": 8, "accumulate": accumulate, "drop_last": drop_last}
-    order = Order(samples, TrainConfig(**settings), 5)
-    found = list(order.windows(0, CPU))
+    order = EpochOrder(samples, TrainConfig(**settings), 5)
+    found = list(order.iterate_steps(0, CPU))
     rows = torch.cat([batch for window in found for batch in window]).tolist()
     dropped = samples % 8 if drop_last and samples > 8 else 0
     assert len(rows) == len(set(rows)) == samples - dropped
@@ -148,7 +151,7 @@ def test_windows_give_each_sample_once(samples, accumulate, drop_last):
 
 def test_the_order_follows_from_the_seed_alone():
     def order(seed):
-        return torch.cat([b for w in Order(20, TrainConfig(batch_size=4), seed).windows(0, CPU) for b in w])
+        return torch.cat([b for w in EpochOrder(20, TrainConfig(batch_size=4), seed).iterate_steps(0, CPU) for b in w])
 
     first = order(1)
     torch.manual_seed(7)

@@ -9,7 +9,7 @@ import torch
 from torch.utils import data as torch_data
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize
-from hpsearch.objectives.training.data.samples import Mapped, fingerprint_files, padded
+from hpsearch.objectives.training.data.samples import MemmapRows, fingerprint_files, padded
 
 LENGTHS = np.random.default_rng(0).integers(2, 9, 40)
 SEQUENCES = [np.arange(1, length + 1) for length in LENGTHS]
@@ -156,7 +156,7 @@ def test_an_array_that_is_mapped_to_memory_is_read_as_it_is_used(tmp_path):
     np.save(tmp_path / "x.npy", values)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     splits, plain = (Splits.make(x, np.arange(60) % 2, seed=0) for x in (mapped, values))
-    assert isinstance(splits.train.x, Mapped)
+    assert isinstance(splits.train.x, MemmapRows)
     assert not splits.train.in_memory
     batch = splits.val.batch(torch.tensor([1, 4]))
     assert torch.equal(batch.x, plain.val.x[[1, 4]])

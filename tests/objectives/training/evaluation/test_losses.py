@@ -8,7 +8,12 @@ from torch.nn import functional
 
 from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, classification
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
-from hpsearch.objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
+from hpsearch.objectives.training.evaluation.losses import (
+    BinaryLogits,
+    SquaredError,
+    as_additive_loss,
+    build_default_loss,
+)
 from hpsearch.objectives.training.evaluation.metrics import binary
 from hpsearch.objectives.training.loop.rehearsal import oddities
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
@@ -78,10 +83,10 @@ def test_two_logits_are_judged_and_trained_as_their_difference():
 )
 def test_a_loss_that_nobody_can_guess_is_asked_for(metric, y, message):
     with pytest.raises(ObjectiveError, match=message):
-        usual_loss(metric, y)
-    assert isinstance(usual_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
+        build_default_loss(metric, y)
+    assert isinstance(build_default_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
     with pytest.raises(ObjectiveError, match=r"label_smoothing 0.1 needs classes: the usual loss for r2 is the sq"):
-        usual_loss("r2", torch.rand(9), label_smoothing=0.1)
+        build_default_loss("r2", torch.rand(9), label_smoothing=0.1)
 
 
 class _ByHand(nn.Module):
@@ -100,7 +105,10 @@ class _Table(nn.Module):
     [
         (nn.MSELoss(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
         (_ByHand(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
-        (_Table(), r"the loss gave \[32, 32\] for outputs \[32, 1\] and targets \[32\]: give one value a sample"),
+        (
+            _Table(),
+            r"the loss has shape \[32, 32\] for outputs \[32, 1\] and targets \[32\]; return one value per sample",
+        ),
     ],
 )
 def test_a_loss_that_broadcasts_is_refused(objective_with, loss, message):
@@ -124,7 +132,7 @@ def test_targets_that_count_unevenly_are_averaged_as_one_batch_would(weight, bat
     x, y = _tokens()
     loss = nn.CrossEntropyLoss(weight=weight)
     data = Dataset(x, y)
-    found = evaluate(nn.Identity(), data, adding_up(loss, y), _None(), batch_size=batch_size, device="cpu")
+    found = evaluate(nn.Identity(), data, as_additive_loss(loss, y), _None(), batch_size=batch_size, device="cpu")
     assert found["loss"] == pytest.approx(float(loss(x, y)), rel=1e-5)
 
 
@@ -144,9 +152,9 @@ class _None:
 
 def test_a_loss_that_adds_up_is_left_as_it_is():
     for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(5), reduction="none"), SquaredError()):
-        assert adding_up(loss, torch.arange(5)) is loss
+        assert as_additive_loss(loss, torch.arange(5)) is loss
     with pytest.raises(ObjectiveError, match="MSELoss must not use reduction='sum': use 'none' or 'mean'"):
-        adding_up(nn.MSELoss(reduction="sum"), torch.rand(3))
+        as_additive_loss(nn.MSELoss(reduction="sum"), torch.rand(3))
 
 
 def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_unevenly(objective_with):

@@ -10,8 +10,8 @@ from torch import nn
 
 from hpsearch import NonFiniteError, ObjectiveError, Step, TrainConfig
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.measured import MEASURED
-from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.loop.measuring import as_served, latency_ms, layout, sizes
 from tests.objectives.training.support import DiedError, Dying, Stopped, Wine, fit, raise_died, same_result
 
@@ -52,9 +52,9 @@ def noted(*names, seconds=lambda _: 0.0, **replaced):
 
 
 def test_only_what_is_asked_for_is_measured():
-    assert not fit(Wine(), epochs=1).history[0].metrics.keys() & {*MEASURED, *MEASURES}
+    assert not fit(Wine(), epochs=1).history[0].metrics.keys() & {*MODEL_METRICS, *MEASURES}
     metrics = fit(asking("parameters", "macro_f1"), epochs=1).history[0].metrics
-    assert metrics.keys() & {*MEASURED, *MEASURES} == {"parameters"}
+    assert metrics.keys() & {*MODEL_METRICS, *MEASURES} == {"parameters"}
     assert metrics["parameters"] == 13 * 16 + 16 + 16 * 3 + 3
 
 
@@ -239,7 +239,7 @@ def test_a_metric_that_is_not_given_any_more():
 def test_what_nobody_gives_is_told_before_training(how):
     objective = asking("extar", metrics=lambda self, train: Sometimes({}))
     with pytest.raises(MetricError) as error:
-        fit(objective, epochs=1) if how == "fit" else smoke(objective)
+        fit(objective, epochs=1) if how == "fit" else run_smoke_test(objective)
     assert str(error.value) == "metric 'extar' is none that Changed gives, nor measured: did you mean 'extra'?"
 
 
@@ -257,7 +257,7 @@ def test_memory_of_a_cpu_is_refused_where_it_would_be_trained_and_not_in_a_smoke
     objective = asking("peak_memory_mb")
     with pytest.raises(ObjectiveError, match="peak_memory_mb is measured on CUDA devices, and this trial runs on cpu"):
         fit(objective, epochs=1, device="cpu")
-    assert smoke(objective, device=CPU).losses
+    assert run_smoke_test(objective, device=CPU).losses
 
 
 class Stepping(Wine):

@@ -132,7 +132,7 @@ def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others
         lengths.append(float((weights_of(run) - before).norm()))
 
     run.optimizer.step = measured
-    sizes = [sum(batch.size for batch in window) for window in run.feed.windows(0)]
+    sizes = [sum(batch.size for batch in window) for window in run.batch_source.iterate_steps(0)]
     trained = train_epoch(run, 0)
     assert sizes == [32, 32, 32, 10]
     assert lengths == pytest.approx([1e-3] * 4, rel=1e-2)
@@ -152,7 +152,7 @@ def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip_grad_norm": None}
     run = built(wine, batch_size=8, accumulate=4, drop_last=False, **plain)
     by_hand = copy.deepcopy(run.model)
-    for window in run.feed.windows(0):
+    for window in run.batch_source.iterate_steps(0):
         x, y = (torch.cat(parts) for parts in zip(*(pending.get()[:2] for pending in window), strict=True))
         by_hand.zero_grad()
         nn.functional.cross_entropy(by_hand(x), y).backward()

@@ -10,7 +10,7 @@ import torchmetrics
 from torch import nn
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
-from hpsearch.objectives.training.evaluation import gathered
+from hpsearch.objectives.training.evaluation import metric_state
 from hpsearch.objectives.training.evaluation.metrics import binary
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import Due
@@ -144,7 +144,7 @@ def test_a_collection_that_shares_its_states_is_kept():
         whole.update(*batch)
     for batch in batches[:2]:
         first.update(*batch)
-    gathered.restore(second, gathered.state_of(first))
+    metric_state.load_metric_state(second, metric_state.get_metric_state(first))
     for batch in batches[2:]:
         second.update(*batch)
     assert second.compute() == whole.compute()

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hpsearch import Standardize, TrainConfig, Trainer, evaluate, load_objective
-from hpsearch.objectives.training.evaluation.step import whole
+from hpsearch.objectives.training.evaluation.step import call_single
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.averaging import _EvenAverage, build_average
 from tests.objectives.training.support import built, started, take_step
@@ -18,7 +18,7 @@ def _normed(_self, _config, train):
 def _epoch(run, epoch):
     """Weights at the end of an epoch, as training leaves them."""
     train_epoch(run, epoch)
-    run.average.after_epoch(epoch, run.feed.inputs, whole)
+    run.average.after_epoch(epoch, run.batch_source.inputs, call_single)
     return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpsearch import Objective, Splits, TrainConfig
-from hpsearch.objectives.training.data.loader import ending_with_parent
+from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.objectives.training.ranks import joined
 
 WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy
@@ -19,7 +19,7 @@ WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy
 
 def on_ranks(world, function, *arguments, timeout=120.0):
     """What the function, called with the ranks and the arguments, returns on each rank."""
-    bind = ending_with_parent()
+    bind = make_parent_death_hook()
     context = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
-from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.reports.report import instabilities, shared_inputs, tracks
 from tests.objectives.training.support import Memory, built, fit
 
@@ -225,7 +225,7 @@ def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
 def test_the_smoke_test_is_quoted(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
     assert "Not run here; `hpsearch smoke` overfits one batch." in before
-    smoke(wine).write(tmp_path / "b")
+    run_smoke_test(wine).write(tmp_path / "b")
     _, after = _report(wine, tmp_path / "b")
     assert re.search(r"One batch of 32 samples: loss \S+ -> \S+, passed\.", after)
     kept = json.loads((tmp_path / "b" / "smoke.json").read_text())

@@ -10,10 +10,10 @@ from torch import nn
 from hpsearch import LoopObjective, NonFiniteError, ObjectiveError
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.fit import fit
-from hpsearch.objectives.measured import value_of
+from hpsearch.objectives.model_metrics import get_metric_value
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.measuring import sizes
-from tests.objectives.own_loop.support import trained
+from tests.objectives.custom_loop.support import trained
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Stopped
 
@@ -56,9 +56,9 @@ def done(objective, epochs=3, **settings):
 def test_what_is_measured_is_what_a_study_reads():
     metrics = done(asked(*ASKED), epochs=1).history[0].metrics
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-    assert {name: value_of(metrics, name) for name in ("model_mb", "parameters")} == sizes(model)
-    assert value_of(metrics, "latency_ms") > 0
-    assert value_of(metrics, "latency_load") >= 0
+    assert {name: get_metric_value(metrics, name) for name in ("model_mb", "parameters")} == sizes(model)
+    assert get_metric_value(metrics, "latency_ms") > 0
+    assert get_metric_value(metrics, "latency_load") >= 0
 
 
 def test_it_stays_in_a_trial_that_is_resumed(tmp_path):
@@ -68,7 +68,7 @@ def test_it_stays_in_a_trial_that_is_resumed(tmp_path):
     history = done(objective, run_dir=tmp_path).history
     assert len(history) == 3
     for name in ("latency_ms", "latency_load", "model_mb"):
-        assert {value_of(record.metrics, name) for record in history} == {first[f"val_{name}"]}
+        assert {get_metric_value(record.metrics, name) for record in history} == {first[f"val_{name}"]}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_is_asked_for_has_to_be_finite():
 def test_what_is_reported_under_its_whole_name_is_found():
     objective = asked("train_loss", "extra", measured=lambda self, trial, model: {"train_loss": 2.0, "val_extra": 3.0})
     metrics = done(objective, epochs=1).history[0].metrics
-    assert [value_of(metrics, name) for name in objective.reported] == [2.0, 3.0]
+    assert [get_metric_value(metrics, name) for name in objective.reported] == [2.0, 3.0]
 
 
 def test_a_model_that_does_not_take_the_inputs():
@@ -118,4 +118,4 @@ def _wrapped(ranks, folder):
 def test_ranks_measure_a_model_once(tmp_path):
     first, second = on_ranks(2, _wrapped, tmp_path)
     assert first == second
-    assert len({value_of(numbers, "latency_ms") for _, numbers in first[1]}) == 1
+    assert len({get_metric_value(numbers, "latency_ms") for _, numbers in first[1]}) == 1

@@ -13,7 +13,7 @@ from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import ALONE, RankError
 from hpsearch.objectives.training.reproducibility import checkpoint
-from tests.objectives.own_loop.support import EPOCHS, trained, whole_and_resumed
+from tests.objectives.custom_loop.support import EPOCHS, trained, whole_and_resumed
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Memory
 

@@ -13,11 +13,17 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from hpsearch.objectives.errors import ObjectiveError, blame, is_out_of_memory, source_file, users_code
-from hpsearch.objectives.own_loop.folder import unpack
-from hpsearch.objectives.own_loop.loop_objective import LoopObjective, plain_config
-from hpsearch.objectives.own_loop.loop_trial import LoopTrial, OwnLoop
-from hpsearch.objectives.training.evaluation.step import call_of
+from hpsearch.objectives.custom_loop.folder import unpack_folder
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_to_json
+from hpsearch.objectives.custom_loop.loop_trial import BaseLoopRun, LoopTrial
+from hpsearch.objectives.errors import (
+    ObjectiveError,
+    find_source_file,
+    format_user_error,
+    is_out_of_memory,
+    wrap_user_errors,
+)
+from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.exportable import exportable
 from hpsearch.objectives.training.loop.epoch import require_same
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
@@ -29,7 +35,7 @@ from hpsearch.objectives.training.result import Exported, RunResult
 from hpsearch.objectives.training.session import Verdict
 
 
-def forget() -> None:
+def reset_distributed_state() -> None:
     """Lets libraries that are imported already find out anew which ranks there are.
 
     The ranks may have closed their connections and opened new ones since, and a trial may want another precision.
@@ -42,7 +48,7 @@ def forget() -> None:
 
 
 _PANELS = 8  # of the curves; what else was reported is in metrics.jsonl
-_NOT_LOOKED_AFTER = """\
+_NOT_CHECKED = """\
 The loop is the objective's own, and these are its business: how data are divided (by `trial.split_seed`, the same for
 every trial), that the test set stays closed, and what is drawn at random before the first of `trial.epochs()`, which a
 resumed trial draws again. Gradients, leakage and overfitting were not looked for."""
@@ -71,20 +77,23 @@ def write_loop_report(
         {
             f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": summary,
             "Configuration": ["| setting | value |", "|---|---|", *rows] if rows else ["No settings."],
-            "What was reported": [*_reported(result), *image(path, "curves.png", "Curves over the epochs")],
-            "What was not looked after": [_NOT_LOOKED_AFTER],
+            "What was reported": [
+                *_format_reported_metrics(result),
+                *image(path, "curves.png", "Curves over the epochs"),
+            ],
+            "What was not looked after": [_NOT_CHECKED],
         },
     )
 
 
-def drawn(history: Sequence[EpochRecord], metric: str) -> list[str]:
+def select_plotted_metrics(history: Sequence[EpochRecord], metric: str) -> list[str]:
     """What of the reported numbers to draw over the epochs, the study's metric first."""
     names = [name for record in history for name in record.metrics if name != "epoch_seconds"]
     curves = [name.removeprefix("train_").removeprefix("val_") for name in names if name != "lr"]
     return list(dict.fromkeys([metric, *curves]))[:_PANELS]
 
 
-def _reported(result: RunResult) -> list[str]:
+def _format_reported_metrics(result: RunResult) -> list[str]:
     first, best, last = result.history[0].metrics, result.best_metrics, result.history[-1].metrics
     lines = ["| | first epoch | best epoch | last epoch |", "|---|---|---|---|"]
     for name in dict.fromkeys([*first, *best, *last]):
@@ -121,10 +130,10 @@ class LoopResult(RunResult):
         Raises:
             ObjectiveError: the objective has no `export`, or it failed.
         """
-        return exported(self.objective, self.best, self.config)
+        return export_model(self.objective, self.best, self.config)
 
 
-def exported(objective: LoopObjective, best: Any, config: Any) -> Exported:
+def export_model(objective: LoopObjective, best: Any, config: Any) -> Exported:
     """The module that an objective makes of what was kept of the best epoch.
 
     Raises:
@@ -133,15 +142,15 @@ def exported(objective: LoopObjective, best: Any, config: Any) -> Exported:
     who = type(objective).__name__
     if not objective.defines("export"):
         raise ObjectiveError(f"{who} has no export(): define it to have a model that can be promoted")
-    with users_code(f"{who}.export"):
+    with wrap_user_errors(f"{who}.export"):
         model, x = objective.export(best, config)
         if not isinstance(model, nn.Module):
             raise ObjectiveError(f"{who}.export must return a module and an example, not {type(model).__name__}")
-        module, parts = exportable(model.eval(), call_of(model, x), x)
+        module, parts = exportable(model.eval(), bind_forward(model, x), x)
     return Exported(module, parts, [frozenset({0})] * len(parts))
 
 
-class LoopRun(OwnLoop):
+class LoopRun(BaseLoopRun):
     """Runs a trial's own loop; for the parameters see `BaseTrainer`."""
 
     objective: LoopObjective
@@ -154,12 +163,12 @@ class LoopRun(OwnLoop):
             NonFiniteError: its metric is NaN or infinite.
         """
         who = type(self.objective).__name__
-        forget()
+        reset_distributed_state()
         with reproducible(deterministic=False), self.files.logging():
             try:
                 verdict = self._train()
             except BaseException:
-                forget()  # a library that refers to a connection keeps it open, and the other ranks waiting
+                reset_distributed_state()  # open connections of a library would make the other ranks wait
                 raise
             finally:
                 if self.ranks.first:
@@ -195,15 +204,15 @@ class LoopRun(OwnLoop):
         if is_out_of_memory(error):
             raise DeviceMemoryError(None, self.device, str(error).strip().splitlines()[0]) from error
         self.files.log.error("%s", traceback.format_exc())
-        raise ObjectiveError(f"{type(self.objective).__name__}.run: {blame(error)}") from error
+        raise ObjectiveError(f"{type(self.objective).__name__}.run: {format_user_error(error)}") from error
 
     def _start(self) -> tuple[Any, Verdict]:
         """Restore the last checkpoint, if there is one, and report its epochs again."""
-        restored, source = self._restore(), source_file(type(self.objective))
+        restored, source = self._restore(), find_source_file(type(self.objective))
         identity = {
             "format": FORMAT,
             "objective": self.objective.name,
-            "config": plain_config(self.config, "suggest"),
+            "config": config_to_json(self.config, "suggest"),
             **self.plan.identity,
             "split_hash": "",
         }
@@ -228,7 +237,7 @@ class LoopRun(OwnLoop):
             read.append(state)
             if state is None:
                 return None
-            unpack(state.pop("folder", {}), self.checkpoint)
+            unpack_folder(state.pop("folder", {}), self.checkpoint)
             return {**state, "best": {**state["best"], "model": None}}
 
         told = self.ranks.led(reads)
@@ -244,7 +253,7 @@ class LoopRun(OwnLoop):
             best=self.curve.best["model"],
         )
         if result.status != "stopped":
-            names = drawn(result.history, self.objective.metric)
+            names = select_plotted_metrics(result.history, self.objective.metric)
             write = partial(write_loop_report, objective=self.objective, result=result, identity=self.resolved)
             self._log_files([*self.files.finish(result, names, write), *self.logged])
         return result

@@ -14,22 +14,22 @@ from torch import Tensor
 from hpsearch.objectives.errors import ObjectiveError
 
 
-def listed(folder: Path) -> dict[str, int]:
+def list_files(folder: Path) -> dict[str, int]:
     """The files of a folder with their sizes in bytes."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def packed(folder: Path) -> dict[str, Tensor]:
+def pack_folder(folder: Path) -> dict[str, Tensor]:
     """The files of a folder, as bytes by name; they stay on the disk until they are written elsewhere."""
     return {
         name: torch.from_numpy(np.memmap(folder / name, np.uint8, mode="c") if size else np.empty(0, np.uint8))
-        for name, size in listed(folder).items()
+        for name, size in list_files(folder).items()
     }
 
 
-def unpack(files: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes what `packed` gave into a folder.
+def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes what `pack_folder` gave into a folder.
 
     Raises:
         ObjectiveError: a name leads out of the folder.
@@ -42,7 +42,7 @@ def unpack(files: Mapping[str, Tensor], folder: Path) -> None:
         content.numpy().tofile(path)
 
 
-def place(run_dir: Path | None) -> Path:
+def choose_checkpoint_folder(run_dir: Path | None) -> Path:
     """Where a trial's checkpoint folder is to be: within its run's directory, where that has one."""
     if run_dir is not None:
         return run_dir.resolve() / "checkpoint"

@@ -21,9 +21,9 @@ from hpsearch import (
     load_objective,
     promotable,
 )
-from hpsearch.objectives.fit import fit, restore
-from hpsearch.objectives.own_loop.run import drawn
-from hpsearch.objectives.search_space import Given
+from hpsearch.objectives.custom_loop.run import select_plotted_metrics
+from hpsearch.objectives.fit import fit, restore_model
+from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, exact
@@ -56,14 +56,16 @@ class Gan(LoopObjective):
 
     def step(self, drawing, judging, first, second):
         angle = torch.rand(32) * 2 * math.pi
-        real, drawn = torch.stack([angle.cos(), angle.sin()], dim=1), drawing(torch.randn(32, 2))
+        real, select_plotted_metrics = torch.stack([angle.cos(), angle.sin()], dim=1), drawing(torch.randn(32, 2))
         entropy = nn.functional.binary_cross_entropy_with_logits
         second.zero_grad()
-        told = entropy(judging(real), torch.ones(32, 1)) + entropy(judging(drawn.detach()), torch.zeros(32, 1))
+        told = entropy(judging(real), torch.ones(32, 1)) + entropy(
+            judging(select_plotted_metrics.detach()), torch.zeros(32, 1)
+        )
         told.backward()
         second.step()
         first.zero_grad()
-        entropy(judging(drawn), torch.ones(32, 1)).backward()
+        entropy(judging(select_plotted_metrics), torch.ones(32, 1)).backward()
         first.step()
         return told.item() + np.random.rand()
 
@@ -223,7 +225,7 @@ def _reporting(*reports, outside=False):
             type("Odd", (Gan,), {"suggest": lambda *_: {"f": max}}),
             "Odd.suggest: f must be a plain value",
         ),
-        (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_own_loop.py:\d+: ZeroDivisionError"),
+        (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
     ],
 )
 def test_mistakes_are_told(objective, message):
@@ -235,7 +237,7 @@ def test_mistakes_are_told(objective, message):
 def test_the_best_is_tested_and_exported(tmp_path):
     result = _fit(session=LocalSession(tmp_path))
     kept = checkpoint.read(tmp_path / "best.pt")
-    restored = restore(Gan(), kept)
+    restored = restore_model(Gan(), kept)
     assert restored.test() == restored.test()
     assert set(restored.test()) == {"distance"}
     exported = result.exported()
@@ -244,7 +246,7 @@ def test_the_best_is_tested_and_exported(tmp_path):
     bare = type("Bare", (Gan,), {"test": LoopObjective.test, "export": LoopObjective.export})()
     assert not _fit(bare).has_model
     with pytest.raises(ObjectiveError, match=r"Bare has no test\(\): define it to score"):
-        restore(bare, kept)
+        restore_model(bare, kept)
     with pytest.raises(ObjectiveError, match=r"Bare has no export\(\): define it to have a model"):
         _fit(bare).exported()
 
@@ -279,7 +281,7 @@ def test_a_configuration_may_be_a_dataclass_of_ones_own(tmp_path):
     result = _fit(Typed(), LocalSession(tmp_path))
     assert seen == [2]
     assert result.best_value == pytest.approx(1e-2)
-    assert restore(Typed(), checkpoint.read(tmp_path / "best.pt")).test() == {"distance": result.best_value}
+    assert restore_model(Typed(), checkpoint.read(tmp_path / "best.pt")).test() == {"distance": result.best_value}
 
 
 FUNCTION = """
@@ -310,7 +312,7 @@ def test_a_function_is_an_objective(tmp_path):
     path.write_text(FUNCTION)
     objective = load_objective(f"{path}:main")
     assert (objective.name, objective.metric, objective.direction, objective.epochs) == ("main", "error", "minimize", 3)
-    objective.configure(space := Given({}))
+    objective.configure(space := FixedTrial({}))
     assert space.values == {"rate": 0.25, "kind": "a"}
     result = _fit(objective, epochs=3)
     assert result.best_value == pytest.approx(8 * 0.75**3)
@@ -342,4 +344,4 @@ def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path
 def test_the_curves_of_many_numbers_begin_with_the_metric():
     names = {f"val_{letter}": 1.0 for letter in "abcdefghij"}
     history = [EpochRecord(0, 0.0, {"lr": 1.0, "train_loss": 1.0, **names, "epoch_seconds": 1.0})]
-    assert drawn(history, "c") == ["c", "loss", "a", "b", "d", "e", "f", "g"]
+    assert select_plotted_metrics(history, "c") == ["c", "loss", "a", "b", "d", "e", "f", "g"]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
-from hpsearch.objectives.measured import value_of
+from hpsearch.objectives.custom_loop.folder import choose_checkpoint_folder, list_files, pack_folder
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint
+from hpsearch.objectives.model_metrics import get_metric_value
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.own_loop.folder import listed, packed, place
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
 from hpsearch.objectives.training.loop.guards import NonFiniteError
@@ -26,10 +26,10 @@ from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict
 from hpsearch.objectives.training.trainer import BaseTrainer, shown
 
-_GIVEN = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
+_MEASURABLE = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
 
 
-class OwnLoop(BaseTrainer):
+class BaseLoopRun(BaseTrainer):
     """The part of an own loop's run that its trial uses; for the parameters see `BaseTrainer`.
 
     Attributes:
@@ -45,7 +45,7 @@ class OwnLoop(BaseTrainer):
     def __init__(self, objective: BaseObjective, config: Any, plan: RunPlan, **where: Any) -> None:
         super().__init__(config, plan, **where)
         self.objective, path = objective, self.files.path
-        self.folder, self.checkpoint = self.ranks.told((path and path.resolve(), place(path)))
+        self.folder, self.checkpoint = self.ranks.told((path and path.resolve(), choose_checkpoint_folder(path)))
         self.curve = self.curve or Curve(objective.metric, maximize=objective.direction == "maximize")
         self.notes: list[str] = []
         self.logged: list[Path] = []
@@ -75,7 +75,7 @@ class LoopTrial:
         verdict: the answer to the last report.
     """
 
-    def __init__(self, run: OwnLoop, state: Any) -> None:
+    def __init__(self, run: BaseLoopRun, state: Any) -> None:
         self.config, self.device, self.state = run.config, run.device, state
         self.seed, self.split_seed, self.total_epochs = run.plan.seed, run.plan.split_seed, run.plan.epochs
         self.folder, self.rank, self.world = run.folder, run.ranks.rank, run.ranks.world
@@ -150,7 +150,7 @@ class LoopTrial:
             files = {} if saved is None else self._packed(saved)
             record = self._ranks.led(lambda: self._recorded(epoch, metrics, state, best))
             tested = state if best is None else best
-            kept = self._curve.add(record, lambda: _copied(None if self.rank else tested))
+            kept = self._curve.add(record, lambda: _copy_to_cpu(None if self.rank else tested))
         except BaseException as error:
             if self.world > 1:  # the other ranks do not go on either
                 self.failure = error
@@ -167,24 +167,28 @@ class LoopTrial:
 
     def _recorded(self, epoch: int, metrics: Any, state: Any, best: Any) -> EpochRecord:
         """The epoch's record, of what was found to be right."""
-        numbers, metric = _numbers(metrics), self._run.objective.metric
+        numbers, metric = _to_floats(metrics), self._run.objective.metric
         if metric not in numbers:
-            near = nearest(metric, list(numbers))
+            near = format_name_hint(metric, list(numbers))
             raise MetricError(metric, f"is none that was reported: {near}; or set the objective's metric")
-        record = {_named(name): number for name, number in numbers.items()}
+        record = {_add_val_prefix(name): number for name, number in numbers.items()}
         if not math.isfinite(value := numbers[metric]):
             raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
         for name in self._run.objective.reported:
             try:
-                value = value_of(record, name)
+                value = get_metric_value(record, name)
             except KeyError:
-                near = "give what trial.measure(model, inputs) returns" if name in _GIVEN else nearest(name, [*numbers])
+                near = (
+                    "give what trial.measure(model, inputs) returns"
+                    if name in _MEASURABLE
+                    else format_name_hint(name, [*numbers])
+                )
                 raise MetricError(name, f"is asked for by the study, and none that was reported: {near}") from None
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}", epoch=epoch)
         if not self._checked:
-            check_plain(state, "state")
-            check_plain(best, "best")
+            check_serializable(state, "state")
+            check_serializable(best, "best")
             self._checked = True
         return EpochRecord(epoch, time.time(), {**record, "epoch_seconds": time.perf_counter() - self._started})
 
@@ -206,14 +210,14 @@ class LoopTrial:
         """
         history = self._curve.history
         before = history[-1].metrics if history else {}
-        kept = {name: before[f"val_{name}"] for name in (*_GIVEN, "latency_load") if f"val_{name}" in before}
-        if kept.keys() >= _GIVEN:
+        kept = {name: before[f"val_{name}"] for name in (*_MEASURABLE, "latency_load") if f"val_{name}" in before}
+        if kept.keys() >= _MEASURABLE:
             return kept
         return self._ranks.led(lambda: plain_measures(model, inputs, self.device))
 
     def _packed(self, folder: Path) -> dict[str, Any]:
         """The files of a folder that all ranks see, on rank 0."""
-        found = self._ranks.each(listed(folder))
+        found = self._ranks.each(list_files(folder))
         if not found[0]:
             raise ObjectiveError(f"trial.report: no file is in folder {folder}: save into it before the report")
         if others := [rank for rank, files in enumerate(found) if files != found[0]]:
@@ -221,7 +225,7 @@ class LoopTrial:
                 f"trial.report: rank {others[0]} sees other files in folder {folder} than rank 0: "
                 "let all ranks give the same folder, on several machines one that they share"
             )
-        return {} if self.rank else {"folder": packed(folder)}
+        return {} if self.rank else {"folder": pack_folder(folder)}
 
     def meet(self, doing: str) -> None:
         """Waits for the other ranks, who have to be at the same place of their loops.
@@ -245,16 +249,16 @@ class LoopTrial:
         self._run.logged.append(Path(path))
 
 
-def _named(name: str) -> str:
+def _add_val_prefix(name: str) -> str:
     return name if name == "lr" or name.startswith(("train_", "val_")) else f"val_{name}"
 
 
-def _copied(tree: Any) -> Any:
+def _copy_to_cpu(tree: Any) -> Any:
     """The tree with its tensors on the CPU, apart from those that go on training."""
     return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
+def _to_floats(metrics: Any) -> dict[str, float]:
     """Metrics as floats.
 
     Raises:
@@ -272,7 +276,7 @@ def _numbers(metrics: Any) -> dict[str, float]:
     return found
 
 
-def check_plain(tree: Any, what: str) -> None:
+def check_serializable(tree: Any, what: str) -> None:
     """Refuses what a checkpoint cannot hold, at the first report and not at a resume.
 
     Raises:

@@ -23,11 +23,11 @@ _CONSTANTS = (*_CONSTANT, re.Pattern, Path, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-class UnkeptError(Exception):
+class UnserializableStateError(Exception):
     """Something that is gathered is no plain value: it cannot be put into a checkpoint."""
 
 
-def state_of(metrics: object) -> dict[str, Any]:
+def get_metric_state(metrics: object) -> dict[str, Any]:
     """Return the values that an object and the objects within it hold, by their names.
 
     Raises:
@@ -36,12 +36,12 @@ def state_of(metrics: object) -> dict[str, Any]:
     return _object(metrics, type(metrics).__name__, [])
 
 
-def restore(metrics: object, state: Mapping[str, Any]) -> None:
-    """Puts back what `state_of` gave, into an object that was made in the same way."""
+def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
+    """Puts back what `get_metric_state` gave, into an object that was made in the same way."""
     for name, value in state.items():
         attribute = name.removeprefix("buffer ").removeprefix("module ")
         if isinstance(value, Mapping) and value.get("kind") == "object":
-            restore(getattr(metrics, attribute), value["of"])
+            load_metric_state(getattr(metrics, attribute), value["of"])
         else:
             _set(metrics, attribute, _value(value))
 
@@ -83,13 +83,13 @@ def _kept(value: Any, path: str, above: list[int]) -> Any:
         return {"kind": "dict", "of": [(_item(key, path), _item(item, path)) for key, item in value.items()]}
     if hasattr(value, "__dict__"):
         return {"kind": "object", "of": _object(value, path, above)}
-    raise UnkeptError(f"{path} is a {type(value).__name__}")
+    raise UnserializableStateError(f"{path} is a {type(value).__name__}")
 
 
 def _item(value: Any, path: str) -> Any:
     kept = _kept(value, path, [])
     if isinstance(kept, dict) and kept["kind"] == "object":
-        raise UnkeptError(f"{path} holds a {type(value).__name__}")
+        raise UnserializableStateError(f"{path} holds a {type(value).__name__}")
     return kept
 
 

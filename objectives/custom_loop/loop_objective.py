@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
 from hpsearch.objectives.objective import BaseObjective
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.search_space import TrialProtocol
 
 
 class LoopObjective(BaseObjective):
@@ -45,7 +45,7 @@ class LoopObjective(BaseObjective):
     """
 
     @abstractmethod
-    def suggest(self, trial: SearchSpace) -> Any:
+    def suggest(self, trial: TrialProtocol) -> Any:
         """The configuration of one trial: a dictionary, or a dataclass, of plain values."""
 
     @abstractmethod
@@ -76,18 +76,18 @@ class LoopObjective(BaseObjective):
         """Whether `test` or `export` is overridden."""
         return getattr(type(self), method) is not getattr(LoopObjective, method)
 
-    def configure(self, trial: SearchSpace) -> Any:
+    def configure(self, trial: TrialProtocol) -> Any:
         """`suggest`, with its answer checked.
 
         Raises:
             ObjectiveError: it is not of plain values, which a checkpoint can hold.
         """
         config = self.suggest(trial)
-        plain_config(config, f"{type(self).__name__}.suggest")
+        config_to_json(config, f"{type(self).__name__}.suggest")
         return config
 
 
-def plain_config(config: Any, what: str) -> Any:
+def config_to_json(config: Any, what: str) -> Any:
     """A configuration as JSON values.
 
     Raises:
@@ -104,20 +104,20 @@ def plain_config(config: Any, what: str) -> Any:
     return json.loads(json.dumps(values))
 
 
-class _Suggested(Exception):  # noqa: N818 no error: the function has asked for all that it wants to know
+class _TrainingReached(Exception):  # noqa: N818 no error: the function has asked for all that it wants to know
     """The function begins to train."""
 
 
-class _Asking:
+class _SuggestRecorder:
     """A trial while it is only asked for values: the function is left where it begins to train."""
 
-    def __init__(self, space: SearchSpace) -> None:
+    def __init__(self, space: TrialProtocol) -> None:
         self._space = space
         self.values: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("suggest_"):
-            raise _Suggested
+            raise _TrainingReached
         ask: Callable[..., Any] = getattr(self._space, name)
 
         def noted(parameter: str, *arguments: Any, **settings: Any) -> Any:
@@ -137,21 +137,21 @@ class FunctionObjective(LoopObjective):
 
     function: ClassVar[Callable[[Any], None]]
 
-    def suggest(self, trial: SearchSpace) -> dict[str, Any]:
+    def suggest(self, trial: TrialProtocol) -> dict[str, Any]:
         """The values that the function asks for before it trains."""
-        asking = _Asking(trial)
+        asking = _SuggestRecorder(trial)
         try:
             type(self).function(asking)
-        except _Suggested:
+        except _TrainingReached:
             return asking.values
         raise ObjectiveError(f"{self.name} never trained: iterate over trial.epochs(), and report each of them")
 
     def run(self, trial: LoopTrial) -> None:
         """The function."""
-        type(self).function(_Told(trial))
+        type(self).function(_ReplayTrial(trial))
 
 
-class _Told:
+class _ReplayTrial:
     """A trial that answers what it is asked for with what was suggested."""
 
     def __init__(self, trial: LoopTrial) -> None:
@@ -169,7 +169,7 @@ class _Told:
 
 
 @cache
-def objective_of(function: Callable[[Any], None]) -> type[FunctionObjective]:
+def wrap_function(function: Callable[[Any], None]) -> type[FunctionObjective]:
     """The objective that a function stands for, the same class each time."""
     try:
         inspect.signature(function).bind(None)
@@ -200,12 +200,12 @@ class RestoredLoop:
         from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 
         objective, who = self.objective, type(self.objective).__name__
-        with users_code(f"{who}.test"), reproducible(deterministic=False):
+        with wrap_user_errors(f"{who}.test"), reproducible(deterministic=False):
             set_seed(self.seed, "test")
             found = objective.test(self.best, self.config, torch.device("cpu"), self.split_seed)
             scores = {str(name): float(value) for name, value in found.items()}
         if objective.metric not in scores:
-            hint = nearest(objective.metric, list(scores))
+            hint = format_name_hint(objective.metric, list(scores))
             raise MetricError(objective.metric, f"is none that {who}.test gives: {hint}")
         return scores
 
@@ -222,11 +222,11 @@ def restore_loop(objective: LoopObjective, best: Mapping[str, Any]) -> RestoredL
         )
     if not objective.defines("test"):
         raise ObjectiveError(f"{objective.name} has no test(): define it to score the best of a search on the test set")
-    config = config_of(objective, best["config"])
+    config = config_from_json(objective, best["config"])
     return RestoredLoop(objective, config, best["model"], best["seed"], best["split_seed"])
 
 
-def config_of(objective: LoopObjective, values: Mapping[str, Any]) -> Any:
+def config_from_json(objective: LoopObjective, values: Mapping[str, Any]) -> Any:
     """A configuration from its plain values, in the class that the objective gives it."""
     made: Any = type(objective.default_config())
     in_class = dataclasses.is_dataclass(made)

@@ -16,7 +16,7 @@ from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 Rows = np.ndarray[Any, Any]
 
 
-def divide(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
+def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
     """Draw a share of the rows [m], or of their groups, and return the remaining rows and the drawn ones.
 
     Args:
@@ -43,7 +43,9 @@ def divide(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tup
     return kept, taken
 
 
-def by_time(times: Any, samples: int, val: float, test: float, *, earlier: float = 0.0) -> tuple[Rows, Rows, Rows]:
+def split_by_time(
+    times: Any, samples: int, val: float, test: float, *, earlier: float = 0.0
+) -> tuple[Rows, Rows, Rows]:
     """Return the rows of the earliest, the next and the latest samples; no moment is in two parts.
 
     `val`, `test` and `earlier` are shares of the samples. `earlier` moves the middle part back, which leaves a gap
@@ -74,50 +76,50 @@ def by_time(times: Any, samples: int, val: float, test: float, *, earlier: float
 # The seed of a division; of a refit all samples but the test split; or the study's own division.
 Division = int | Literal["all"] | None
 
-_LEAST = 2  # samples, of all or of a class, that a half is judged by, where it can be
+_MIN_SAMPLES = 2  # samples, of all or of a class, that a half is judged by, where it can be
 
 
 @dataclass
-class Wanted:
+class SplitRequest:
     """What is wanted of `Splits.make`, and whether it joined train and validation, as a refit wants it."""
 
     division: Division
     joined: bool = False
 
 
-_WANTED: ContextVar[Wanted | None] = ContextVar("division", default=None)
+_SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("division", default=None)
 
 
 @contextmanager
-def divided_anew(division: Division) -> Iterator[Wanted]:
+def resplit(division: Division) -> Iterator[SplitRequest]:
     """Make `Splits.make` draw train and validation by `division`, with an unchanged test split.
 
     With "all" the training split has all samples but the test split, including the validation samples of the study.
     """
-    wish = Wanted(division)
-    token = _WANTED.set(wish)
+    wish = SplitRequest(division)
+    token = _SPLIT_REQUEST.set(wish)
     try:
         yield wish
     finally:
-        _WANTED.reset(token)
+        _SPLIT_REQUEST.reset(token)
 
 
-def wanted() -> int | None:
+def get_requested_split_seed() -> int | None:
     """The seed of the division that is wanted; None for the study's own."""
-    wish = _WANTED.get()
+    wish = _SPLIT_REQUEST.get()
     return wish.division if wish is not None and isinstance(wish.division, int) else None
 
 
-def trained_on(train: Rows, val: Rows) -> Rows:
+def select_training_rows(train: Rows, val: Rows) -> Rows:
     """The rows to train on: those of the training split, and in a refit the validation samples as well."""
-    wish = _WANTED.get()
+    wish = _SPLIT_REQUEST.get()
     if wish is None or wish.division != "all":
         return train
     wish.joined = True
     return np.sort(np.concatenate([train, val]))
 
 
-def moved_back(division: int | None, val: float, test: float) -> float:
+def compute_time_shift(division: int | None, val: float, test: float) -> float:
     """By which share of the samples the validation window of a division by time is moved back from the study's.
 
     By half of its length to all of it, for the study's window has chosen the configuration; and so that half of the
@@ -141,7 +143,7 @@ class Blocks:
     ordered: bool = False
 
 
-def halved(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) -> tuple[Rows, Rows] | None:
+def split_halves(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) -> tuple[Rows, Rows] | None:
     """Return two halves of the validation samples as positions [n / 2]; None if there are too few samples.
 
     Ordered blocks give the earlier and the later half, other blocks stay whole, and without blocks the halves are
@@ -149,13 +151,13 @@ def halved(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) 
     """
     rows = np.arange(samples)
     numbers = None if blocks is None else blocks.numbers
-    if samples < 2 * _LEAST or (numbers is not None and len(np.unique(numbers)) < 2):
+    if samples < 2 * _MIN_SAMPLES or (numbers is not None and len(np.unique(numbers)) < 2):
         return None
     if numbers is not None and blocks is not None and blocks.ordered:
         cut = int(np.searchsorted(numbers, numbers[samples // 2], side="left"))
         cut = cut or int(np.searchsorted(numbers, numbers[0], side="right"))
         return rows[:cut], rows[cut:]
-    if labels is not None and (numbers is not None or np.unique(labels, return_counts=True)[1].min() < _LEAST):
+    if labels is not None and (numbers is not None or np.unique(labels, return_counts=True)[1].min() < _MIN_SAMPLES):
         labels = None  # a class that has but one is in one of them alone; a metric that needs it says so
-    first, second = divide(rows, 0.5, labels, numbers, derive_seed(seed, "halves"))
+    first, second = draw_split(rows, 0.5, labels, numbers, derive_seed(seed, "halves"))
     return np.sort(first), np.sort(second)

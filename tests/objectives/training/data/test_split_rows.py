@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpsearch import ObjectiveError, Splits
-from hpsearch.objectives.training.data.division import Blocks, divided_anew, halved
+from hpsearch.objectives.training.data.split_rows import Blocks, resplit, split_halves
 
 seeds = st.integers(0, 2**32 - 1)
 shares = st.sampled_from([(0.2, 0.2), (0.1, 0.3), (0.4, 0.3)])
@@ -18,7 +18,7 @@ def _rows(part):
 
 
 def _made(division, **how):
-    with divided_anew(division):
+    with resplit(division):
         return Splits.make(**how)
 
 
@@ -50,7 +50,7 @@ def test_no_group_is_in_two_parts(sizes, share, seed, division):
     of = [set(groups[part.rows.numpy()]) for _, part in fresh.parts()]
     assert sum(map(len, of)) == len(set.union(*of))
     assert _rows(fresh.val) <= _rows(own.train)
-    halves = halved(None, len(fresh.val), fresh.blocks, division)
+    halves = split_halves(None, len(fresh.val), fresh.blocks, division)
     if halves is None:
         assert len(of[1]) < 2 or len(fresh.val) < 4
         return
@@ -71,7 +71,7 @@ def test_nothing_is_trained_on_after_what_is_validated(data, samples, share, div
     assert train.max() < val.min() <= val.max() < test.min()
     assert val.max() <= times[own.val.rows.numpy()].max(), "moved back, never on"
     assert len(train) >= len(own.train) // 2 - 1
-    first, second = halved(None, len(fresh.val), fresh.blocks, division)
+    first, second = split_halves(None, len(fresh.val), fresh.blocks, division)
     assert val[first].max() < val[second].min()
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_trained_on_after_what_is_validated(data, samples, share, div
 @given(moments=st.lists(st.integers(0, 5), min_size=4, max_size=40), seed=seeds)
 def test_no_moment_is_halved(moments, seed):
     numbers = np.unique(np.sort(moments), return_inverse=True)[1]
-    halves = halved(None, len(numbers), Blocks(numbers, ordered=True), seed)
+    halves = split_halves(None, len(numbers), Blocks(numbers, ordered=True), seed)
     if len(set(moments)) < 2:
         assert halves is None
         return
@@ -90,11 +90,11 @@ def test_no_moment_is_halved(moments, seed):
 
 
 def test_too_few_samples_are_not_halved():
-    assert halved(None, 3, None, 0) is None
+    assert split_halves(None, 3, None, 0) is None
 
 
 def test_a_class_that_has_but_one_is_in_one_of_the_halves():
-    first, second = halved(np.array([0, 0, 0, 1]), 4, None, 0)
+    first, second = split_halves(np.array([0, 0, 0, 1]), 4, None, 0)
     assert sorted([*first, *second]) == [0, 1, 2, 3]
 
 
@@ -115,11 +115,11 @@ def test_groups_too_few_to_be_divided_once_more_stay_as_they_are():
 
 def test_halves_have_the_same_shares_of_each_class():
     labels = np.repeat([0, 1, 2], [20, 10, 4])
-    first, second = halved(labels, 34, None, 5)
+    first, second = split_halves(labels, 34, None, 5)
     assert np.bincount(labels[first]).tolist() == np.bincount(labels[second]).tolist() == [10, 5, 2]
     assert sorted([*first, *second]) == list(range(34))
 
 
 def test_a_division_that_cannot_be_drawn_says_so():
-    with pytest.raises(ObjectiveError, match="cannot be split"), divided_anew(1):
+    with pytest.raises(ObjectiveError, match="cannot be split"), resplit(1):
         Splits.make(np.zeros((6, 1)), np.zeros(6), seed=0, groups=np.zeros(6))
