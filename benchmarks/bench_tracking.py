@@ -58,7 +58,7 @@ from hpsearch.storage.home import home_dir
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})
@@ -185,7 +185,7 @@ class Worker:
         claim = self.claims.claim()
         assert isinstance(claim, Claim)
         around: list[float] = []
-        with self.handle.storage.owned(claim.trial_id, claim.attempt):
+        with self.handle.storage.hold_trial(claim.trial_id, claim.attempt):
             suggest(Digits(), self.study, claim, self.handle.spec)
             with times.spent(around):
                 self.tracker.start(claim)
@@ -193,7 +193,7 @@ class Worker:
             result = Trainer(Digits(), CONFIG, epochs=EPOCHS, seed=claim.number, session=session).fit()
             with times.spent(around):
                 self.tracker.end(result, session.logged)
-            self.claims.settle(claim, Outcome.COMPLETE, value=result.best_value)
+            self.claims.finish_attempt(claim, Outcome.COMPLETE, value=result.best_value)
         times.trials.append(sum(around) + sum(times.epochs[-EPOCHS:]))
 
     def run(self, trials: int) -> Times:

@@ -55,7 +55,7 @@ from hpsearch.storage.embedded.postgres_account import make_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build
 
 EPOCHS = 20  # of a trial
@@ -94,12 +94,12 @@ class Ours:
             claim = self.claim
             assert claim is not None
             with ExitStack() as stack:
-                stack.enter_context(self.storage.owned(claim.trial_id, claim.attempt))
+                stack.enter_context(self.storage.hold_trial(claim.trial_id, claim.attempt))
                 yield ("suggest", self._suggest), False
                 frozen = self.storage.get_trial(claim.trial_id)
                 for epoch in range(epochs):
                     yield ("report+prune", partial(self._report, claim, frozen, epoch)), True
-                settle = partial(self.claims.settle, claim, Outcome.COMPLETE, value=value_of(self.lr, epochs))
+                settle = partial(self.claims.finish_attempt, claim, Outcome.COMPLETE, value=value_of(self.lr, epochs))
                 yield ("settle", settle), False
 
     def _report(self, claim: Claim, frozen: FrozenTrial, epoch: int) -> None:
@@ -117,7 +117,7 @@ class Ours:
         assert self.claim is not None
         self.lr = 10 ** self.random.uniform(-5, -1)
         values = {"lr": self.lr, "dropout": 0.1, "layers": 2, "optimizer": "adam"}
-        with self.storage.together(self.claim.trial_id):
+        with self.storage.batch_writes(self.claim.trial_id):
             for name, distribution in SPACE.items():
                 internal = distribution.to_internal_repr(values[name])
                 self.storage.set_trial_param(self.claim.trial_id, name, internal, distribution)

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import PREFIX
-from hpsearch.storage.rungs.fronts import front, losses_of
+from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.urls import normalise
 
@@ -132,7 +132,7 @@ class DashboardStorage(PostgresStorage):
         lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _lists_files(trial)]
         found = self._database.rows(_LISTED, {"trials": lacking, "prefix": PREFIX}) if lacking else []
         for row in found:
-            self.read_again(row.trial_id)
+            self.refresh_trial(row.trial_id)
         if found or deepcopy:
             trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
         return [in_older_form(trial) for trial in trials]
@@ -172,4 +172,4 @@ def feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDire
     """Return the feasible COMPLETE trials that none dominates, by number: the dashboard's own front ignores bounds."""
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values and is_feasible(trial)]
     maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
-    return [ended[place] for place in front(losses_of([trial.values for trial in ended], maximize))]
+    return [ended[place] for place in find_front(to_losses([trial.values for trial in ended], maximize))]

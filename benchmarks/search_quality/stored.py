@@ -28,8 +28,8 @@ from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build
 
 LEASE = 10**6  # seconds: nobody dies in the simulation
@@ -77,16 +77,16 @@ class Stored:
 
     def next_work(self) -> Work | None:
         """What a worker claims: a new trial, or one that was paused."""
-        while isinstance(claim := self._claims.claim(), Retired):
+        while isinstance(claim := self._claims.claim(), PrunedTrial):
             pass
-        if isinstance(claim, Nothing):
+        if isinstance(claim, NoTrialAvailable):
             return None
         if not isinstance(claim, Claim):
             raise RuntimeError(f"no trial to claim: {claim}")
         begun = claim.number in self._values
         self._claimed[claim.number] = claim
         self._values.setdefault(claim.number, {})
-        with self._storage.owned(claim.trial_id, claim.attempt):
+        with self._storage.hold_trial(claim.trial_id, claim.attempt):
             suggest(self._objective, self._sampled, claim, self._spec)
         params = None if begun else self._storage.get_trial(claim.trial_id).params
         return Work(claim.number, self._epochs, params)
@@ -94,14 +94,14 @@ class Stored:
     def report(self, trial: int, epoch: int, value: float) -> bool:
         """Asks what a worker's session asks after an epoch, and ends what has ended."""
         claim, values = self._claimed[trial], self._values[trial]
-        with self._storage.owned(claim.trial_id, claim.attempt):
+        with self._storage.hold_trial(claim.trial_id, claim.attempt):
             self._claims.report(claim, epoch, value)
             values[epoch] = value
             if epoch == self._epochs - 1:
-                self._claims.settle(claim, Outcome.COMPLETE, value=self._best(trial))
+                self._claims.finish_attempt(claim, Outcome.COMPLETE, value=self._best(trial))
                 return False
             if self._pruner(self._storage.get_trial(claim.trial_id), values).prune:
-                self._claims.settle(claim, Outcome.PRUNED, value=value)
+                self._claims.finish_attempt(claim, Outcome.PRUNED, value=value)
                 return False
             return self._goes_on(trial, epoch)
 
@@ -109,7 +109,7 @@ class Stored:
         if self._rungs is None or epoch + 1 not in self._rungs.epochs:
             return True
         rung = self._rungs.epochs.index(epoch + 1)
-        return self._claims.reach(self._claimed[trial], rung, self._best(trial)).promoted
+        return self._claims.report_rung(self._claimed[trial], rung, self._best(trial)).promoted
 
     def _best(self, trial: int) -> float:
         values = self._values[trial].values()

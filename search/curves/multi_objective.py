@@ -21,7 +21,7 @@ from hpsearch.search.curves.points import Seen, losses
 from hpsearch.search.curves.process import Points, Posterior
 from hpsearch.search.curves.space import TOPS, Space, best_candidate
 from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
-from hpsearch.storage.rungs.fronts import front, losses_of, order
+from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
 
 def values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:
@@ -40,7 +40,7 @@ def path(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dic
     """
     found: dict[int, np.ndarray] = {}
     best = np.full(len(maximize), np.inf)
-    losses = losses_of(list(values.values()), maximize)
+    losses = to_losses(list(values.values()), maximize)
     for epoch, vector in zip(values, losses, strict=True):
         best = vector if vector[0] < best[0] else best
         found[epoch] = best
@@ -106,7 +106,7 @@ class Several:
         foreseen = np.column_stack([metric.at_the_end(space) for metric in metrics])
         broken = np.array([violation(t) for t in told])
         good = np.array([np.isfinite(worth(t, maximize)[0]) for t in told]) & ~(broken > 0)
-        best = foreseen[good][front(foreseen[good])]
+        best = foreseen[good][find_front(foreseen[good])]
         silent = silent_rows(study, space, but=trial.number)
         running = np.array([i for i, t in enumerate(told) if t.state == TrialState.RUNNING], dtype=np.int64)
         beliefs = [believing(m.posterior, space, space.rows[running], m.rows[running], silent) for m in metrics]
@@ -247,8 +247,8 @@ class Several:
     def _tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
         """Some of the trials in the front, whichever; where they are few the next best too."""
         places = np.flatnonzero(good)
-        ordered = [int(places[place]) for place in order(foreseen[good])]
-        within = len(front(foreseen[good]))
+        ordered = [int(places[place]) for place in sort_by_front(foreseen[good])]
+        within = len(find_front(foreseen[good]))
         if within <= TOPS:
             return ordered[:TOPS]
         return [ordered[int(place)] for place in self._random.permutation(within)[:TOPS]]
@@ -329,7 +329,7 @@ def others_by_epoch(
     every = [values_by_epoch(t, len(maximize)) for t in trials]
     found = []
     for index in range(1, len(maximize)):
-        flat = [losses_of(list(v.values()), maximize)[:, index] if v else np.empty(0) for v in every]
+        flat = [to_losses(list(v.values()), maximize)[:, index] if v else np.empty(0) for v in every]
         flat = [each[np.isfinite(each)] for each in flat]
         if _is_steady(flat):
             found.append([{epochs: float(np.median(each))} if len(each) else {} for each in flat])

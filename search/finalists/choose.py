@@ -38,7 +38,7 @@ from hpsearch.storage.attributes import (
     TRAINING_SEED,
 )
 from hpsearch.storage.database.locks import name_lock
-from hpsearch.storage.rungs.fronts import front, losses_of
+from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.trials.history import finalist_studies, refit_studies
 
 _LONGEST_NAME = 100  # of the spec
@@ -177,7 +177,7 @@ def best_configurations(
         if math.isfinite(first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
     ]
     if spec.several:
-        members = {found[place].number for place in front(losses_of([t.values for t in found], spec.maximized))}
+        members = {found[place].number for place in find_front(to_losses([t.values for t in found], spec.maximized))}
         found = [trial for trial in rank_trials(found, spec.maximized, infeasible=True) if trial.number in members]
     chosen: list[FrozenTrial] = []
     for trial in found:

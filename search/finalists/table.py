@@ -16,8 +16,8 @@ from hpsearch.search.finalists.winner import Choice, Expected, Scored, choose, e
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import FRESH, INFEASIBLE
-from hpsearch.storage.rungs.fronts import dominating, losses_of
-from hpsearch.storage.rungs.fronts import front as front_places
+from hpsearch.storage.rungs.fronts import count_dominating, to_losses
+from hpsearch.storage.rungs.fronts import find_front as front_places
 from hpsearch.storage.trials.history import finalist_studies
 
 
@@ -93,8 +93,8 @@ class Finalists:
 
     def dominating(self, row: FinalistRow, maximize: Sequence[bool]) -> list[int]:
         """Return the trials of the front that dominate a finalist by their means."""
-        pairs = ((trial, losses_of([self.row(trial).means, row.means], maximize)) for trial in self.front)
-        return [trial for trial, losses in pairs if trial != row.trial and dominating(losses)[1]]
+        pairs = ((trial, to_losses([self.row(trial).means, row.means], maximize)) for trial in self.front)
+        return [trial for trial, losses in pairs if trial != row.trial and count_dominating(losses)[1]]
 
     @property
     def scored(self) -> list[Scored]:
@@ -215,7 +215,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
 
 def _front(rows: Sequence[FinalistRow], maximize: Sequence[bool]) -> tuple[int, ...]:
     """The trials that no other dominates by its means, the best by the first metric first."""
-    members = [rows[place] for place in front_places(losses_of([row.means for row in rows], maximize))]
+    members = [rows[place] for place in front_places(to_losses([row.means for row in rows], maximize))]
     sign = -1 if maximize[0] else 1
     return tuple(row.trial for row in sorted(members, key=lambda row: (sign * row.means[0], row.trial)))
 

@@ -209,10 +209,10 @@ class Halving:
         promoted = max(1, reached // self.reduction_factor)
         if several:
             # Last, so that of equal ones the earlier goes on.
-            from hpsearch.storage.rungs.fronts import losses_of, order  # loads SQLAlchemy
+            from hpsearch.storage.rungs.fronts import sort_by_front, to_losses  # loads SQLAlchemy
 
             vectors = [at for at in others if isinstance(at, list)]
-            rank = order(losses_of([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
+            rank = sort_by_front(to_losses([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
             if rank <= promoted:
                 return case.on(**grounds)
             why = f"rank {rank} of {reached} by fronts at {there}, where the best {promoted} go on"

@@ -11,7 +11,7 @@ from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.search.pruners.base import Case, Decision, Noted, Peers
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
-from hpsearch.storage.study_storage.reading import read_rung, rung_key
+from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
@@ -105,23 +105,23 @@ class StoredPeers:
     def finished(self) -> list[FrozenTrial]:
         """Return the COMPLETE trials."""
         if self.max_age > 0:
-            return self.storage.finished_trials(self.study_id, (TrialState.COMPLETE,), max_age=self.max_age)
+            return self.storage.get_finished_trials(self.study_id, (TrialState.COMPLETE,), max_age=self.max_age)
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=(TrialState.COMPLETE,))
 
     def reached(self) -> int:
         """Return how many rungs the trial has noted a value at."""
         rung = 0
-        while rung_key(rung) in self.trial.system_attrs:
+        while get_rung_key(rung) in self.trial.system_attrs:
             rung += 1
         return rung
 
     def note(self, rung: int, value: Noted) -> None:
         """Note the trial's value at a rung, or those of several metrics."""
-        self.storage.set_trial_system_attr(self.trial._trial_id, rung_key(rung), value)
+        self.storage.set_trial_system_attr(self.trial._trial_id, get_rung_key(rung), value)
 
     def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
         """Return number and value of all other trials at a rung."""
-        found = read_rung(self.storage.engine, self.study_id, rung)
+        found = read_rung_values(self.storage.engine, self.study_id, rung)
         return [(number, value) for number, value in found if number != self.trial.number]
 
 

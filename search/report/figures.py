@@ -23,7 +23,7 @@ from hpsearch.search.study.ranking import first_value, in_bounds
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, broken_bounds, format_value
 from hpsearch.storage.attributes import REASON
-from hpsearch.storage.rungs.fronts import hypervolume, losses_of
+from hpsearch.storage.rungs.fronts import compute_hypervolume, to_losses
 from hpsearch.storage.trials.history import read_epoch_values
 
 _MAX_AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
@@ -222,7 +222,7 @@ def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, i
     ended = [values for values in complete if all(map(math.isfinite, values))]
     if not ended:
         return None
-    worst = losses_of(ended, maximize).max(axis=0)
+    worst = to_losses(ended, maximize).max(axis=0)
     reported, usable = read_epoch_values(study.engine, study.study_id), find_eligible_trials(study)
     held = np.full((len(trials), len(maximize)), np.inf)
     stride = math.ceil(len(order) / _MAX_VOLUME_POINTS) or 1
@@ -231,11 +231,11 @@ def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, i
     for count, (number, step) in enumerate(order, start=1):
         values = reported.get(trials[number]._trial_id, {}).get(step)
         if number in usable and values is not None:
-            [losses] = losses_of([values], maximize)
+            [losses] = to_losses([values], maximize)
             if losses[0] < held[number, 0]:
                 held[number], changed = losses, (number, step + 1)
         if changed is not None and (count % stride == 0 or count == len(order)):
-            now = hypervolume(held, worst.tolist())
+            now = compute_hypervolume(held, worst.tolist())
             if now != (found[-1][1] if found else 0.0):
                 found.append((count, now, *changed))
             changed = None

@@ -49,7 +49,7 @@ from hpsearch.search.study.summary import Summary, format_seconds, format_value,
 from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_openings import Opening, read_opening
-from hpsearch.storage.rungs.rungs import read_rungs
+from hpsearch.storage.rungs.rungs import read_rung_counts
 
 
 def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
@@ -217,7 +217,7 @@ def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
             "reached": at.reached,
             "parts": [(part, getattr(at, part)) for part in _RUNG_OUTCOMES],
         }
-        for at in read_rungs(study.engine, study.study_id)
+        for at in read_rung_counts(study.engine, study.study_id)
     ]
 
 

@@ -46,7 +46,7 @@ from hpsearch.storage.attributes import (
     WORKER,
 )
 from hpsearch.storage.records.promotions import Promotion
-from hpsearch.storage.study_storage.reading import rung_key
+from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import (
     TIMES,
     AttemptRecord,
@@ -321,7 +321,7 @@ def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int
     """Return the rungs that the trial noted a value at, each with its epoch from 0."""
     halving = study.spec.pruner.halving(study.spec.name, trial.number)
     rungs: dict[int, int] = {}
-    while halving is not None and rung_key(len(rungs)) in trial.system_attrs:
+    while halving is not None and get_rung_key(len(rungs)) in trial.system_attrs:
         rungs[len(rungs)] = halving.epoch_of(len(rungs))
     return rungs
 

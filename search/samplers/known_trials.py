@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.curves.multi_objective import worth
 from hpsearch.storage.attributes import PLACE, VALUES
-from hpsearch.storage.rungs.fronts import order
+from hpsearch.storage.rungs.fronts import sort_by_front
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # of all metrics, by the trial's id and step
 
@@ -73,7 +73,7 @@ class SampledStudy(optuna.Study):
             places: list[int] = []
             for step in sorted(at, reverse=True):
                 worths = np.array([worth(pruned[index], maximize) for index in at[step]])
-                places += [at[step][member] for member in order(worths)]
+                places += [at[step][member] for member in sort_by_front(worths)]
             self._placed = came, places
         return self._placed[1]
 

@@ -104,7 +104,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
         with (
             suggestion_turn(storage.engine, study._study_id) as take_turn,
-            storage.together(claim.trial_id) as held,
+            storage.batch_writes(claim.trial_id) as held,
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             made = storage.get_trial(claim.trial_id)

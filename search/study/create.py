@@ -43,9 +43,9 @@ from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.database.locks import LockLostError, name_lock, still_held
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.study_storage.studies import set_attrs_by
+from hpsearch.storage.study_storage.studies import set_attrs_in
 from hpsearch.storage.trials.budget import open_spending
-from hpsearch.storage.trials.claims import running_now
+from hpsearch.storage.trials.claims import count_running_trials
 from hpsearch.storage.urls import Addresses
 
 DRAWS = 50  # configurations by which a search space is known before there are trials: enough to see its branches
@@ -209,7 +209,7 @@ def _created(
     def fill(connection: sa.Connection, study_id: int) -> None:
         if spec.metered:
             open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
-        set_attrs_by(connection, study_id, earlier, kind="system")
+        set_attrs_in(connection, study_id, earlier, kind="system")
 
     still_held(lock)
     directions = study_directions(spec)
@@ -292,7 +292,7 @@ def begin_search(
 
 def start_clock(study: StoredStudy) -> None:
     """Let the study's timeout begin, unless it has and trials are running."""
-    if STARTED_AT not in study.attrs or not running_now(study.engine, study.study_id):
+    if STARTED_AT not in study.attrs or not count_running_trials(study.engine, study.study_id):
         study.set_attr(STARTED_AT, time.time())
 
 

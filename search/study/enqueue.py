@@ -19,7 +19,7 @@ from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import ORIGIN
-from hpsearch.storage.study_storage.creating import insert_missing_by
+from hpsearch.storage.study_storage.creating import insert_missing_in
 from hpsearch.storage.trials.budget import change_spec
 from hpsearch.storage.trials.history import read_attempts
 
@@ -211,7 +211,7 @@ def add(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Seque
     """Do as `enqueue` does, in a transaction that has the study's lock."""
     if not trials:
         return 0
-    new, total = insert_missing_by(connection, study_id, trials)
+    new, total = insert_missing_in(connection, study_id, trials)
     if new:
         require_room(spec, total)
     return new

@@ -8,7 +8,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.attributes import BROKEN
 from hpsearch.storage.rungs import fronts
-from hpsearch.storage.rungs.fronts import losses_of
+from hpsearch.storage.rungs.fronts import to_losses
 
 
 def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
@@ -26,7 +26,7 @@ def is_on_front(values: Sequence[float], others: Sequence[Sequence[float]], maxi
 
     Who is on the front when all have ended is on it at its own end.
     """
-    return 0 in fronts.front(losses_of([values, *others], maximize))
+    return 0 in fronts.find_front(to_losses([values, *others], maximize))
 
 
 def is_among_best(number: int, value: float, others: Mapping[int, float], *, top: int, maximize: bool) -> bool:
@@ -71,7 +71,7 @@ def rank_trials(
     """
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) > 1:
-        order = fronts.best_first(losses_of([trial.values for trial in ended], maximize))
+        order = fronts.sort_by_crowding(to_losses([trial.values for trial in ended], maximize))
         return [ended[place] for place in order]
     return _by_first_metric(ended, maximize)
 
@@ -89,5 +89,5 @@ def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasi
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) == 1:
         return _by_first_metric(ended, maximize)[:1]
-    members = [ended[place] for place in fronts.front(losses_of([trial.values for trial in ended], maximize))]
+    members = [ended[place] for place in fronts.find_front(to_losses([trial.values for trial in ended], maximize))]
     return _by_first_metric(members, maximize)

@@ -22,7 +22,7 @@ from hpsearch.search.study.enqueue import add
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
 from hpsearch.storage.trials.budget import GivenUp, change_budgets, change_spec, spending_in, take_up
-from hpsearch.storage.trials.claims import running_now
+from hpsearch.storage.trials.claims import count_running_trials
 from hpsearch.storage.trials.reopening import go_on_again, reopen_trial, wait_again
 
 
@@ -66,7 +66,7 @@ def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict
 
 def running_trials(study: StoredStudy) -> int:
     """Return how many trials are run by a worker that seems alive."""
-    return running_now(study.engine, study.study_id)
+    return count_running_trials(study.engine, study.study_id)
 
 
 def whoami() -> str:

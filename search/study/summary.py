@@ -13,7 +13,7 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import front_of, in_bounds
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, RUNG, TRACKING
-from hpsearch.storage.rungs.rungs import read_rungs
+from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
 _MOST = 12  # of the front's trials in a text
@@ -64,7 +64,7 @@ def rung_lines(study: StoredStudy) -> list[str]:
     if (rungs := study_rungs(study.spec)) is None:
         return []
     lines = []
-    for at in read_rungs(study.engine, study.study_id):
+    for at in read_rung_counts(study.engine, study.study_id):
         epochs = pluralize(rungs.epochs[at.rung], "epoch")
         waiting = f", {at.waiting} {'waits' if at.waiting == 1 else 'wait'}" if at.waiting else ""
         pruned = f", {at.pruned} {'was' if at.pruned == 1 else 'were'} pruned" if at.pruned else ""

@@ -39,7 +39,7 @@ from hpsearch.storage.mlflow.tag_names import (
     WINNER_RUN_ID,
 )
 from hpsearch.storage.records.test_openings import Opening, read_opening
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
     left = tracking.open_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
     for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
-            outcome = Outcome.of_trial(trial.state.name, infeasible=bool(trial.user_attrs.get(INFEASIBLE)))
+            outcome = Outcome.from_trial_state(trial.state.name, infeasible=bool(trial.user_attrs.get(INFEASIBLE)))
             reason = str(trial.user_attrs.get(REASON, ""))
             tracking.end_trial_run(left[trial.number], outcome, reason, at=int(time.time() * 1000))
 

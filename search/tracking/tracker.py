@@ -30,8 +30,8 @@ from hpsearch.storage.mlflow.shipper import Shipper
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
 from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
 from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
-from hpsearch.storage.trials.claims import Claim, Lost, Retired
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claim, PrunedTrial, RetriesExhausted
+from hpsearch.storage.trials.finishing import Outcome
 
 TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoard, WandbRuns)  # in addition to MLflow
 
@@ -158,7 +158,9 @@ class Tracker:
         self.sender = Sender(self.outbox, readers, refused=refused)
         self.system_metrics = SystemMetrics() if system_metrics else None
 
-    def begin(self, trial: Claim | Lost | Retired, *, resumed: bool, suffix: str = "", **tags: str) -> Journal:
+    def begin(
+        self, trial: Claim | RetriesExhausted | PrunedTrial, *, resumed: bool, suffix: str = "", **tags: str
+    ) -> Journal:
         """Begin the journal of an attempt, which is sent from now on.
 
         Args:
@@ -183,12 +185,12 @@ class Tracker:
         return journal
 
     @kill_point("log retired trial")
-    def settled(self, trial: Lost | Retired) -> None:
+    def settled(self, trial: RetriesExhausted | PrunedTrial) -> None:
         """End the run of a trial that no worker runs: its workers died, or it waited at a rung and will not go on."""
         journal = self.begin(trial, resumed=True, suffix=f"-{type(trial).__name__.lower()}")
-        if isinstance(trial, Retired) and trial.grounds:
+        if isinstance(trial, PrunedTrial) and trial.grounds:
             journal.append(pruning_tags(trial.grounds))
-        outcome = Outcome.PRUNED if isinstance(trial, Retired) else Outcome.LOST
+        outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST
         journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
         self.sender.wake(at_once=True)
 

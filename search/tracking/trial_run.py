@@ -30,7 +30,7 @@ from hpsearch.storage.journals.journal import MLFLOW, Journal
 from hpsearch.storage.mlflow import model, tag_names
 from hpsearch.storage.mlflow.model import keep_weights
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from hpsearch.search.worker.ranks import Job, fit_together
 from hpsearch.search.worker.session import TrialSession, violations
 from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
-from hpsearch.storage.rungs.rungs import Standing
+from hpsearch.storage.rungs.rungs import RungRank
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.settle import Ended, Outcome
+from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ class Attempt:
         try:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)
         except OSError as error:  # a full disk costs no attempt
-            context.claims.settle(claim, Outcome.RELEASED)
+            context.claims.finish_attempt(claim, Outcome.RELEASED)
             raise CheckpointStoreError(f"{context.runs_dir}: no run directory can be made: {error.strerror}") from error
 
-    def run(self) -> Ended | None:
+    def run(self) -> TrialEnd | None:
         """Run the trial; return how it ended, or None where that is left to another attempt.
 
         Raises:
@@ -65,20 +65,23 @@ class Attempt:
         log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
         context = self._context
         try:
-            with context.lease.renewing(self._claim), context.storage.owned(self._claim.trial_id, self._claim.attempt):
-                context.pulse.attempt(partial(context.claims.expire, self._claim))
+            with (
+                context.lease.renewing(self._claim),
+                context.storage.hold_trial(self._claim.trial_id, self._claim.attempt),
+            ):
+                context.pulse.attempt(partial(context.claims.expire_lease, self._claim))
                 return self._run()
         except ClaimLostError as lost:
             self._abandon(lost)
             return None
         except RankLostError:  # as if this process had died: others go on, and it counts as an attempt
-            context.claims.expire(self._claim)
+            context.claims.expire_lease(self._claim)
             self._tracked.leave()
             raise
         finally:
             context.pulse.rest()
 
-    def _run(self) -> Ended | None:
+    def _run(self) -> TrialEnd | None:
         try:
             result = self._train()
         except NonFiniteError as error:
@@ -96,7 +99,7 @@ class Attempt:
             return self._fail(error)
         if result.status != "stopped":
             return self._settle(result)
-        if isinstance(standing := result.verdict.reason, Standing):  # this attempt has ended with that
+        if isinstance(standing := result.verdict.reason, RungRank):  # this attempt has ended with that
             self._tracked.leave()
             place = (standing.rung, standing.rank, standing.reached)
             log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
@@ -123,7 +126,7 @@ class Attempt:
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
         return fit_together(current(), context.objective, job, session=self._session, device=context.options.device)
 
-    def _settle(self, result: RunResult) -> Ended:
+    def _settle(self, result: RunResult) -> TrialEnd:
         """Publish what was trained to its end, or pruned, and end the trial."""
         session = self._session
         assert session is not None
@@ -158,12 +161,12 @@ class Attempt:
         remove_earlier(self._context.runs_dir, self._claim)
         return ended
 
-    def _infeasible(self, error: Exception) -> Ended:
+    def _infeasible(self, error: Exception) -> TrialEnd:
         """End a configuration that diverged or does not fit: the sampler learns from it."""
         value = self._session.last_value if self._session else None
         return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
 
-    def _fail(self, error: BaseException) -> Ended | None:
+    def _fail(self, error: BaseException) -> TrialEnd | None:
         reason = " ".join(_as_text(f"{type(error).__name__}: {error}").split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", self._claim.number, traceback.format_exc())
@@ -176,14 +179,14 @@ class Attempt:
     def _retry(self, kind: str, reason: str) -> bool:
         """Give the trial back for another attempt, where the spec allows one after such an end."""
         spec = self._context.spec
-        if kind not in spec.retry_on or self._context.claims.failures(self._claim) >= spec.retries:
+        if kind not in spec.retry_on or self._context.claims.count_failures(self._claim) >= spec.retries:
             return False
         self._give_back(Outcome.FAILED, {REASON: reason})
         log.warning("trial %d: given back after %s", self._claim.number, reason)
         return True
 
     def _give_back(self, outcome: Outcome, attrs: dict[str, object] | None = None) -> None:
-        self._context.claims.settle(self._claim, outcome, retry=True, attrs=attrs)
+        self._context.claims.finish_attempt(self._claim, outcome, retry=True, attrs=attrs)
         self._tracked.leave()
 
     def _end(
@@ -195,7 +198,7 @@ class Attempt:
         attrs: Mapping[str, object] | None = None,
         kept: bool = False,
         metrics: Mapping[str, float] | None = None,
-    ) -> Ended:
+    ) -> TrialEnd:
         # What `study.tell` does, but for the sampler's `after_trial`: constraints are written here.
         spec = self._context.spec
         out_of_bounds = [] if metrics is None else spec.out_of_bounds(metrics)
@@ -206,15 +209,15 @@ class Attempt:
         attrs = {REASON: reason, TRACKING: self._tracked.pending(), BROKEN: out_of_bounds or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
         system = {} if metrics is None else violations(spec, metrics)
-        self._context.claims.settle(self._claim, outcome, value=value, attrs=attrs, system=system)
+        self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)
         log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
         self._tracked.finish(outcome, reason, kept=kept)
-        return Ended(outcome, reason)
+        return TrialEnd(outcome, reason)
 
     def _abandon(self, lost: ClaimLostError) -> None:
         """Leave the trial, which is somebody else's by now, without a trace of this attempt."""
         log.warning("%s: letting go of it", lost)
-        self._context.claims.let_go(self._claim)
+        self._context.claims.release(self._claim)
         if self._session is not None:
             self._session.kept.abandon()
         self._tracked.abandon(str(lost))

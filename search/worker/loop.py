@@ -13,8 +13,8 @@ from hpsearch.search.study.stop_when import Rest
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.storage.attributes import RUNG
-from hpsearch.storage.trials.claims import Claim, Lost, Nothing, Retired, Stopped
-from hpsearch.storage.trials.settle import Ended, Outcome
+from hpsearch.storage.trials.claims import Claim, NoTrialAvailable, PrunedTrial, RetriesExhausted, StudyStopped
+from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +45,23 @@ class Worker:
             while not self._context.is_stopping() and self._left != 0:
                 self._context.pulse.beat()
                 self._context.register.seen()
-                ended: Ended | None
+                ended: TrialEnd | None
                 if self._rest is not None and (given_up := self._rest.given_up()):
                     log.info("no new trial is begun: %s", given_up.why)
                 match self._context.claims.claim(open_new=not self._context.study.out_of_time):
-                    case Stopped(why):
+                    case StudyStopped(why):
                         log.info("the study was stopped: %s", why)
                         return EXIT_DONE
-                    case Nothing(running=0):
+                    case NoTrialAvailable(running=0):
                         return EXIT_DONE
-                    case Nothing(running=running):
+                    case NoTrialAvailable(running=running):
                         if self._idle_too_long(running):
                             return EXIT_DONE
                         self._wait()
                         continue
-                    case Retired() as retired:
+                    case PrunedTrial() as retired:
                         ended = self._retired(retired)
-                    case Lost() as lost:
+                    case RetriesExhausted() as lost:
                         ended = self._lost(lost)
                     case Claim() as claim:
                         self._idle, self._idle_since = 0, math.inf
@@ -74,24 +74,24 @@ class Worker:
     def _any_left(self) -> bool:
         """Whether there is a reason to start a worker again; a database that does not answer is one."""
         try:
-            return self._context.claims.any_left(open_new=not self._context.study.out_of_time)
+            return self._context.claims.has_trials_left(open_new=not self._context.study.out_of_time)
         except SERVICE_ERRORS:
             return True
 
-    def _lost(self, lost: Lost) -> Ended:
+    def _lost(self, lost: RetriesExhausted) -> TrialEnd:
         log.error("trial %d: FAIL, %s", lost.number, lost.reason)
         self._context.tracker.settled(lost)
-        return Ended(Outcome.LOST, lost.reason)
+        return TrialEnd(Outcome.LOST, lost.reason)
 
-    def _retired(self, retired: Retired) -> Ended:
+    def _retired(self, retired: PrunedTrial) -> TrialEnd:
         """Tell of a trial that waited in vain, and remove what it would have gone on from where it never will."""
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
         self._context.tracker.settled(retired)
         if not retired.cut:
             self._context.checkpoints.forget_trial(retired.number)
-        return Ended(Outcome.PRUNED, retired.reason)
+        return TrialEnd(Outcome.PRUNED, retired.reason)
 
-    def _hopeless(self, last: Ended) -> bool:
+    def _hopeless(self, last: TrialEnd) -> bool:
         """Whether trials only fail, whichever worker runs them: another would as well."""
         failed = len(self._failed()) - (self._failed_before or 0)
         if failed < ENOUGH_FAILURES or self._any_finished():

@@ -16,8 +16,8 @@ from hpsearch.objectives.training.session import Curve, Due, Verdict
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.context import WorkerContext
-from hpsearch.storage.rungs.rungs import Standing
-from hpsearch.storage.trials.claims import Claim, Reported
+from hpsearch.storage.rungs.rungs import RungRank
+from hpsearch.storage.trials.claims import Claim, ReportResult
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class TrialSession:
         self.kept.save_within(state)
         if self.kept.pending is not None:  # else the store was away, and the trial would resume from before
             epoch = len(state["history"]) - 1
-            self._context.claims.keep(self._claim, epoch, self.kept.pending)
+            self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.kept.pending)
             self.kept.committed(epoch)
             self.saved = where(state)
 
@@ -146,16 +146,16 @@ class TrialSession:
                 f"metric {missing} is not reported{format_name_hint(str(missing.args[0]), there)}"
             ) from None
 
-    def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> Standing | None:
+    def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
         """Return where the trial stands if `epoch` is that of a rung; `best` are the metrics of its best epoch."""
         rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
             return None
         value = [best[name] for name in spec.ways] if spec.several else best[spec.metric]
         rung = rungs.epochs.index(epoch + 1)
-        return self._context.claims.reach(self._claim, rung, value, system=violations(spec, best))
+        return self._context.claims.report_rung(self._claim, rung, value, system=violations(spec, best))
 
-    def _report(self, epoch: int, value: float, vector: list[float] | None) -> Reported:
+    def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
         reported = self._context.claims.report(self._claim, epoch, value, self.kept.pending, metrics=vector)
         if reported.counted:
             self.kept.committed(epoch)

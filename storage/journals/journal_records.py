@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class End(Record):
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
         """Undo `to_dict`."""
-        return cls(Outcome.of_run(found["state"]), found["reason"], found["at"], found["kept"])
+        return cls(Outcome.from_run_state(found["state"]), found["reason"], found["at"], found["kept"])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
 from hpsearch.storage.journals.journal import Entry, Journal, Place
 from hpsearch.storage.journals.journal_records import End
-from hpsearch.storage.trials.settle import Ended, Outcome
+from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 
 class RefusedError(StorageError):
@@ -68,11 +68,11 @@ class TrialEnds:
             raise NotYetError
         return ended.outcome is not Outcome.FAILED
 
-    def ended(self, trial_id: int) -> Ended | None:
+    def ended(self, trial_id: int) -> TrialEnd | None:
         """Return how a trial ended; None while it runs or waits, or when it is gone."""
         arguments = {"trial": trial_id, "infeasible": INFEASIBLE, "reason": REASON}
         for row in self._database.rows(_ENDED, arguments):
-            return Ended(Outcome.of_trial(row.state, infeasible=bool(row.infeasible)), row.reason or "")
+            return TrialEnd(Outcome.from_trial_state(row.state, infeasible=bool(row.infeasible)), row.reason or "")
         return None
 
 

@@ -23,7 +23,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.reader import RefusedError
 from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
 from hpsearch.storage.mlflow.tag_names import MODEL_ID, REASON, STATE, STUDY, STUDY_ID, TRIAL
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -24,7 +24,7 @@ from hpsearch.storage.mlflow.client import Tracking, allowed_name, epoch_metrics
 from hpsearch.storage.mlflow.health import describe_error, is_retryable, is_unreachable
 from hpsearch.storage.mlflow.model import make_model
 from hpsearch.storage.mlflow.run_links import RunLinks, TrialGoneError
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric

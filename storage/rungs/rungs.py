@@ -46,7 +46,7 @@ class Rungs:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RungRank:
     """Where a trial stands at a rung.
 
     Attributes:
@@ -63,7 +63,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Occupancy:
+class RungCounts:
     """How many trials have reached a rung, went on from it, wait there, and were pruned there."""
 
     rung: int
@@ -74,7 +74,7 @@ class Occupancy:
 
 
 @dataclass(frozen=True)
-class Retired:
+class PrunedTrial:
     """A waiting trial that was settled as PRUNED just now, because it will never go on.
 
     Attributes:
@@ -94,32 +94,32 @@ class Retired:
 
 
 # For a person to read: no decision needs it.
-_BETTER = """
+_COUNT_BETTER = """
     (SELECT count(*) FROM hpsearch_rungs o
       WHERE o.study_id = r.study_id AND o.rung = r.rung AND (o.loss, o.trial_id) < (r.loss, r.trial_id))
 """
 
-_STANDING = sa.text(f"""
+_SELECT_RANK = sa.text(f"""
     SELECT r.promoted_at IS NOT NULL OR (r.loss, r.trial_id) <= (c.best_loss, c.best_trial) AS promoted,
-           {_BETTER} AS better, c.reached
+           {_COUNT_BETTER} AS better, c.reached
       FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
      WHERE r.trial_id = :trial AND r.rung = :rung
 """)  # noqa: S608 the parts are constants
 
-_OCCUPANCY = sa.text("""
+_SELECT_COUNTS = sa.text("""
     SELECT rung, count(*) AS reached, count(promoted_at) AS promoted,
            count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'WAITING') AS waiting,
            count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'PRUNED') AS pruned
       FROM hpsearch_rungs r JOIN trials t USING (trial_id) WHERE r.study_id = :study GROUP BY rung ORDER BY rung
 """)
 
-_PROMOTE = sa.text("""
+_UPDATE_PROMOTED = sa.text("""
     UPDATE hpsearch_rungs SET promoted_at = clock_timestamp()
      WHERE trial_id = :trial AND rung = :rung AND promoted_at IS NULL
 """)
 
 # Found in an index: who waits there, but for one that was ended from outside, goes on sooner or later or is retired.
-_WAITING_AT = """
+_JOIN_WAITING = """
     JOIN LATERAL (
         SELECT r.trial_id, r.study_id, r.rung, r.loss, r.losses, t.number
           FROM hpsearch_rungs r JOIN trials t USING (trial_id)
@@ -129,29 +129,29 @@ _WAITING_AT = """
 """
 
 # From the highest rung that has one.
-_NEXT = sa.text(f"""
+_SELECT_PROMOTABLE = sa.text(f"""
     SELECT r.trial_id, r.rung
-      FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON (r.loss, r.trial_id) <= (c.best_loss, c.best_trial)
+      FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="")} ON (r.loss, r.trial_id) <= (c.best_loss, c.best_trial)
      WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
 # While fewer trials have come to their end, or may by running now, than are to.
-_TO_THE_END = sa.text(f"""
-    SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON true
+_SELECT_TO_COMPLETE = sa.text(f"""
+    SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="")} ON true
      WHERE c.study_id = :study
        AND :running + (SELECT count(*) FROM (
              SELECT FROM trials e WHERE e.study_id = :study AND e.state = 'COMPLETE' LIMIT :complete) AS e) < :complete
      ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-_LAST = sa.text(f"""
-    SELECT r.*, {_BETTER} AS better,
+_SELECT_TO_PRUNE = sa.text(f"""
+    SELECT r.*, {_COUNT_BETTER} AS better,
            (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt
       FROM (
         SELECT r.*, c.reached,
                CASE WHEN :over THEN greatest(c.reached / :factor, few.promoted) ELSE :places END AS places,
                CASE WHEN :over THEN coalesce(few.loss, c.best_loss) ELSE c.last_loss END AS cutoff
-          FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="DESC")}
+          FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="DESC")}
             ON :over OR (r.loss, r.trial_id) > (c.last_loss, c.last_trial)
           LEFT JOIN LATERAL (
             SELECT count(*) AS promoted, max(loss) AS loss FROM hpsearch_rungs p
@@ -162,18 +162,18 @@ _LAST = sa.text(f"""
 """)  # noqa: S608 the parts are constants
 
 # Who waits to be taken has no start, but at a rung: so that those thousands need not be looked at.
-BUT_PAUSED = """
+EXCEPT_PAUSED = """
     AND datetime_start IS NULL
     AND NOT EXISTS (SELECT FROM hpsearch_rungs r WHERE r.trial_id = t.trial_id AND r.promoted_at IS NULL)
 """
 
 
-def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
+def read_rung_counts(engine: sa.Engine, study_id: int) -> list[RungCounts]:
     """Return the rungs of a study that a trial has reached, the lowest first."""
-    return [Occupancy(**row._mapping) for row in Database(engine).rows(_OCCUPANCY, {"study": study_id})]
+    return [RungCounts(**row._mapping) for row in Database(engine).rows(_SELECT_COUNTS, {"study": study_id})]
 
 
-def note(
+def record_rung_value(
     connection: sa.Connection,
     study_id: int,
     trial_id: int,
@@ -195,16 +195,16 @@ def note(
         n_trials: the study's budget.
     """
     if not isinstance(value, float):
-        fronts.note(connection, study_id, trial_id, rungs.several, rung=rung, values=value)
-        count_places(connection, study_id, rungs, n_trials=n_trials)
+        fronts.record_rung_values(connection, study_id, trial_id, rungs.several, rung=rung, values=value)
+        recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
         return
-    connection.execute(_OPEN, {"study": study_id, "rung": rung})
+    connection.execute(_INSERT_CUTOFFS, {"study": study_id, "rung": rung})
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.loss(value)}
-    if connection.execute(fronts.NOTE, {**arguments, "losses": None}).rowcount == 1:
-        connection.execute(_MOVE, {**arguments, "factor": rungs.factor, "places": rungs.places(n_trials)})
+    if connection.execute(fronts.INSERT_RUNG_VALUE, {**arguments, "losses": None}).rowcount == 1:
+        connection.execute(_UPDATE_CUTOFFS, {**arguments, "factor": rungs.factor, "places": rungs.places(n_trials)})
 
 
-def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
+def recompute_cutoffs(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
     """Find where the places at all rungs end by counting: the budget is another, or a trial has left its rungs.
 
     Args:
@@ -213,43 +213,45 @@ def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tr
         rungs: of the study.
         n_trials: its budget.
     """
-    connection.execute(_FORGET, {"study": study_id})
+    connection.execute(_DELETE_CUTOFFS, {"study": study_id})
     arguments = {"study": study_id, "factor": rungs.factor, "places": rungs.places(n_trials)}
     # With several metrics no trial waits in vain before the end: a later trial may push back those before it.
-    connection.execute(_COUNT, {**arguments, "hopeless": not rungs.several})
+    connection.execute(_RECOMPUTE_CUTOFFS, {**arguments, "hopeless": not rungs.several})
 
 
-def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
+def read_rung_rank(connection: sa.Connection, trial_id: int, rung: int) -> RungRank:
     """Return where a trial stands at a rung that it has reached, and whether it may go on from there."""
-    row = connection.execute(_STANDING, {"trial": trial_id, "rung": rung}).one()
-    return Standing(rung, row.better + 1, row.reached, row.promoted)
+    row = connection.execute(_SELECT_RANK, {"trial": trial_id, "rung": rung}).one()
+    return RungRank(rung, row.better + 1, row.reached, row.promoted)
 
 
-def next_promoted(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
+def find_next_to_promote(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
     """Return the waiting trial that is to go on, and from which rung; None where there is none."""
-    row = connection.execute(_NEXT, {"study": study_id}).one_or_none()
+    row = connection.execute(_SELECT_PROMOTABLE, {"study": study_id}).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 
-def next_to_the_end(connection: sa.Connection, study_id: int, rungs: Rungs, *, running: int) -> tuple[int, int] | None:
+def find_next_to_complete(
+    connection: sa.Connection, study_id: int, rungs: Rungs, *, running: int
+) -> tuple[int, int] | None:
     """Return the best waiting trial of the highest rung, and that rung, while the study has too few complete trials.
 
     For when all were begun and nobody may go on from a rung: too few have reached it, and the study is to have so many
     trials of full length all the same. Each of the `running` ones may yet be one of them.
     """
     arguments = {"study": study_id, "running": running, "complete": rungs.complete}
-    row = connection.execute(_TO_THE_END, arguments).one_or_none()
+    row = connection.execute(_SELECT_TO_COMPLETE, arguments).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 
-def promote(connection: sa.Connection, trial_id: int, rung: int) -> None:
+def record_promotion(connection: sa.Connection, trial_id: int, rung: int) -> None:
     """Note that a trial goes on from a rung, once."""
-    connection.execute(_PROMOTE, {"trial": trial_id, "rung": rung})
+    connection.execute(_UPDATE_PROMOTED, {"trial": trial_id, "rung": rung})
 
 
-def next_retired(
+def find_next_to_prune(
     connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "the time was up"
-) -> Retired | None:
+) -> PrunedTrial | None:
     """Return the worst waiting trial that will never go on, where there is one.
 
     Args:
@@ -267,7 +269,7 @@ def next_retired(
         "places": rungs.places(n_trials),
         "over": over,
     }
-    row = connection.execute(_LAST, arguments).one_or_none()
+    row = connection.execute(_SELECT_TO_PRUNE, arguments).one_or_none()
     if row is None:
         return None
     epochs = rungs.epochs[row.rung]
@@ -279,7 +281,7 @@ def next_retired(
         on = f"where the best {row.places} went on" if row.places else "where none went on"
     by_fronts = " by fronts" if rungs.several else ""
     if rungs.several and row.places:  # the order may have been another when they went on
-        occupied = connection.execute(_OCCUPANCY, {"study": study_id})
+        occupied = connection.execute(_SELECT_COUNTS, {"study": study_id})
         went = sum(at.promoted for at in occupied if at.rung == row.rung)
         on = f"where {went} went on by the order of their time" if went else "where none went on"
     reason = (
@@ -287,7 +289,7 @@ def next_retired(
         f"at rung {row.rung}, {on}"
     )
     if rungs.several:
-        compared = {"value": fronts.values_of(row.losses, rungs.several)[0]}
+        compared = {"value": fronts.to_values(row.losses, rungs.several)[0]}
     else:
         cutoff = {"cutoff": rungs.value(row.cutoff)} if row.places else {}
         compared = {"value": rungs.value(row.loss), **cutoff}
@@ -298,15 +300,15 @@ def next_retired(
         "peers": row.reached - 1,
         "rung": row.rung,
     }
-    return Retired(row.trial_id, row.number, row.attempt, reason, grounds)
+    return PrunedTrial(row.trial_id, row.number, row.attempt, reason, grounds)
 
 
-_OPEN = sa.text("""
+_INSERT_CUTOFFS = sa.text("""
     INSERT INTO hpsearch_rung_cuts (study_id, rung) VALUES (:study, :rung) ON CONFLICT (study_id, rung) DO NOTHING
 """)
 
 # After the trial's own row is there. One place more, unless the trial has taken one of those there were; or one less.
-_MOVED = """
+_NEW_CUTOFF = """
     (SELECT loss, trial_id FROM (
         SELECT {grown} - ((CAST(:loss AS double precision), :trial) < (c.{cut}_loss, c.{cut}_trial))::int AS by
         OFFSET 0) AS moves
@@ -323,18 +325,18 @@ _MOVED = """
             AND (o.loss, o.trial_id) < (c.{cut}_loss, c.{cut}_trial)
           ORDER BY o.study_id DESC, o.rung DESC, o.loss DESC, o.trial_id DESC LIMIT 1)) AS place ON true)
 """
-_ONE_IN = "(c.reached + 1) / :factor - c.reached / :factor"
-_MOVE = sa.text(f"""
+_BEST_GROWTH = "(c.reached + 1) / :factor - c.reached / :factor"
+_UPDATE_CUTOFFS = sa.text(f"""
     UPDATE hpsearch_rung_cuts c
        SET reached = reached + 1,
-           (best_loss, best_trial) = {_MOVED.format(cut="best", grown=_ONE_IN)},
-           (last_loss, last_trial) = {_MOVED.format(cut="last", grown="(c.reached < :places)::int")}
+           (best_loss, best_trial) = {_NEW_CUTOFF.format(cut="best", grown=_BEST_GROWTH)},
+           (last_loss, last_trial) = {_NEW_CUTOFF.format(cut="last", grown="(c.reached < :places)::int")}
      WHERE study_id = :study AND rung = :rung
 """)  # noqa: S608 the parts are constants
 
-_FORGET = sa.text("DELETE FROM hpsearch_rung_cuts WHERE study_id = :study")
+_DELETE_CUTOFFS = sa.text("DELETE FROM hpsearch_rung_cuts WHERE study_id = :study")
 
-_COUNT = sa.text("""
+_RECOMPUTE_CUTOFFS = sa.text("""
     INSERT INTO hpsearch_rung_cuts (study_id, rung, reached, best_loss, best_trial, last_loss, last_trial)
     SELECT :study, rung, reached, coalesce(b.loss, '-infinity'), coalesce(b.trial_id, 0),
            CASE WHEN :hopeless THEN coalesce(l.loss, '-infinity') ELSE 'infinity' END, coalesce(l.trial_id, 0)

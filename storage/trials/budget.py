@@ -13,8 +13,8 @@ from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.study_storage.studies import set_attrs_by
-from hpsearch.storage.trials.claim_sql import CHOICE, STUDY
+from hpsearch.storage.study_storage.studies import set_attrs_in
+from hpsearch.storage.trials.claim_sql import LOCK_STUDY, SELECT_CANDIDATES
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def change_spec(
         StorageError: there is no such study any more.
     """
     with engine.begin() as connection:
-        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         if study is None:
             raise StorageError("the study was deleted")
-        trials = connection.execute(CHOICE, {"study": study_id, "n_trials": study.n_trials}).one()
+        trials = connection.execute(SELECT_CANDIDATES, {"study": study_id, "n_trials": study.n_trials}).one()
         spec = change(json.loads(study.spec), trials.total - trials.enqueued)
-        set_attrs_by(connection, study_id, {SPEC: spec})
+        set_attrs_in(connection, study_id, {SPEC: spec})
         then(connection, spec)
     return spec
 
@@ -196,15 +196,15 @@ def give_up(
     """
 
     def once(connection: sa.Connection, _repeated: bool) -> GivenUp | None:
-        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         if study is None:
             return None
-        trials = connection.execute(CHOICE, {"study": study_id, "n_trials": study.n_trials}).one()
+        trials = connection.execute(SELECT_CANDIDATES, {"study": study_id, "n_trials": study.n_trials}).one()
         started = trials.total - trials.enqueued
         if trials.enqueued or started >= trials.opens:
             return None
         told = GivenUp(gain, threshold, started, study.n_trials)
-        set_attrs_by(connection, study_id, {GIVEN_UP: asdict(told), FORESEEN: dict(foreseen)})
+        set_attrs_in(connection, study_id, {GIVEN_UP: asdict(told), FORESEEN: dict(foreseen)})
         return told
 
     return Database(engine).transaction(once)

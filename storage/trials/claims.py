@@ -19,22 +19,21 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import claim_lost, store
 from hpsearch.storage.errors import ClaimLostError, StorageError
 from hpsearch.storage.rungs.rungs import (
-    Retired,
+    PrunedTrial,
+    RungRank,
     Rungs,
-    Standing,
-    next_promoted,
-    next_retired,
-    next_to_the_end,
-    note,
-    promote,
-    standing,
+    find_next_to_complete,
+    find_next_to_promote,
+    find_next_to_prune,
+    read_rung_rank,
+    record_promotion,
+    record_rung_value,
 )
-from hpsearch.storage.trials import LEASE
+from hpsearch.storage.trials import LEASE, finishing
 from hpsearch.storage.trials import claim_sql as sql
-from hpsearch.storage.trials import settle as settling
 from hpsearch.storage.trials.budget import Spending, spending_in
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
-from hpsearch.storage.trials.settle import Outcome
 
 if TYPE_CHECKING:
     from hpsearch.storage.checkpoints.store import Stored
@@ -55,7 +54,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Lost:
+class RetriesExhausted:
     """A trial that was settled as FAIL just now, because too many of its workers died."""
 
     trial_id: int
@@ -65,21 +64,21 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoTrialAvailable:
     """No trial to take now. With `running` trials of others, one may yet come back; with none, the study is done."""
 
     running: int
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StudyStopped:
     """The study was stopped: nothing is handed out until it is started again."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Reported:
+class ReportResult:
     """What a report is answered with.
 
     Attributes:
@@ -93,7 +92,16 @@ class Reported:
     room: bool = True
 
 
-__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
+__all__ = [
+    "Claim",
+    "ClaimLostError",
+    "Claims",
+    "NoTrialAvailable",
+    "PrunedTrial",
+    "ReportResult",
+    "RetriesExhausted",
+    "StudyStopped",
+]
 
 
 class Claims:
@@ -128,7 +136,7 @@ class Claims:
         self.lease = lease
         self._rungs = rungs
         self._metered = metered
-        self._choice = sql.CHOICE if rungs is None else sql.CHOICE_BUT_PAUSED
+        self._choice = sql.SELECT_CANDIDATES if rungs is None else sql.SELECT_CANDIDATES_EXCEPT_PAUSED
         self._back_at = -math.inf  # when the database last came back after it had been away
 
     def note_outage(self) -> None:
@@ -136,7 +144,9 @@ class Claims:
         self._back_at = time.monotonic()
 
     @kill_point("claim")
-    def claim(self, *, open_new: bool = True) -> Claim | Lost | Retired | Nothing | Stopped:
+    def claim(
+        self, *, open_new: bool = True
+    ) -> Claim | RetriesExhausted | PrunedTrial | NoTrialAvailable | StudyStopped:
         """Take a trial.
 
         Args:
@@ -150,10 +160,12 @@ class Claims:
         """
         claim_id = uuid.uuid4()
 
-        def take(connection: sa.Connection, repeated: bool) -> Claim | Lost | Retired | Nothing | Stopped:
+        def take(
+            connection: sa.Connection, repeated: bool
+        ) -> Claim | RetriesExhausted | PrunedTrial | NoTrialAvailable | StudyStopped:
             if repeated:  # a claim whose commit was answered by silence may be there
                 self.note_outage()
-                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none()
+                made = connection.execute(sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
                 if made is not None:
                     return Claim(made.trial_id, made.number, made.attempt)
             return self._take(connection, claim_id, open_new=open_new)
@@ -163,12 +175,12 @@ class Claims:
     @kill_point("write claim")
     def _take(
         self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
-    ) -> Claim | Lost | Retired | Nothing | Stopped:
+    ) -> Claim | RetriesExhausted | PrunedTrial | NoTrialAvailable | StudyStopped:
         study = self._study(connection)
         if study is None:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
-            return Stopped(study.stopped)
+            return StudyStopped(study.stopped)
         if lost := self._recover(connection, retries=study.retries):
             return lost
         row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
@@ -198,69 +210,71 @@ class Claims:
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
-            taken = connection.execute(sql.TAKE, {**arguments, "trial": trial_id}).one_or_none()
+            taken = connection.execute(sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
             if taken is None:  # a notebook was faster
                 return self._take(connection, claim_id, open_new=open_new)
             if rung is not None:
-                promote(connection, trial_id, rung)
+                record_promotion(connection, trial_id, rung)
             return Claim(trial_id, taken.number, taken.attempt)
         if may_open:
-            new = connection.execute(sql.CREATE, arguments).one()
+            new = connection.execute(sql.CLAIM_NEW_TRIAL, arguments).one()
             return Claim(new.trial_id, new.number, 1)
-        return Nothing(row.running)
+        return NoTrialAvailable(row.running)
 
     def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """Lock the study and return its budget, retries and stop; None where it was deleted."""
-        return connection.execute(sql.STUDY, {"study": self._study_id}).one_or_none()
+        return connection.execute(sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
 
     def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
         """The trial that goes on from a rung, and which; when all were begun, the best for want of complete ones."""
-        found = next_promoted(connection, self._study_id)
+        found = find_next_to_promote(connection, self._study_id)
         if found is not None or running is None:
             return found
-        return next_to_the_end(connection, self._study_id, rungs, running=running)
+        return find_next_to_complete(connection, self._study_id, rungs, running=running)
 
     def _spending(self, connection: sa.Connection) -> Spending | None:
         return None if self._metered is None else spending_in(connection, self._study_id)
 
     def _is_whole(self, connection: sa.Connection, trial_id: int) -> bool:
         """Whether a trial has reported all of its epochs, so that only its end is left to write."""
-        return bool(connection.execute(sql.IS_WHOLE, {"trial": trial_id, "epochs": self._metered}).scalar())
+        return bool(connection.execute(sql.HAS_ALL_EPOCHS, {"trial": trial_id, "epochs": self._metered}).scalar())
 
-    def _cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> Retired:
+    def _cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
         """End a trial that was given back, for which nothing of the budget is left."""
-        at = connection.execute(sql.CUT, {"trial": trial_id}).one()
+        at = connection.execute(sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
         epochs = 0 if at.step is None else at.step + 1
         reason = f"after epoch {epochs} of {self._metered}: {spending.why}"
-        settling.retire(connection, trial_id, attrs={REASON: reason, CUT: True})
-        return Retired(trial_id, at.number, at.attempt, reason, {}, cut=True)
+        finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, CUT: True})
+        return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, cut=True)
 
-    def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> Retired | None:
+    def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> PrunedTrial | None:
         """End a trial that waits at a rung and will never go on, where there is one."""
         assert self._rungs is not None
-        retired = next_retired(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
+        retired = find_next_to_prune(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
         if retired is not None:
-            settling.retire(connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.grounds})
+            finishing.prune_waiting_trial(
+                connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.grounds}
+            )
         return retired
 
-    def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
+    def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> RetriesExhausted | None:
         """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
         suspects = {"study": self._study_id, "machine": f"{current_machine()}/"}
-        for row in connection.execute(sql.SUSPECTS, suspects).all():
+        for row in connection.execute(sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
             expired = row.expired and time.monotonic() - self._back_at > row.lease
             if not (expired or has_ended(row.process)):
                 continue
             if row.state != "RUNNING":  # ended from outside, and then its worker died
-                settling.end_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
+                finishing.close_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
             elif (failures := row.failures + 1) <= retries:
-                settling.settle(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
+                finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
             elif fail:
                 reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
-                settling.settle(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
-                return Lost(row.trial_id, row.number, row.attempt, reason)
+                finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
+                return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
         return None
 
-    def any_left(self, *, open_new: bool = True) -> bool:
+    def has_trials_left(self, *, open_new: bool = True) -> bool:
         """Whether the study is to go on: a trial can be taken, or is run by others; asked once, for an answer at once.
 
         Args:
@@ -272,13 +286,13 @@ class Claims:
                 return False
             row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
             # A trial that waits at a rung is promoted, or is to be ended.
-            at_rung = self._rungs and next_retired(connection, self._study_id, self._rungs, n_trials=0, over=True)
+            at_rung = self._rungs and find_next_to_prune(connection, self._study_id, self._rungs, n_trials=0, over=True)
             spending = self._spending(connection)
         room = spending is None or spending.room(row.running)
         waits = open_new and room and row.total - row.enqueued < row.opens
         return bool(row.given_back or row.running or at_rung or waits)
 
-    def sweep(self) -> None:
+    def reclaim_expired_leases(self) -> None:
         """Put back the trials of workers that died, so that whoever claims next finds them.
 
         A trial that is out of retries stays for a claim, which says so and ends its run.
@@ -292,14 +306,14 @@ class Claims:
         """Extend the lease; return whether the attempt is still live."""
         return self._set_lease(claim, self.lease)
 
-    def expire(self, claim: Claim) -> None:
+    def expire_lease(self, claim: Claim) -> None:
         """Let the lease expire now: this process is about to end without having ended its attempt."""
         self._set_lease(claim, -1.0)
 
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
         arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}
         with each_committed(self._engine) as connection:
-            return connection.execute(sql.RENEW, arguments).rowcount == 1
+            return connection.execute(sql.SET_LEASE, arguments).rowcount == 1
 
     @kill_point("report")
     def report(
@@ -310,7 +324,7 @@ class Claims:
         checkpoint: Stored | None = None,
         *,
         metrics: Sequence[float] | None = None,
-    ) -> Reported:
+    ) -> ReportResult:
         """Write what an epoch gave, once, and the checkpoint that goes with it; the lease is renewed besides.
 
         Args:
@@ -332,10 +346,10 @@ class Claims:
             values["metrics"] = list(metrics)
         statement = sql.REPORT[self._metered is not None, metrics is not None]
         row = self._write(statement, claim, step, checkpoint, **values)
-        return Reported(row.stopped) if self._metered is None else Reported(row.stopped, row.counted, row.room)
+        return ReportResult(row.stopped) if self._metered is None else ReportResult(row.stopped, row.counted, row.room)
 
     @kill_point("record mid-epoch checkpoint")
-    def keep(self, claim: Claim, epoch: int, checkpoint: Stored) -> None:
+    def record_mid_epoch_checkpoint(self, claim: Claim, epoch: int, checkpoint: Stored) -> None:
         """Write where the trial can be resumed in the midst of an epoch; the lease is renewed besides.
 
         Args:
@@ -346,7 +360,7 @@ class Claims:
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
-        self._write(sql.KEEP, claim, epoch, checkpoint)
+        self._write(sql.RECORD_MID_EPOCH_CHECKPOINT, claim, epoch, checkpoint)
 
     def _write(
         self, statement: sa.TextClause, claim: Claim, step: int, checkpoint: Stored | None, **values: Any
@@ -359,9 +373,9 @@ class Claims:
         return row
 
     @kill_point("reach rung")
-    def reach(
+    def report_rung(
         self, claim: Claim, rung: int, value: float | Sequence[float], *, system: Mapping[str, Any] | None = None
-    ) -> Standing:
+    ) -> RungRank:
         """Note what a trial has come to at a rung, once: it goes on, or its attempt ends and it waits there.
 
         Args:
@@ -376,22 +390,22 @@ class Claims:
         rungs = self._rungs
         assert rungs is not None
 
-        def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
+        def reached(connection: sa.Connection, repeated: bool) -> RungRank | None:
             study = self._study(connection)
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
-            if study is None or connection.execute(sql.MAY, mine).one_or_none() is None:
-                if repeated and settling.ended_as(*place, Outcome.PAUSED):  # and the answer to it was lost
-                    return replace(standing(connection, claim.trial_id, rung), promoted=False)
+            if study is None or connection.execute(sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
+                if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):  # and the answer to it was lost
+                    return replace(read_rung_rank(connection, claim.trial_id, rung), promoted=False)
                 return None
             at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
-            note(connection, self._study_id, claim.trial_id, rungs, **at_rung)
-            at = standing(connection, claim.trial_id, rung)
+            record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
+            at = read_rung_rank(connection, claim.trial_id, rung)
             if at.promoted:
-                promote(connection, claim.trial_id, rung)
+                record_promotion(connection, claim.trial_id, rung)
             else:
                 told = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached}
-                settling.settle(*place, Outcome.PAUSED, attrs={RUNG: told}, system=system)
+                finishing.finish_attempt(*place, Outcome.PAUSED, attrs={RUNG: told}, system=system)
             return at
 
         found = self._database.transaction(reached)
@@ -400,7 +414,7 @@ class Claims:
         return found
 
     @kill_point("record outcome")
-    def settle(
+    def finish_attempt(
         self,
         claim: Claim,
         outcome: Outcome,
@@ -427,25 +441,25 @@ class Claims:
         def settled(connection: sa.Connection) -> bool:
             place = (connection, claim.trial_id, claim.attempt)
             # Written already, when the answer to it was lost.
-            return settling.settle(
+            return finishing.finish_attempt(
                 *place, outcome, retry=retry, value=value, attrs=attrs, system=system
-            ) or settling.ended_as(*place, outcome)
+            ) or finishing.has_ended_as(*place, outcome)
 
         if not self._database.connected(settled):
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
 
-    def failures(self, claim: Claim) -> int:
+    def count_failures(self, claim: Claim) -> int:
         """Return how many attempts came to nothing, by death or error, since the last that added a checkpoint."""
-        return int(self._database.rows(sql.FAILURES, {"trial": claim.trial_id})[0].failures)
+        return int(self._database.rows(sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
 
-    def let_go(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """End the attempt at a trial that was lost, whatever is left of it."""
         self._database.connected(
-            lambda connection: settling.end_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
+            lambda connection: finishing.close_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
         )
 
 
-def running_now(engine: sa.Engine, study_id: int) -> int:
+def count_running_trials(engine: sa.Engine, study_id: int) -> int:
     """Return how many of the study's trials are run by a worker that seems alive."""
-    rows = Database(engine).rows(sql.LIVE, {"study": study_id})
+    rows = Database(engine).rows(sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

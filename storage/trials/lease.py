@@ -63,7 +63,7 @@ class LeaseKeeper:
             away = False
             if beats % _BEATS == 0:
                 with suppress(SQLAlchemyError):  # the next beat tells
-                    self._claims.sweep()
+                    self._claims.reclaim_expired_leases()
 
     def _renew(self) -> None:
         claim = self._claim

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, TRACKING
 from hpsearch.storage.rungs import fronts
-from hpsearch.storage.rungs.rungs import Rungs, count_places
-from hpsearch.storage.trials.claim_sql import STUDY
+from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs
+from hpsearch.storage.trials.claim_sql import LOCK_STUDY
 
 # The result of a reopened trial and the attributes that explain it.
 _FORGET_RESULT = f"""
@@ -89,7 +89,7 @@ def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tria
         rungs: of the study.
         n_trials: its budget from now on.
     """
-    count_places(connection, study_id, rungs, n_trials=n_trials)
+    recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
     return int(connection.execute(_WAIT_AGAIN, {"study": study_id}).scalar_one())
 
 
@@ -131,9 +131,9 @@ def reopen_trial(
         checkpoint of and goes on after; None to start anew.
     """
     with engine.begin() as connection:
-        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         row = connection.execute(_REOPEN, {"trial": trial_id, "from_start": from_start}).one_or_none()
         if rungs is not None and study is not None and row is not None and row.epoch is None:  # it left them
-            fronts.place_all(connection, study_id, rungs.several)
-            count_places(connection, study_id, rungs, n_trials=study.n_trials)
+            fronts.rerank_all(connection, study_id, rungs.several)
+            recompute_cutoffs(connection, study_id, rungs, n_trials=study.n_trials)
     return row is not None, None if row is None else row.epoch

@@ -13,7 +13,7 @@ from benchmarks.search_quality.peers import Flat, syne_tune_domain
 from benchmarks.search_quality.several.problems import TwoMetrics
 from benchmarks.search_quality.simulation import Work
 from hpsearch.search.curves.multi_objective import path
-from hpsearch.storage.rungs.fronts import ranks
+from hpsearch.storage.rungs.fronts import compute_front_ranks
 
 
 class Optuna:
@@ -103,7 +103,7 @@ def as_shipped(objectives: np.ndarray) -> np.ndarray:
     sorted vectors for their places; so it stops others than it means to.
     """
     found: list[int] = []
-    front_of = ranks(objectives)
+    front_of = compute_front_ranks(objectives)
     for front in range(int(front_of.max()) + 1):
         members = np.flatnonzero(front_of == front)
         found += members[np.argsort(net(objectives[members]))].tolist()
@@ -112,7 +112,7 @@ def as_shipped(objectives: np.ndarray) -> np.ndarray:
 
 def as_meant(objectives: np.ndarray) -> np.ndarray:
     """The places of vectors [n] as Schmucker et al. have them: by front, within one by an epsilon-net, not scaled."""
-    front_of = ranks(objectives)
+    front_of = compute_front_ranks(objectives)
     found = np.empty(len(objectives), dtype=int)
     for front in range(int(front_of.max()) + 1):
         members = np.flatnonzero(front_of == front)

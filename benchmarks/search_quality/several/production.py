@@ -21,7 +21,7 @@ from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.samplers.suggest import make_sampler
-from hpsearch.storage.rungs.fronts import order
+from hpsearch.storage.rungs.fronts import sort_by_front
 
 
 class Production:
@@ -101,4 +101,4 @@ class Production:
         if not places:
             return []
         losses = np.array([self._rungs[rung][trial] for trial in reached])
-        return [reached[place] for place in order(losses, places)]
+        return [reached[place] for place in sort_by_front(losses, places)]

@@ -16,7 +16,7 @@ from typing import Any
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.files import append_whole, lock_file
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 _END = ".end"  # of the file that says how the trial ended
 _LOCK = ".lock"  # a file that TensorBoard does not look at

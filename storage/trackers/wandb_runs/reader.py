@@ -20,7 +20,7 @@ from hpsearch.storage.journals.journal import Entry, Place
 from hpsearch.storage.journals.reader import RefusedError, TrialEnds
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
 from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 _HOSTED = (
     "api.forge.coreweave.com",

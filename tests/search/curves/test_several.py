@@ -18,7 +18,7 @@ from hpsearch.search.curves.multi_objective import Several, log_improvement, oth
 from hpsearch.search.curves.sampler import CurvesSampler
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
-from hpsearch.storage.rungs.fronts import hypervolume
+from hpsearch.storage.rungs.fronts import compute_hypervolume
 from tests.factories import X
 from tests.search.curves.support import EPOCHS
 
@@ -57,7 +57,7 @@ class Search:
     def worth(self, configurations: Sequence[tuple[float, float]]) -> float:
         """The hypervolume that configurations would have when trained to their end."""
         losses = [(-math.sqrt(x) * math.exp(-30 * (y - 0.3) ** 2), x) for x, y in configurations]
-        return hypervolume(np.array(losses), (0.0, 1.0))
+        return compute_hypervolume(np.array(losses), (0.0, 1.0))
 
 
 def curves(seed: int) -> CurvesSampler:
@@ -136,11 +136,11 @@ def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
     vectors, weights = undominated(np.random.default_rng(0), best, low, high, 6_000)
     assert not (best[:, None] <= vectors).all(2).any()
     assert np.all((vectors >= low) & (vectors <= high))
-    volume = 1 - (hypervolume(np.maximum(best, 0.0), high) if len(best) else 0.0)
+    volume = 1 - (compute_hypervolume(np.maximum(best, 0.0), high) if len(best) else 0.0)
     assert np.exp(weights).sum() / 6_000 == pytest.approx(volume, rel=0.05)
     middle = 0.5 * (low + high)  # of those below it: the volume of a smaller box
     within = np.exp(weights)[(vectors <= middle).all(1)].sum() / 6_000
-    left = np.prod(middle) - (hypervolume(np.maximum(best, 0.0), middle) if len(best) else 0.0)
+    left = np.prod(middle) - (compute_hypervolume(np.maximum(best, 0.0), middle) if len(best) else 0.0)
     assert within == pytest.approx(left, rel=0.15, abs=1e-3)
 
 

@@ -13,8 +13,8 @@ from hpsearch.search.samplers.suggest import derive_seed, division_seed, trainin
 from hpsearch.search.study.study import StoredStudy, parent_of
 from hpsearch.storage.attributes import PARENT_TRIAL
 from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.history import finalist_studies, refit_studies
-from hpsearch.storage.trials.settle import Outcome
 from tests.search.finalists.support import VALUES, Say, params, table, train, train_runs
 
 FRESH = {"error": 0.01, "divided": True, "sizes": [60, 20, 20]}
@@ -55,7 +55,7 @@ def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> N
     assert isinstance(claim, Claim)
     for epoch, value in enumerate([0.1, 0.7, 0.7, 0.3]):
         claims.report(claim, epoch, value, None)
-    claims.settle(claim, Outcome.COMPLETE, value=0.7)
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=0.7)
     assert create_or_join_refit(study, seeds=1)[0].spec.refit == 2
 
 

@@ -19,7 +19,7 @@ from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, 
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import SPACE
 from tests.search.finalists.support import VALUES, Say, finished, params, search, table, train
 
@@ -170,7 +170,7 @@ def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> N
     study.set_attr(STOPPED, "by ann@host")
     with pytest.raises(SearchError, match=r"has 1 running trial: wait for the end: hpsearch stop s --wait$"):
         create_or_join(study, top=1, seeds=1)
-    Claims(storage.engine, study.study_id, worker="host:1").settle(claim, Outcome.RELEASED)
+    Claims(storage.engine, study.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     assert create_or_join(study, top=1, seeds=1)[1]
 
 

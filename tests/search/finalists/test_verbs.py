@@ -10,7 +10,7 @@ from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.study.study import StoredStudy, parent_of
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 
 
@@ -34,7 +34,7 @@ def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> N
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
-    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").settle(claim, Outcome.RELEASED)
+    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
     assert chosen.storage.get_all_studies() == []

@@ -9,7 +9,7 @@ import pytest
 
 from hpsearch.search.pruners.study_pruner import Decision, StudyPruner, study_rungs
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.storage.rungs.fronts import losses_of, order
+from hpsearch.storage.rungs.fronts import sort_by_front, to_losses
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import WAYS, refused, spec
 
@@ -43,7 +43,7 @@ def test_successive_halving_stops_who_is_behind_by_fronts(database_url: str) -> 
     for number, vector in enumerate(vectors):
         decision = search.report(search.ask(), 1, vector)
         reached = number + 1
-        rank = order(losses_of(vectors[:reached], (True, False))).index(number) + 1
+        rank = sort_by_front(to_losses(vectors[:reached], (True, False))).index(number) + 1
         best = max(1, reached // 2)
         assert decision.prune == (rank > best), vector
         assert (decision.rung, decision.peers, decision.value) == (0, number, vector[0])

@@ -65,7 +65,7 @@ def test_a_trial_whose_worker_died_then_goes_on_with_its_parameters_and_its_chec
     claim = claimed(storage, "halfway")
     assert (claim.number, claim.attempt) == (1, 2)
     assert study.folder == "halfway-3-0b711598", "where its checkpoints are"
-    with storage.owned(claim.trial_id, claim.attempt):
+    with storage.hold_trial(claim.trial_id, claim.attempt):
         config, _ = suggest(load_objective("breast_cancer"), study.open(), claim, study.spec)
     assert config.lr == before.params["lr"]
     assert len(storage.get_trial(claim.trial_id).intermediate_values) == 19, "the epochs up to its last checkpoint"

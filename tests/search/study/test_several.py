@@ -18,7 +18,7 @@ from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import WAYS
 from tests.storage.trials.support import rows, take
 
@@ -156,7 +156,7 @@ def test_a_larger_budget_and_what_is_enqueued_leave_its_metrics_in_their_order(
     claims = Claims(study.engine, study.study_id, worker="w")
     claim = take(claims)
     claims.report(claim, 0, 9.0, metrics=[9.0, 0.5, 1.0])
-    claims.settle(claim, Outcome.COMPLETE, value=[9.0, 0.5, 1.0])
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=[9.0, 0.5, 1.0])
     assert [trial.values for trial in again.front()] == [[9.0, 0.5, 1.0]]
     study.storage.delete_study(study.study_id)
     assert rows(study.engine, "SELECT * FROM hpsearch_epoch_values") == []

@@ -18,7 +18,7 @@ from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 
@@ -61,7 +61,7 @@ class Study:
     def attempt(self, number: int, *, machine: str = "a") -> Attempt:
         """The next attempt, after the one before has given its trial back."""
         if number > 1:
-            self.claims.settle(self.last, Outcome.LOST, retry=True)
+            self.claims.finish_attempt(self.last, Outcome.LOST, retry=True)
         claim = self.claims.claim()
         assert isinstance(claim, Claim)
         assert claim.attempt == number

@@ -78,7 +78,7 @@ def test_behind_pgbouncer_in_transaction_mode(bouncer: str, storage: PostgresSto
         made = list(pool.map(lambda s: run_trials(s, study_id, 4), shared))
     check(storage, study_id, made)
     trial_id = shared[0].create_new_trial(study_id)
-    with shared[0].together(trial_id):
+    with shared[0].batch_writes(trial_id):
         shared[0].set_trial_param(trial_id, "x", 0.5, X)
     assert shared[1].get_trial(trial_id).params == {"x": 0.5}
     for opened in shared:

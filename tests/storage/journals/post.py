@@ -14,7 +14,7 @@ from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, P
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.reader import Reader, TrialEnds
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 
 class Post:

@@ -23,7 +23,7 @@ from hpsearch.storage.journals import journal as journals
 from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal, Place
 from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 

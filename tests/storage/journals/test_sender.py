@@ -18,7 +18,7 @@ from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, R
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.reader import Failure, NotYetError, Reader, TrialEnds
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.trials.settle import Ended
+from hpsearch.storage.trials.finishing import TrialEnd
 from tests.waiting import wait_for
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
@@ -33,7 +33,7 @@ class NoEnds(TrialEnds):
     def superseded(self, trial_id: int, attempt: int) -> bool:
         return False
 
-    def ended(self, trial_id: int) -> Ended | None:
+    def ended(self, trial_id: int) -> TrialEnd | None:
         return None
 
 

@@ -45,7 +45,7 @@ from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.mlflow.shipper import Shipper
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 _numbers = itertools.count()
 

@@ -28,6 +28,6 @@ def test_trials_that_start_in_the_same_microsecond_are_two(storage: PostgresStor
     study_id = storage.create_new_study([StudyDirection.MINIMIZE])
     start = datetime(2026, 1, 1, 12, 0, 0, 123456)
     database = Database(storage.engine, patience=10.0)
-    made = [creating.create(database, study_id, start, -1) for _ in range(2)]
+    made = [creating.create_trial(database, study_id, start, -1) for _ in range(2)]
     assert [number for _, number in made] == [0, 1]
     assert made[0] != made[1]

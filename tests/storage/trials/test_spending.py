@@ -16,9 +16,9 @@ from hpsearch.search.spec.spec import MOST_TRIALS
 from hpsearch.storage.attributes import CUT, REASON, SPEC
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
-from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
 EPOCHS = 4  # of a full trial
@@ -55,9 +55,9 @@ def run(claims: Claims, claim: Claim, *, first: int = 0) -> bool:
     for epoch in range(first, EPOCHS):
         reported = claims.report(claim, epoch, 0.5)
         if not reported.counted or (epoch < EPOCHS - 1 and not reported.room):
-            claims.settle(claim, Outcome.RELEASED)
+            claims.finish_attempt(claim, Outcome.RELEASED)
             return False
-    claims.settle(claim, Outcome.COMPLETE, value=0.5)
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
     return True
 
 
@@ -68,11 +68,11 @@ def test_a_trial_is_cut_where_the_budget_ends_and_pruned_with_a_reason_that_name
     assert run(claims, take(claims))
     assert not run(claims, take(claims))
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     assert retired.cut
     assert retired.reason == "after epoch 2 of 4: the budget of 6 epochs was spent"
-    assert claims.claim() == Nothing(running=0)
-    assert not claims.any_left()
+    assert claims.claim() == NoTrialAvailable(running=0)
+    assert not claims.has_trials_left()
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.5, retired.reason)
     assert trial.user_attrs[CUT] is True
@@ -84,11 +84,11 @@ def test_no_epoch_is_begun_that_another_trial_has_the_room_for(
 ) -> None:
     spend(epochs=2)
     first, second = take(claims), take(claims)
-    assert claims.claim() == Nothing(running=2)
+    assert claims.claim() == NoTrialAvailable(running=2)
     assert not claims.report(first, 0, 0.5).room  # the other epoch is the second's, who trains it now
-    claims.settle(first, Outcome.RELEASED)
-    assert claims.claim() == Nothing(running=1)
-    claims.settle(second, Outcome.FAILED)  # it had no use for it
+    claims.finish_attempt(first, Outcome.RELEASED)
+    assert claims.claim() == NoTrialAvailable(running=1)
+    claims.finish_attempt(second, Outcome.FAILED)  # it had no use for it
     again = take(claims)
     assert again.trial_id == first.trial_id
     assert claims.report(again, 1, 0.5).counted
@@ -127,7 +127,7 @@ def test_a_trial_that_has_reported_all_its_epochs_ends_though_nothing_is_left(
     kill(engine, claim)  # before it was settled
     again = take(claims)
     assert run(claims, again, first=EPOCHS - 1)
-    assert claims.claim() == Nothing(running=0)
+    assert claims.claim() == NoTrialAvailable(running=0)
     assert spent(engine, study_id) == EPOCHS
 
 
@@ -137,7 +137,7 @@ def test_what_is_forgotten_to_start_anew_is_not_counted(
     spend(epochs=8)
     claim = take(claims)
     claims.report(claim, 0, 0.5)
-    claims.settle(claim, Outcome.FAILED)
+    claims.finish_attempt(claim, Outcome.FAILED)
     assert spent(engine, study_id) == 1
     assert reopen_trial(engine, study_id, claim.trial_id, from_start=True)[0]
     assert spent(engine, study_id) == 0
@@ -148,7 +148,7 @@ def test_with_a_larger_budget_trials_go_on_that_were_cut(
 ) -> None:
     spend(epochs=2)
     run(claims, take(claims))
-    assert isinstance(claims.claim(), Retired)
+    assert isinstance(claims.claim(), PrunedTrial)
     with engine.begin() as connection:
         assert not change_budgets(connection, study_id, epochs=2, seconds=None)
         assert change_budgets(connection, study_id, epochs=5, seconds=None)
@@ -183,12 +183,12 @@ def test_seconds_are_those_between_reports_and_a_trial_is_cut_after_the_epoch_in
     reported = claims.report(claim, 2, 0.5)
     assert reported.counted, "it was begun in time"
     assert not reported.room
-    claims.settle(claim, Outcome.RELEASED)
+    claims.finish_attempt(claim, Outcome.RELEASED)
     spending = read_spending(engine, study_id)
     assert spending is not None
     assert 150 <= spending.seconds < 180
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     assert retired.reason == "after epoch 3 of 4: the budget of 100 s was spent"
 
 
@@ -201,12 +201,12 @@ def test_who_waits_at_a_rung_when_the_budget_is_spent_is_pruned_with_the_reason(
     held = [take(claims) for _ in range(2)]
     for claim, value in zip(held, (0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
-        assert not claims.reach(claim, 0, value).promoted
+        assert not claims.report_rung(claim, 0, value).promoted
     ended = [claims.claim() for _ in range(3)]
-    assert [type(each) for each in ended] == [Retired, Retired, Nothing]
-    reasons = [each.reason for each in ended if isinstance(each, Retired)]
+    assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
+    reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
     assert reasons[1].endswith("rank 1 of 2 at rung 0, and the budget of 2 epochs was spent")
-    assert not any(each.cut for each in ended if isinstance(each, Retired))
+    assert not any(each.cut for each in ended if isinstance(each, PrunedTrial))
     assert spent(engine, study_id) == 2
 
 
@@ -221,7 +221,7 @@ def test_a_study_without_such_a_budget_is_asked_nothing_more(
 
     sa.event.listen(engine, "before_cursor_execute", note)
     claims.report(claim, 0, 0.5)
-    claims.settle(claim, Outcome.RELEASED)
+    claims.finish_attempt(claim, Outcome.RELEASED)
     take(claims)
     sa.event.remove(engine, "before_cursor_execute", note)
     assert not [statement for statement in sent if "hpsearch_spending" in statement]
@@ -238,12 +238,12 @@ def test_what_a_person_reads() -> None:
 WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", metered=5)
 print("ready", flush=True)
 sys.stdin.readline()
-while (claim := claims.claim()) != Nothing(0):
+while (claim := claims.claim()) != NoTrialAvailable(0):
     if not isinstance(claim, Claim):
         continue
     drawn = random.Random(claim.number)
@@ -251,13 +251,13 @@ while (claim := claims.claim()) != Nothing(0):
         reported = claims.report(claim, epoch, 0.5)
         print("reported", flush=True)
         if not reported.counted or (epoch < 4 and not reported.room):
-            claims.settle(claim, Outcome.RELEASED)
+            claims.finish_attempt(claim, Outcome.RELEASED)
             break
         if epoch < 4 and drawn.random() < 0.2:
-            claims.settle(claim, Outcome.PRUNED, value=0.5)
+            claims.finish_attempt(claim, Outcome.PRUNED, value=0.5)
             break
     else:
-        claims.settle(claim, Outcome.COMPLETE, value=0.5)
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
 """
 
 

@@ -18,8 +18,8 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CUT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import open_spending
-from hpsearch.storage.trials.claims import Claims, Retired
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
@@ -40,14 +40,14 @@ def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
     return Claims(storage.engine, study._study_id, worker="host:1", metered=metered)
 
 
-def cut(claims: Claims) -> Retired:
+def cut(claims: Claims) -> PrunedTrial:
     """Spend the budget, and return the trial that it cuts."""
     claim = take(claims)
     assert claims.report(claim, 0, 0.5).room
     assert not claims.report(claim, 1, 0.6).room
-    claims.settle(claim, Outcome.RELEASED)
+    claims.finish_attempt(claim, Outcome.RELEASED)
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     return retired
 
 

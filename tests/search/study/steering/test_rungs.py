@@ -24,7 +24,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import study_note
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claims, Retired
+from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.history import Stretch
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
@@ -48,14 +48,14 @@ def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, stor
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     take(claims)  # trial 0 goes on
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in shown
     assert "paused at rung 0, epoch 1: rank 3 of 3 then" in shown
     stored = load_study(storage, "s")
     assert "- rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in study_note(stored, summarise(stored)).splitlines()
-    while isinstance(claims.claim(), Retired):
+    while isinstance(claims.claim(), PrunedTrial):
         pass
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 were pruned" in shown
@@ -66,9 +66,9 @@ def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: 
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     take(claims)
-    while isinstance(claims.claim(), Retired):
+    while isinstance(claims.claim(), PrunedTrial):
         pass
     states = [t.state.name for t in storage.get_all_trials(load_study(storage, "s").study_id)]
     assert states == ["RUNNING", "RUNNING", "PRUNED", "PRUNED"]
@@ -95,7 +95,7 @@ def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
     for number, claim in enumerate(held):
         storage.set_trial_param(claim.trial_id, "x", number / 10, FloatDistribution(0.0, 1.0))
         claims.report(claim, 0, 0.5 - number / 20)
-        claims.reach(claim, 0, 0.5 - number / 20)
+        claims.report_rung(claim, 0, 0.5 - number / 20)
     first = take(claims)
     for epoch in range(1, 19):
         claims.report(first, epoch, 0.5 + epoch / 100)

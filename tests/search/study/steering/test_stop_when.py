@@ -29,11 +29,11 @@ from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.study_storage.studies import set_attrs_by
+from hpsearch.storage.study_storage.studies import set_attrs_in
 from hpsearch.storage.trials.budget import give_up
-from hpsearch.storage.trials.claim_sql import STUDY
-from hpsearch.storage.trials.claims import Claims, Nothing
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claim_sql import LOCK_STUDY
+from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import X, spec_of
 from tests.search.study.steering.support import Say, rows, take
 
@@ -71,11 +71,11 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     assert (given_up.started, given_up.budget) == (FIRST + 1, 100)
     assert 0 <= given_up.gain < 0.01
     assert rest(stored).given_up() is None, "it is written once"
-    assert isinstance(claims.claim(), Nothing)
-    assert claims.any_left(), "one runs"
+    assert isinstance(claims.claim(), NoTrialAvailable)
+    assert claims.has_trials_left(), "one runs"
     assert not claims.report(running, 0, 0.5).stopped
-    claims.settle(running, Outcome.COMPLETE, value=0.5)
-    assert not claims.any_left()
+    claims.finish_attempt(running, Outcome.COMPLETE, value=0.5)
+    assert not claims.has_trials_left()
     assert load_study(stored.storage, "s").is_spent(FIRST + 1)
     standing = read_status(stored)
     assert (standing.progress.share, standing.eta) == (1.0, 0.0)
@@ -139,7 +139,7 @@ def test_it_goes_on_where_somebody_wants_it(
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST))
     assert rest(stored).given_up() is not None
-    assert isinstance(claims.claim(), Nothing)
+    assert isinstance(claims.claim(), NoTrialAvailable)
     ran(study, np.linspace(0.9, 0.1, 5))  # as trials do that ran, or waited at a rung, when it was given up
     assert "the rest of the budget was expected to gain" in say(*verb)
     assert stored.given_up is None
@@ -168,13 +168,13 @@ def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
     waits = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with ThreadPoolExecutor(1) as pool:
         with stored.engine.begin() as connection:
-            connection.execute(STUDY, {"study": stored.study_id})
+            connection.execute(LOCK_STUDY, {"study": stored.study_id})
             given_up = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
-            set_attrs_by(connection, stored.study_id, {GIVEN_UP: given_up})
+            set_attrs_in(connection, stored.study_id, {GIVEN_UP: given_up})
             claim = pool.submit(claims.claim)
             while not rows(database_url, waits):
                 assert not claim.done()
-        assert isinstance(claim.result(timeout=60), Nothing)
+        assert isinstance(claim.result(timeout=60), NoTrialAvailable)
 
 
 def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
@@ -198,7 +198,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
     told = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
     why = "1 enqueued trial of 's' will not be run, for it stopped early: start it with hpsearch start s"
     assert why in told.splitlines()
-    assert isinstance(claims.claim(), Nothing)
+    assert isinstance(claims.claim(), NoTrialAvailable)
     shown = "mine.csv, line 2; enqueued: the study stopped early, start it with hpsearch start s"
     assert shown in say("show", "s")
     mine.write_text("weight_decay\n0.003\n0.004\n")

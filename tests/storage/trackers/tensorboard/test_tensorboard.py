@@ -31,7 +31,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
 from hpsearch.storage.trackers.tensorboard.files import EventFiles, scalars
 from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 
 

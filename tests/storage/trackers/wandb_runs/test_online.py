@@ -17,7 +17,7 @@ from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.trackers.wandb_runs import reader as wandb_reader
 from hpsearch.storage.trackers.wandb_runs.connection import WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.fake_server import FakeServer, fake_server
 from tests.waiting import wait_for

@@ -25,7 +25,7 @@ from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.process import records
 from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.history import rows
 

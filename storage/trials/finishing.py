@@ -48,7 +48,7 @@ class Outcome(Enum):
         return "fail" if self in {Outcome.FAILED, Outcome.LOST} else str(self.value)
 
     @classmethod
-    def of_run(cls, state: str) -> Outcome:
+    def from_run_state(cls, state: str) -> Outcome:
         """Return the outcome of a run's state, in letters of either case; raises ValueError if there is none."""
         for outcome in cls:
             if outcome.run_state == state.lower():
@@ -56,20 +56,20 @@ class Outcome(Enum):
         raise ValueError(f"no trial ends as {state!r}")
 
     @classmethod
-    def of_trial(cls, state: str, *, infeasible: bool) -> Outcome:
+    def from_trial_state(cls, state: str, *, infeasible: bool) -> Outcome:
         """Return how a finished trial ended: its state by Optuna's name, and whether it is marked as infeasible."""
-        return cls.INFEASIBLE if infeasible else cls.of_run(state)
+        return cls.INFEASIBLE if infeasible else cls.from_run_state(state)
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrialEnd:
     """How a trial ended, and why."""
 
     outcome: Outcome
     reason: str
 
 
-def settle(  # noqa: PLR0913 all that is written of an end, by keyword
+def finish_attempt(  # noqa: PLR0913 all that is written of an end, by keyword
     connection: sa.Connection,
     trial_id: int,
     attempt: int,
@@ -103,27 +103,27 @@ def settle(  # noqa: PLR0913 all that is written of an end, by keyword
         **attr_parameters("user", attrs or {}),
         **attr_parameters("system", system or {}),
     }
-    return bool(connection.execute(_SETTLE, arguments).scalar())
+    return bool(connection.execute(_FINISH_ATTEMPT, arguments).scalar())
 
 
-def retire(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
+def prune_waiting_trial(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
     """End a trial that waits as PRUNED, with its last value."""
-    connection.execute(_RETIRE, {"trial_id": trial_id, **attr_parameters("user", attrs)})
+    connection.execute(_PRUNE_WAITING, {"trial_id": trial_id, **attr_parameters("user", attrs)})
 
 
-def end_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
+def close_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
     """End an attempt, if it is live, and leave its trial as it is."""
-    connection.execute(_END, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
+    connection.execute(_CLOSE_ATTEMPT, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
 
 
-def ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> bool:
+def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> bool:
     """Whether the attempt has ended so."""
-    found = connection.execute(_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
+    found = connection.execute(_SELECT_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
     return bool(found == outcome.value)
 
 
 # A trial that is given back has no start until it is taken again, by which claims tell it from those at rungs.
-_SETTLE = sa.text(f"""
+_FINISH_ATTEMPT = sa.text(f"""
     WITH mine AS (
         UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {MAY_WRITE}
         RETURNING a.trial_id
@@ -136,7 +136,7 @@ _SETTLE = sa.text(f"""
     SELECT count(*) FROM mine
 """)  # noqa: S608 the parts are constants
 
-_RETIRE = sa.text(f"""
+_PRUNE_WAITING = sa.text(f"""
     WITH mine AS (
         UPDATE trials SET state = 'PRUNED', datetime_complete = timezone('utc', clock_timestamp())
          WHERE trial_id = :trial_id AND state = 'WAITING'
@@ -161,9 +161,9 @@ _RETIRE = sa.text(f"""
     SELECT count(*) FROM mine
 """)  # noqa: S608 the parts are constants
 
-_END = sa.text("""
+_CLOSE_ATTEMPT = sa.text("""
     UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = :outcome
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)
 
-_OUTCOME = sa.text("SELECT outcome FROM hpsearch_attempts WHERE trial_id = :trial AND attempt = :attempt")
+_SELECT_OUTCOME = sa.text("SELECT outcome FROM hpsearch_attempts WHERE trial_id = :trial AND attempt = :attempt")
