@@ -33,7 +33,7 @@ TRIALS, WORKERS = 20, 3
 
 
 def kill_mlflow(home: Path) -> None:
-    [service] = [one for one in stack.status(home) if one.name == "MLflow"]
+    [service] = [one for one in stack.read_status(home) if one.name == "MLflow"]
     process = psutil.Process(service.pid)
     for victim in [process, *process.children(recursive=True)]:
         victim.send_signal(signal.SIGKILL)

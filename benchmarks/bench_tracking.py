@@ -54,7 +54,7 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
@@ -77,7 +77,7 @@ class Way(Protocol):
 
 class Ours:
     def __init__(self, study: StoredStudy, uri: str) -> None:
-        home = home_dir(None)
+        home = prepare_home(None)
         self.handle = study
         self.tracker = Tracker(study, Tracking(uri), open_checkpoints(study, home, None), home)
         self.tracker.sender.start()
@@ -233,7 +233,7 @@ class Bench:
 
     def __init__(self, home: Path) -> None:
         self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
-        self.server = next(psutil.Process(s.pid) for s in stack.status(home) if s.name == "MLflow")
+        self.server = next(psutil.Process(s.pid) for s in stack.read_status(home) if s.name == "MLflow")
         self.done = 0
 
     def fleet(self, kind: str, workers: int, trials: int) -> tuple[list[Times], float]:

@@ -51,12 +51,12 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded import postgres
 from hpsearch.storage.embedded.postgres import SUPERUSER
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 
 EPOCHS = 20  # of a trial
 THREADS = 24  # of a driving process: more wait for the server than it has cores
@@ -79,7 +79,7 @@ class Ours:
 
     def __init__(self, url: str, name: str, number: int) -> None:
         engine = make_engine(url, application_name=f"worker {number}", pool_size=1, max_overflow=1, pre_ping=False)
-        self.storage = PostgresStorage(engine, patience=60.0)
+        self.storage = PostgresStorage(engine, retry_seconds=60.0)
         study_id = self.storage.get_study_id_from_name(name)
         self.claims = Claims(engine, study_id, worker=f"simulated:{number}")
         self.claims._process = f"simulated/pid:[1]/time:[1]/{number}/1"  # of another machine, as most of a fleet's are
@@ -266,9 +266,11 @@ class Simulation:
 
     def __init__(self, folder: Path, connections: int, via: str | None) -> None:
         postgres._SETTINGS["max_connections"] = str(connections)
-        self.server = postgres.Server(make_folder(folder), folder / "postgres.log")
+        self.server = postgres.EmbeddedPostgres(make_postgres_folder(folder), folder / "postgres.log")
         port = self.server.start(None)
-        admin = build(user=SUPERUSER, password=self.server.password, host="127.0.0.1", port=port, database="postgres")
+        admin = build_url(
+            user=SUPERUSER, password=self.server.password, host="127.0.0.1", port=port, database="postgres"
+        )
         made = create_databases(
             f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
         )

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.storage.errors import ServiceUnavailableError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, format_error
 from hpsearch.storage.urls import redact
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
@@ -48,7 +48,7 @@ def report_errors(work: Callable[[], int]) -> int:
 
         if not is_transient(error):
             raise
-        cause = redact(one_line(error))
+        cause = redact(format_error(error))
         print(f"hpsearch: the database is unavailable: {cause}", file=sys.stderr, flush=True)  # noqa: T201 as above
         return EXIT_UNAVAILABLE
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
-from hpsearch.storage.urls import Addresses, normalise
+from hpsearch.storage.urls import Addresses, normalise_url
 
 # Addresses of the UIs for browsers, if they differ from those for workers (containers, proxies); used in links.
 DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"
@@ -101,13 +101,13 @@ def find_services(
         StorageError: a service is unusable.
     """
     check_pair(where, both=both)
-    directory, checkpoint_url = home_dir(where.get("home")), where.get("checkpoint_url")
+    directory, checkpoint_url = prepare_home(where.get("home")), where.get("checkpoint_url")
     if (storage_url := where.get("storage_url")) is None:
         info = stack.up(directory, dashboard=DASHBOARD_COMMAND, progress=progress)
         return Services(
             directory, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, is_embedded=True
         )
-    url, uri = normalise(storage_url), where.get("tracking_uri")
+    url, uri = normalise_url(storage_url), where.get("tracking_uri")
     check_database(url)
     away = None if uri is None else probe_tracking(uri, required=tracking_required)
     return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=away)
@@ -126,7 +126,7 @@ def check_pair(where: Addresses, *, both: bool = True) -> None:
     """
     storage_url, tracking_uri = where.get("storage_url"), where.get("tracking_uri")
     if storage_url is not None:
-        normalise(storage_url)
+        normalise_url(storage_url)
     for given, missing, flags in (
         (tracking_uri, storage_url, ("--tracking-uri", "--storage-url")),
         (storage_url if both else None, tracking_uri, ("--storage-url", "--tracking-uri")),

@@ -16,7 +16,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import PREFIX
 from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.urls import normalise
+from hpsearch.storage.urls import normalise_url
 
 if TYPE_CHECKING:
     from hpsearch.storage.mlflow.artifacts import RunArtifacts
@@ -45,11 +45,11 @@ def serve_dashboard(
     import waitress
 
     check_database(url)
-    app = _application(normalise(url), artifacts)
+    app = _make_app(normalise_url(url), artifacts)
     if read_only:
-        app = _read_only(app)
+        app = _reject_writes(app)
     if host in _LOOPBACK:
-        app = _local_only(app)
+        app = _reject_foreign_origins(app)
     try:
         server = waitress.create_server(
             app, host=host, port=port, threads=8, ident=None,
@@ -63,23 +63,23 @@ def serve_dashboard(
     server.run()
 
 
-def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
+def _make_app(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
     import optuna_dashboard
     from optuna_dashboard import _app
 
-    _app.get_pareto_front_trials = feasible_front  # there is no setting for it
+    _app.get_pareto_front_trials = find_feasible_front  # there is no setting for it
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
-    app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, patience=10.0), artifact_store=artifacts)
+    app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, retry_seconds=10.0), artifact_store=artifacts)
     return app
 
 
-def _read_only(app: _Wsgi) -> _Wsgi:
+def _reject_writes(app: _Wsgi) -> _Wsgi:
     """Refuse all requests but those that read: the dashboard's pages send no other until somebody changes something."""
     reason = b'{"reason": "This dashboard is read-only."}\n'  # as its own errors are, which its pages show
-    return _guarded(app, lambda environ: environ["REQUEST_METHOD"] in _READING, "application/json", reason)
+    return _guard(app, lambda environ: environ["REQUEST_METHOD"] in _READING, "application/json", reason)
 
 
-def _local_only(app: _Wsgi) -> _Wsgi:
+def _reject_foreign_origins(app: _Wsgi) -> _Wsgi:
     """Refuse requests that a foreign web page makes the user's browser send here.
 
     A page may point a name of its own at 127.0.0.1 and then read and delete studies as if they were its own, or post
@@ -88,13 +88,13 @@ def _local_only(app: _Wsgi) -> _Wsgi:
 
     def is_allowed(environ: dict[str, Any]) -> bool:
         host = f"//{environ.get('HTTP_HOST', '')}"
-        return all(_hostname(value) in _LOOPBACK for value in (host, environ.get("HTTP_ORIGIN") or host))
+        return all(_parse_hostname(value) in _LOOPBACK for value in (host, environ.get("HTTP_ORIGIN") or host))
 
     reason = b"This dashboard answers to 127.0.0.1 and localhost only.\n"
-    return _guarded(app, is_allowed, "text/plain; charset=utf-8", reason)
+    return _guard(app, is_allowed, "text/plain; charset=utf-8", reason)
 
 
-def _guarded(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
+def _guard(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
     """Answer the other requests with 403 and the reason."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -106,7 +106,7 @@ def _guarded(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_t
     return guarded
 
 
-def _hostname(value: str) -> str | None:
+def _parse_hostname(value: str) -> str | None:
     try:
         return urlsplit(value).hostname
     except ValueError:
@@ -129,13 +129,13 @@ class DashboardStorage(PostgresStorage):
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         trials = super().get_all_trials(study_id, deepcopy=False, states=states)
-        lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _lists_files(trial)]
-        found = self._database.rows(_LISTED, {"trials": lacking, "prefix": PREFIX}) if lacking else []
+        lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _has_artifact_list(trial)]
+        found = self._database.fetch_rows(_LISTED, {"trials": lacking, "prefix": PREFIX}) if lacking else []
         for row in found:
             self.refresh_trial(row.trial_id)
         if found or deepcopy:
             trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
-        return [in_older_form(trial) for trial in trials]
+        return [add_legacy_constraints(trial) for trial in trials]
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
         best = super().get_best_trial(study_id)
@@ -147,19 +147,19 @@ class DashboardStorage(PostgresStorage):
         return min(within, key=lambda trial: (-1 if maximize else 1) * (trial.value or 0.0), default=best)
 
 
-def _lists_files(trial: FrozenTrial) -> bool:
+def _has_artifact_list(trial: FrozenTrial) -> bool:
     return any(key.startswith(PREFIX) for key in trial.system_attrs)
 
 
-_OLDER = "constraints"  # the system attribute: numbers without names, positive where one is broken
+_LEGACY_CONSTRAINTS = "constraints"  # the system attribute: numbers without names, positive where one is broken
 
 
-def in_older_form(trial: FrozenTrial) -> FrozenTrial:
+def add_legacy_constraints(trial: FrozenTrial) -> FrozenTrial:
     """Return a trial with its constraints as the dashboard's pages read them, or the trial itself if it has none."""
-    if not trial.constraints or _OLDER in trial.system_attrs:
+    if not trial.constraints or _LEGACY_CONSTRAINTS in trial.system_attrs:
         return trial
     told = copy.copy(trial)  # the other is in the storage's cache
-    told._system_attrs = {**trial.system_attrs, _OLDER: list(trial.constraints.values())}
+    told._system_attrs = {**trial.system_attrs, _LEGACY_CONSTRAINTS: list(trial.constraints.values())}
     return told
 
 
@@ -168,7 +168,7 @@ def is_feasible(trial: FrozenTrial) -> bool:
     return all(over <= 0 for over in trial.constraints.values())
 
 
-def feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
+def find_feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
     """Return the feasible COMPLETE trials that none dominates, by number: the dashboard's own front ignores bounds."""
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values and is_feasible(trial)]
     maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]

@@ -1,15 +1,15 @@
 """The errors of this package, and errors as one line."""
 
 
-def one_line(error: object, length: int | None = None) -> str:
+def format_error(error: object, length: int | None = None) -> str:
     """Return an error as one line of at most `length` characters; a database error without its statement."""
     text = " ".join(str(getattr(error, "orig", None) or error).split())
     return text[:length] or type(error).__name__
 
 
-def reason(error: Exception) -> str:
+def format_os_error(error: Exception) -> str:
     """Return an error as one line; an error of the operating system without its number and its file."""
-    return one_line(getattr(error, "strerror", None) or error)
+    return format_error(getattr(error, "strerror", None) or error)
 
 
 class StorageError(Exception):

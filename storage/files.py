@@ -26,7 +26,7 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
-def place(source: Path, target: Path) -> None:
+def link_or_copy_durably(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where there can be no link; durable when this returns."""
     make_folder(target.parent)
     with source.open("rb") as file:
@@ -63,7 +63,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def append_whole(descriptor: int, data: bytes, size: int) -> None:
+def append_atomically(descriptor: int, data: bytes, size: int) -> None:
     """Append all of `data` to an open file of `size` bytes, or nothing.
 
     Raises:
@@ -118,13 +118,13 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def sha256(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def size_of(folder: Path) -> int:
+def compute_folder_bytes(folder: Path) -> int:
     """Return the bytes of all files below a folder; what others remove meanwhile counts for nothing."""
     size = 0
     for parent, _, names in os.walk(folder):  # which, unlike Path.rglob, does not mind a folder that goes

@@ -31,7 +31,7 @@ class Addresses(TypedDict, total=False):
     home: str | None
 
 
-def normalise(url: str, *, setting: str = "--storage-url") -> str:
+def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     """Return the URL as SQLAlchemy and psycopg2 need it.
 
     `postgres://` and `postgresql://` become `postgresql+psycopg2://`: since SQLAlchemy 2.1 the bare form means
@@ -69,7 +69,7 @@ def redact(url: str) -> str:
     return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
-def without_secret(text: str, url: str) -> str:
+def redact_password(text: str, url: str) -> str:
     """Return `text`, which may quote `url` or a part of it, without the password of `url`."""
     password = urlsplit(url).password or ""
     for secret in {password, unquote(password)} - {""}:
@@ -77,7 +77,7 @@ def without_secret(text: str, url: str) -> str:
     return redact(text)
 
 
-def build(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
+def build_url(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
     """Return a normalised URL from its parts; `query` is appended as it is."""
     where = f"[{host}]" if ":" in host else host
     suffix = f"?{query}" if query else ""

@@ -28,9 +28,9 @@ from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_databases
 from hpsearch.storage.embedded import stack as embedded
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
-from hpsearch.storage.urls import build
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
+from hpsearch.storage.urls import build_url
 from tests.faults.harness import Zygote, server_in, zygotes
 
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
@@ -157,9 +157,9 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
         first = not home.exists()
         made = embedded.up(home, dashboard=DASHBOARD_COMMAND)
         if first:
-            folder = find_folder(home)
+            folder = find_postgres_folder(home)
             assert folder is not None
-            server = Server(folder, home / "logs" / "postgres.log")
+            server = EmbeddedPostgres(folder, home / "logs" / "postgres.log")
             forget_power_cuts(_admin_url(server, server.port()))
         return made
 
@@ -196,7 +196,7 @@ class PostgresServer:
 
     def url(self, database: str, *, user: str = WORKER, password: str | None = None) -> str:
         """Return the URL of a database for one of the roles (whose passwords are their names) or another user."""
-        return build(
+        return build_url(
             user=user,
             password=password or user,
             host="127.0.0.1",
@@ -231,27 +231,27 @@ def forget_power_cuts(admin_url: str) -> None:
     execute(admin_url, *(f"ALTER SYSTEM SET {name} = off" for name in settings), "SELECT pg_reload_conf()")
 
 
-def _admin_url(server: Server, port: int | None) -> str:
-    url = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
+def _admin_url(server: EmbeddedPostgres, port: int | None) -> str:
+    url = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
     return f"{url}?sslmode=disable"
 
 
 @pytest.fixture(scope="session")
-def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
+def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> EmbeddedPostgres:
     """A Postgres without the rest of the stack, shared by all tests: it is there in two seconds."""
     home = pytestconfig.stash[_SHARED] / "postgres"
     with FileLock(home.with_suffix(".lock")):
         known = home / "server.json"
         if known.exists():
             port, admin = json.loads(known.read_text())
-            return PostgresServer(port, admin, _databases(admin))
+            return EmbeddedPostgres(port, admin, _databases(admin))
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        embedded_server = Server(make_folder(home), home / "logs" / "postgres.log")
+        embedded_server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = embedded_server.start(None)
         admin = _admin_url(embedded_server, port)
         forget_power_cuts(admin)
-        server = PostgresServer(port, admin, _databases(admin))
+        server = EmbeddedPostgres(port, admin, _databases(admin))
         server.execute("CREATE DATABASE {} OWNER {}", server.template, OWNER)
         migrate(server.url(server.template, user=OWNER))
         known.write_text(json.dumps([port, admin]))
@@ -297,7 +297,7 @@ def fresh_home(_no_settings_of_the_user: None) -> Iterator[Path]:
 _numbers = itertools.count()
 
 
-def _database(server: PostgresServer, *, template: str) -> Iterator[str]:
+def _database(server: EmbeddedPostgres, *, template: str) -> Iterator[str]:
     name = f"test_{os.getpid()}_{next(_numbers)}"
     server.execute("CREATE DATABASE {} OWNER {} TEMPLATE {} STRATEGY file_copy", name, OWNER, template)
     yield name
@@ -305,25 +305,25 @@ def _database(server: PostgresServer, *, template: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def database(postgres_server: PostgresServer) -> Iterator[str]:
+def database(postgres_server: EmbeddedPostgres) -> Iterator[str]:
     """The name of a fresh, migrated database on `postgres_server`."""
     yield from _database(postgres_server, template=postgres_server.template)
 
 
 @pytest.fixture
-def database_url(postgres_server: PostgresServer, database: str) -> str:
+def database_url(postgres_server: EmbeddedPostgres, database: str) -> str:
     """URL of a fresh, migrated database for a worker: rows only, no change of the schema."""
     return postgres_server.url(database)
 
 
 @pytest.fixture
-def owner_url(postgres_server: PostgresServer, database: str) -> str:
+def owner_url(postgres_server: EmbeddedPostgres, database: str) -> str:
     """URL of the same database as `database_url`, for its owner."""
     return postgres_server.url(database, user=OWNER)
 
 
 @pytest.fixture
-def empty_database_url(postgres_server: PostgresServer) -> Iterator[str]:
+def empty_database_url(postgres_server: EmbeddedPostgres) -> Iterator[str]:
     """URL of a fresh database without tables, for its owner."""
     for name in _database(postgres_server, template="template0"):
         yield postgres_server.url(name, user=OWNER)

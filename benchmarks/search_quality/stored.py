@@ -25,12 +25,12 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 
 LEASE = 10**6  # seconds: nobody dies in the simulation
 
@@ -41,11 +41,11 @@ def storage() -> PostgresStorage:
     folder = tempfile.TemporaryDirectory(prefix="hpsearch-quality-", ignore_cleanup_errors=True)
     home = Path(folder.name).resolve()
     home.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
-    server = Server(make_folder(home), home / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     port = server.start(None)
     atexit.register(folder.cleanup)
     atexit.register(server.stop)
-    admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+    admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
     made = create_databases(f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m")
     migrate(made.owner_url)
     return PostgresStorage(make_engine(made.worker_url, application_name="search quality", pool_size=2))

@@ -39,7 +39,7 @@ from hpsearch.search.tracking.publish import close_study
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
 from hpsearch.storage.mlflow.health import describe_error
-from hpsearch.storage.records.test_openings import AlreadyOpenError, read_opening
+from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError, read_test_evaluation
 from hpsearch.storage.trials.history import finalist_studies, refit_studies
 
 
@@ -137,7 +137,7 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: b
     study.require_search("open the test set of {study!r}")
     try:
         return choose_candidate(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
-    except AlreadyOpenError as error:
+    except AlreadyEvaluatedError as error:
         raise _opened(study, error) from None
 
 
@@ -153,7 +153,7 @@ def open_test_set(
     candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     try:
         opening = open_for(study, candidate, tracking_of(services, study))
-    except AlreadyOpenError as error:
+    except AlreadyEvaluatedError as error:
         raise _opened(study, error) from None
 
     def tell(tracking: Tracking) -> None:
@@ -164,7 +164,7 @@ def open_test_set(
     return opening.scores or {}
 
 
-def _opened(study: StoredStudy, error: AlreadyOpenError) -> SearchError:
+def _opened(study: StoredStudy, error: AlreadyEvaluatedError) -> SearchError:
     name = study.spec.name
     return SearchError(f"study {name!r}: {error}; see it with: {format_command('show', name)}")
 
@@ -196,7 +196,7 @@ def what_goes(study: StoredStudy) -> str:
     """
     what = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
     what += ", its finalists" if len(with_finalists(study)) > 1 else ""
-    opened = read_opening(study.engine, study.study_id)
+    opened = read_test_evaluation(study.engine, study.study_id)
     return what + (", and the record that its test set was opened" if opened else "")
 
 

@@ -17,7 +17,7 @@ from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server, describe_error
-from hpsearch.storage.records.promotions import promotions_of
+from hpsearch.storage.records.promotions import read_promotions
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import Addresses
@@ -138,7 +138,7 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         return StudyRow(frozen.study_name, ours=False)
     spec, engine = parse_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
-    held = [promotion for promotion in promotions_of(engine, frozen._study_id) if promotion.ended_at is None]
+    held = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(
         name=spec.name,
         objective=spec.objective,

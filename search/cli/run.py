@@ -135,14 +135,14 @@ def print_(
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
     try:
         words = tuple(shlex.split(command or ""))
     except ValueError as error:
         raise SearchError(f"--command {command!r} cannot be read ({error}): quote it as for a shell") from None
     if home is None and storage_url is None and engine != "kubernetes":
-        home = str(home_dir())  # the embedded stack's, wherever it is told to run
+        home = str(prepare_home())  # the embedded stack's, wherever it is told to run
     launch = LaunchConfig(
         engine=engine, study=study, workers=workers, gpus=gpus, cpus=cpus, memory=memory, time=time, grace=grace,
         image=image, storage_url=storage_url.strip() if storage_url else None,

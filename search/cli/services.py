@@ -26,10 +26,10 @@ def up(home: o.Home = None) -> None:
     from hpsearch.search.console import PlainConsole, show_steps
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
     with show_steps(PlainConsole(stderr=True)) as tell:
-        info = stack.up(home_dir(home), dashboard=DASHBOARD_COMMAND, progress=tell)
+        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, progress=tell)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
     typer.echo(f"data              {info.home}")
@@ -39,9 +39,9 @@ def up(home: o.Home = None) -> None:
 def down(home: o.Home = None) -> None:
     """Stop the embedded services. Their data stays."""
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
-    stopped = stack.down(home_dir(home))
+    stopped = stack.down(prepare_home(home))
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
 
 
@@ -49,9 +49,9 @@ def down(home: o.Home = None) -> None:
 def status(home: o.Home = None) -> int:
     """Show the embedded services. Exit code 0 if all run, 3 otherwise."""
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
-    services = stack.status(home_dir(home))
+    services = stack.read_status(prepare_home(home))
     for service in services:
         where = service.url or ""
         typer.echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())
@@ -187,7 +187,7 @@ def _counted(manifest: Manifest) -> str:
 
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
     parts = [studies, pluralize(manifest.trials, "trial")]
-    if manifest.with_mlflow:
+    if manifest.has_mlflow:
         parts += [pluralize(manifest.runs, "run"), pluralize(manifest.models, "registered model")]
     return ", ".join(parts)
 
@@ -263,18 +263,18 @@ def mlflow(
     """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
-    from hpsearch.storage.embedded.services import mlflow_command, require_server_packages
-    from hpsearch.storage.urls import normalise
+    from hpsearch.storage.embedded.services import make_mlflow_command, require_server_packages
+    from hpsearch.storage.urls import normalise_url
 
     require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
         raise SearchError(f"{variable} is not set: it names the Postgres database that MLflow keeps its runs in")
-    url = normalise(given, setting=variable)
+    url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
-    format_command, environment = mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
+    format_command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
     os.execve(format_command[0], format_command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
 
 

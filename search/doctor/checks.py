@@ -22,13 +22,13 @@ from hpsearch.search.fleet.fork import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.storage.attributes import RELEASE, STOPPED
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.home import VARIABLE
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.home import HOME_VARIABLE
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server, describe_error, read_server_version
 from hpsearch.storage.trials.history import read_progress
-from hpsearch.storage.urls import without_secret
+from hpsearch.storage.urls import redact_password
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
@@ -90,9 +90,9 @@ class Checker:
         except USER_ERRORS as error:  # the message has the remedy
             return Finding("failed", str(error))
         except Exception as error:  # the other checks still run
-            said = f"{type(error).__name__}: {one_line(error)}"
+            said = f"{type(error).__name__}: {format_error(error)}"
             for url in self._secrets:
-                said = without_secret(said, url)
+                said = redact_password(said, url)
             return Finding("failed", said)
 
 
@@ -159,7 +159,7 @@ def _list_driver_gpus() -> list[str]:
 LOW_FREE_BYTES = 1_000_000_000  # bytes: a few runs with their checkpoints and plots
 MIN_FREE_BYTES = 100_000_000  # bytes: less than one
 
-_ELSEWHERE = f"set {VARIABLE} to a folder on another disk"
+_ELSEWHERE = f"set {HOME_VARIABLE} to a folder on another disk"
 
 
 def check_home(home: Path) -> Finding:

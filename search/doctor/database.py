@@ -9,7 +9,7 @@ from typing import Any
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.doctor.checks import Checks, Finding
-from hpsearch.storage.database.connect import open_cursor, schema_revisions, table_rights
+from hpsearch.storage.database.connect import open_cursor, read_schema_revisions, read_table_privileges
 
 ROUND_TRIPS = 5
 MAX_CLOCK_SKEW_SECONDS = 2.0  # seconds that two clocks may differ
@@ -59,12 +59,12 @@ def _check_connection(cursor: Any) -> Finding:
 
 def _check_schema(cursor: Any) -> Finding:
     migrate = f"run '{format_command('migrate')}' as the owner of the database"
-    rows = table_rights(cursor)
+    rows = read_table_privileges(cursor)
     if missing := [name for name, is_missing, _ in rows if is_missing]:
         all_missing = len(missing) == len(rows)
         said = "there are no tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
         return Finding("failed", said, migrate)
-    revisions = schema_revisions(cursor)
+    revisions = read_schema_revisions(cursor)
     for owner, found, needed in revisions:
         if found != needed:
             other = f"the tables are of another version of {owner}: {found}, this release needs {needed}"
@@ -74,7 +74,7 @@ def _check_schema(cursor: Any) -> Finding:
 
 
 def _check_permissions(cursor: Any) -> Finding:
-    user, rows = cursor.connection.info.user, table_rights(cursor)
+    user, rows = cursor.connection.info.user, read_table_privileges(cursor)
     if tables := [name for name, _, lacking in rows if lacking]:
         rights = ", ".join(sorted({right for *_, lacking in rows for right in lacking}))
         grant = f"as the owner: GRANT {rights} ON {', '.join(tables)} TO {user}"

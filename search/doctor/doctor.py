@@ -31,7 +31,7 @@ from hpsearch.search.services import check_pair
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.study_storage.storage import open_storage
 
 
@@ -56,8 +56,8 @@ def run_checks(
         StorageError: the home cannot be used, or the database's URL cannot be read.
     """
     check_pair({"storage_url": storage_url, "tracking_uri": tracking_uri}, both=False)
-    folder = home_dir(home)
-    running = None if storage_url is not None else stack.info(folder)
+    folder = prepare_home(home)
+    running = None if storage_url is not None else stack.find_running(folder)
     database = storage_url if running is None else running.storage_url
     checker = Checker([url for url in (database, checkpoint_url) if url])
     given = "--storage-url" if running is None else "embedded Postgres"
@@ -92,7 +92,7 @@ def _check_services(home: Path, storage_url: str | None, running: stack.StackInf
         return Finding("ok", "the database of --storage-url")
     if running is not None:
         return Finding("ok", f"the embedded stack in {home}")
-    states = ", ".join(f"{service.name} {service.state}" for service in stack.status(home))
+    states = ", ".join(f"{service.name} {service.state}" for service in stack.read_status(home))
     return Finding(
         "failed",
         f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",

@@ -21,7 +21,7 @@ from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study
 from hpsearch.storage.attributes import FRESH, REFIT
 from hpsearch.storage.database.locks import name_lock
-from hpsearch.storage.records.promotions import Promotion, promotions_of
+from hpsearch.storage.records.promotions import Promotion, read_promotions
 from hpsearch.storage.trials.history import refit_studies
 
 SEEDS = 3
@@ -202,11 +202,11 @@ def with_refits(study: StoredStudy) -> list[Promotion]:
     """Return the promotions of a study's trials and of refits of its winners, the first one first."""
     refits = [find_study(study.storage, name) for name in refit_studies(study.engine, study.study_id)]
     of = [study.study_id, *(each for each in refits if each is not None)]
-    found = [promotion for study_id in of for promotion in promotions_of(study.engine, study_id)]
+    found = [promotion for study_id in of for promotion in read_promotions(study.engine, study_id)]
     return sorted(found, key=lambda promotion: promotion.promoted_at)
 
 
 def current(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
     """Return the promotions of a study and its refits, or of one trial, whose aliases still name the version."""
-    found = with_refits(study) if trial is None else promotions_of(study.engine, study.study_id)
+    found = with_refits(study) if trial is None else read_promotions(study.engine, study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]

@@ -11,7 +11,7 @@ from hpsearch.search.finalists.table import FinalistRow, Finalists, newest_set, 
 from hpsearch.search.finalists.winner import LEVEL, Expected
 from hpsearch.search.study.ranking import best_first
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 _TOLD = 5e-5  # less is nothing, in four digits
 _SHOWN = {"confirmed": "", "incomplete": "cannot win"}  # verdicts that are shown by other words
@@ -23,7 +23,7 @@ def confirmation_lines(study: StoredStudy) -> list[str]:
     lines = [] if counting is None else finalist_lines(study, counting)
     if counting is not None and newest is not None and newest.spec.name != counting.study:
         lines.append(f"chosen anew, in {newest.spec.name}: {finalist_lines(study, tabulate(study, newest))[0]}")
-    opening = read_opening(study.engine, study.study_id)
+    opening = read_test_evaluation(study.engine, study.study_id)
     return lines if opening is None else [*lines, opening_line(study, opening, counting)]
 
 
@@ -162,17 +162,17 @@ def basis(found: Finalists) -> str:
     return "data() gives fixed parts, or a test split that depends on them, so that seeds alone are fresh"
 
 
-def opening_line(study: StoredStudy, opening: Opening, found: Finalists | None = None) -> str:
+def opening_line(study: StoredStudy, opening: TestEvaluation, found: Finalists | None = None) -> str:
     """Return a line on the opened test set, and whether it is as the finalists that chose its trial let expect."""
     sure = "" if opening.finalists else ", unconfirmed by finalists"
     if opening.scores is None:
-        return f"test set: opened {opening.told}{sure}; its scores are not written yet"
+        return f"test set: opened {opening.description}{sure}; its scores are not written yet"
     metric = study.spec.metric
     shown = f"{metric} {opening.scores[metric]:.4f}" if metric in opening.scores else f"{opening.scores}"
-    return f"test set: {shown}{_as_expected(study, opening, found)}, opened {opening.told}{sure}"
+    return f"test set: {shown}{_as_expected(study, opening, found)}, opened {opening.description}{sure}"
 
 
-def _as_expected(study: StoredStudy, opening: Opening, found: Finalists | None) -> str:
+def _as_expected(study: StoredStudy, opening: TestEvaluation, found: Finalists | None) -> str:
     """Return in words where the test score lies; nothing where nothing was expected of it."""
     if (
         found is None

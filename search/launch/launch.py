@@ -21,7 +21,7 @@ from hpsearch.search.spec.spec import NAME_PATTERN
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.urls import normalise, redact
+from hpsearch.storage.urls import normalise_url, redact
 
 ENGINES = ("slurm", "kubernetes", "ray", "systemd")
 SHUTDOWN_MARGIN_SECONDS = 5  # seconds of the grace that a worker leaves for the way of the signal and its own end
@@ -136,7 +136,7 @@ class LaunchConfig:
                 f"--storage-url {redact(self.storage_url)!r} holds a password, which would be printed: leave it out of "
                 f"the URL and put it {_PASSWORD_PLACES[self.engine]}"
             )
-        normalise(self.storage_url)
+        normalise_url(self.storage_url)
         if not self.storage_url.isprintable():
             raise SearchError(f"--storage-url {self.storage_url!r} holds a character that a script cannot")
 

@@ -24,7 +24,7 @@ from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.model import CHECKPOINT, why_weights_only
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
-from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -102,7 +102,7 @@ class Confirmation:
     study: StoredStudy
     search: StoredStudy
     finalists: Finalists | None
-    opening: Opening | None
+    opening: TestEvaluation | None
     refit: Refit | None
 
     @classmethod
@@ -110,7 +110,7 @@ class Confirmation:
         """Read it from the database."""
         refit = None if study.spec.refit is None else tabulate_refit(study)
         search = study if refit is None else parent_of(study)
-        return cls(study, search, read_finalists(search), read_opening(search.engine, search.study_id), refit)
+        return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
     def is_opened_for(self, trial: int) -> bool:
         """Whether the test set was opened for the model of this trial; of a refit only that of one run counts."""
@@ -132,11 +132,12 @@ class Confirmation:
             return "the test set was not opened for it" + ("" if self.refit is None else " yet")
         if self.refit is None:
             if not self.is_opened_for(trial):
-                return f"the test set was opened for {self.opening.subject}"
+                return f"the test set was opened for {self.opening.model_description}"
             if self.opening.finalists is None:
                 return "the test set was opened for it without finalists"
         elif not self.is_opened_for(trial):
-            return f"the test set was opened for the model of {self.opening.subject}; this refit was not scored on it"
+            model = self.opening.model_description
+            return f"the test set was opened for the model of {model}; this refit was not scored on it"
         return "" if self.opening.scores is not None else "the test set was opened and has no scores"
 
     def _why_not_chosen(self, trial: int) -> str:
@@ -189,7 +190,7 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
     )
 
 
-def _opening(opening: Opening) -> dict[str, Any]:
+def _opening(opening: TestEvaluation) -> dict[str, Any]:
     return {"scores": opening.scores, "opened_at": opening.opened_at.isoformat(), "opened_by": opening.opened_by}
 
 

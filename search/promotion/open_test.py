@@ -22,9 +22,15 @@ from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.storage.files import sha256
+from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
+from hpsearch.storage.records.test_evaluations import (
+    AlreadyEvaluatedError,
+    TestEvaluation,
+    read_test_evaluation,
+    record_test_evaluation,
+    write_scores,
+)
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,13 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
     Raises:
         SearchError: no finalists have decided, or for another trial, and it is not to be unconfirmed; or the trial
             is not complete, or the refit not trained.
-        AlreadyOpenError: it was opened, for another trial or with scores.
+        AlreadyEvaluatedError: it was opened, for another trial or with scores.
     """
-    opening = read_opening(study.engine, study.study_id)
+    opening = read_test_evaluation(study.engine, study.study_id)
     if opening is not None:
         other = trial not in {None, opening.trial_number} or refit != (opening.refit is not None)
         if opening.scores is not None or other:
-            raise AlreadyOpenError(opening)
+            raise AlreadyEvaluatedError(opening)
         run = None
         if opening.refit is not None:
             made = load_study(study.storage, opening.refit)
@@ -106,11 +112,11 @@ def _complete(study: StoredStudy, number: int) -> FrozenTrial:
     return trial
 
 
-def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Opening:
+def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> TestEvaluation:
     """Open the test set of a study for a trial, score its best weights, and return the opening with the scores.
 
     Raises:
-        AlreadyOpenError: somebody else has opened it.
+        AlreadyEvaluatedError: somebody else has opened it.
         SearchError: the weights are not to be had, or are not the trial's.
         ObjectiveError: the data or the model are not those of the trial any more.
     """
@@ -121,11 +127,11 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
         restored = restore_model(of.objective(), weights.read(path))
         if not isinstance(restored, RestoredLoop):  # only its own loop can measure the value
             weights.require_value(restored)
-        opening = open_test_set(
+        opening = record_test_evaluation(
             study.engine,
             study.study_id,
             trial_number=candidate.trial.number,
-            model_sha256=sha256(path),
+            model_sha256=compute_sha256(path),
             opened_by=whoami(),
             finalists=candidate.finalists,
             refit=None if candidate.refit is None else of.spec.name,

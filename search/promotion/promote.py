@@ -21,7 +21,7 @@ from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
-from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.registry import (
@@ -136,7 +136,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         tags = {**version_tags(evidence), tag_names.PROMOTED_BY: whoami()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
-        still_held(connection)
+        check_lock_held(connection)
         replaced = held if held is not None and held.number != version.number else None
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))

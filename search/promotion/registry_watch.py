@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import load_study, parent_of
-from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
@@ -26,11 +26,11 @@ from hpsearch.storage.mlflow.registry import Registry, Version, is_previous
 from hpsearch.storage.records.promotions import (
     Promotion,
     TrialOfRun,
-    current_promotions,
     end_promotion,
+    find_trials_of_runs,
+    is_recorded,
+    read_current_promotions,
     record_promotion,
-    trials_of_runs,
-    was_recorded,
 )
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
@@ -62,7 +62,7 @@ def notice(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | Non
     if aliases == known:
         return aliases
     with engine.connect() as connection:
-        if not _differing(aliases, current_promotions(connection)):
+        if not _differing(aliases, read_current_promotions(connection)):
             return aliases
     with registry_lock(engine) as connection:
         aliases = registry.aliases()  # again: a promotion of ours may have been at work
@@ -83,16 +83,16 @@ def _bring_in_line(
     connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases
 ) -> set[str]:
     """Record the changed aliases; return the names of the studies whose trials they are of."""
-    registry, recorded = Registry(tracking.client), current_promotions(connection)
+    registry, recorded = Registry(tracking.client), read_current_promotions(connection)
     differing = _differing(aliases, recorded)
     versions = {key: registry.version(key[0], aliases[key]) for key in differing if key in aliases}
     runs = {version.run_id for version in versions.values() if version is not None and version.run_id}
-    trials = trials_of_runs(connection, runs) if runs else {}
+    trials = find_trials_of_runs(connection, runs) if runs else {}
     changed = set()
     for key in differing:
         version, old = versions.get(key), recorded.get(key)
         trial = trials.get(version.run_id or "") if version is not None else None
-        still_held(connection)
+        check_lock_held(connection)
         if version is not None and trial is not None:
             _record(connection, storage, tracking, trial, version, key[1])
             changed.add(trial.study_name)
@@ -122,7 +122,7 @@ def _record(
     study = load_study(storage, trial.study_name)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
     # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
-    before = was_recorded(connection, version.model, version.number)
+    before = is_recorded(connection, version.model, version.number)
     by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
     try:
         write_evidence(Registry(tracking.client), version, evidence)

@@ -39,7 +39,7 @@ from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.model import fetch_checkpoint, why_weights_only
 from hpsearch.storage.mlflow.registry import Registry, Version
-from hpsearch.storage.records.promotions import trials_of_runs
+from hpsearch.storage.records.promotions import find_trials_of_runs
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     version = find_version(Registry(tracking.client), reference)
     run = version.run_id or ""
     with storage.engine.connect() as connection:
-        found = trials_of_runs(connection, [run]).get(run)
+        found = find_trials_of_runs(connection, [run]).get(run)
     if found is None:
         raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
     study, number = load_study(storage, found.study_name), found.number

@@ -48,7 +48,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE
 from hpsearch.storage.records.promotions import Promotion
-from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 from hpsearch.storage.rungs.rungs import read_rung_counts
 
 
@@ -88,7 +88,7 @@ _MAX_FAILURES = 20  # listed with their reasons; the table of trials has them al
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
     """Write the report of `study` to `path` and return it."""
     summary, finalists = summarise(study), read_finalists(study)
-    opening = read_opening(study.engine, study.study_id)
+    opening = read_test_evaluation(study.engine, study.study_id)
     shown = select_shown_trials(study)
     names = list_parameter_names(shown)
     several, at = study.spec.several, compute_epoch_usage(study)
@@ -179,12 +179,12 @@ def _format_early_stop(study: StoredStudy) -> str:
 
 
 def _make_cards(
-    study: StoredStudy, summary: Summary, finalists: Finalists | None, opening: Opening | None
+    study: StoredStudy, summary: Summary, finalists: Finalists | None, opening: TestEvaluation | None
 ) -> list[tuple[str, str]]:
     """Return the numbers at the head of the page, each with what it is; the most trustworthy one first."""
     metric, cards = study.spec.metric, []
     if opening is not None and opening.scores is not None and metric in opening.scores:
-        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.subject}"))
+        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.model_description}"))
     if finalists is not None and finalists.winner is not None:
         mean = finalists.row(finalists.winner).mean
         cards.append((f"{mean:.4f}", f"{metric} on {drawn(finalists)}"))
@@ -244,7 +244,7 @@ def _make_promotion_row(promotion: Promotion) -> dict[str, str]:
         "by": promotion.promoted_by,
         "at": format_utc(promotion.promoted_at),
         "until": "" if promotion.ended_at is None else format_utc(promotion.ended_at),
-        "note": "" if promotion.confirmed else str(promotion.evidence.get("unconfirmed", "unconfirmed")),
+        "note": "" if promotion.is_confirmed else str(promotion.evidence.get("unconfirmed", "unconfirmed")),
     }
 
 

@@ -68,7 +68,7 @@ class StudyStatus:
 def read_status(study: StoredStudy) -> StudyStatus:
     """Read where a study stands now."""
     spec = study.spec
-    [(at,)] = Database(study.engine).rows(sa.text("SELECT clock_timestamp()"), {})
+    [(at,)] = Database(study.engine).fetch_rows(sa.text("SELECT clock_timestamp()"), {})
     progress = read_progress(study.engine, study.study_id, spec.direction)
     events = read_events(study.engine, study.study_id)
     return StudyStatus(
@@ -103,7 +103,7 @@ _EPOCHS_PER_TRIAL = sa.text("""
 
 def _count_rungs_reached(study: StoredStudy) -> dict[int, int]:
     """How many trials got to the first epoch, the last, and halvings between."""
-    lengths = [row.epochs for row in Database(study.engine).rows(_EPOCHS_PER_TRIAL, {"study": study.study_id})]
+    lengths = [row.epochs for row in Database(study.engine).fetch_rows(_EPOCHS_PER_TRIAL, {"study": study.study_id})]
     total = study.spec.epochs
     marks = sorted({1, total, *(total // 2**power for power in range(1, int(math.log2(total)) + 1))})
     return {mark: sum(length >= mark for length in lengths) for mark in marks}
@@ -121,7 +121,9 @@ _RECENT_ENDS = sa.text("""
 def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
     if progress.share >= 1:
         return 0.0
-    [row] = Database(study.engine).rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_TRIALS + 1})
+    [row] = Database(study.engine).fetch_rows(
+        _RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_TRIALS + 1}
+    )
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
     # At the pace of the last ends, by the budget of which most is spent.

@@ -31,7 +31,7 @@ from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_URL, TRACKING_URI
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, 
     assert of is not None
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
     console.print(f"finalists of {study.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
-    opening = read_opening(study.engine, study.study_id)
+    opening = read_test_evaluation(study.engine, study.study_id)
     if created and opening is not None:
         console.print(f"{opening_line(study, opening)}; another winner cannot be tested any more", style="yellow")
     if len(of.trials) < of.top:

@@ -47,7 +47,7 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
     def watch() -> None:
         while not done.wait(_SUPERVISION_SECONDS):
             try:
-                states = {service.state for service in stack.status(home)}
+                states = {service.state for service in stack.read_status(home)}
                 if states == {"stopped"}:
                     stopped.set()
                 elif "dead" in states:
@@ -128,7 +128,7 @@ def run_fleet(
 
     def read() -> tuple[Progress, bool]:
         try:
-            return read_progress(engine, study.study_id, study.spec.direction, patience=0.0), False
+            return read_progress(engine, study.study_id, study.spec.direction, retry_seconds=0.0), False
         except DBAPIError:
             return progress, True
 

@@ -18,7 +18,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.storage.database.locks import suggestion_turn
+from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim
 
@@ -103,7 +103,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         study._thread_local.cached_all_trials = None
         # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
         with (
-            suggestion_turn(storage.engine, study._study_id) as take_turn,
+            suggestion_lock(storage.engine, study._study_id) as take_turn,
             storage.batch_writes(claim.trial_id) as held,
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))

@@ -15,7 +15,7 @@ from hpsearch.storage.checkpoints.pointers import drop_pointers, ended
 from hpsearch.storage.checkpoints.store import Checkpoints, checkpoint_of
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError
-from hpsearch.storage.files import size_of
+from hpsearch.storage.files import compute_folder_bytes
 from hpsearch.storage.urls import redact
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class StudyCheckpoints:
 def _size(path: Path) -> int | None:
     """The bytes of a file, or of a folder's; None where another worker removed it meanwhile."""
     try:
-        return size_of(path) if path.is_dir() else path.stat().st_size
+        return compute_folder_bytes(path) if path.is_dir() else path.stat().st_size
     except FileNotFoundError:
         return None
 

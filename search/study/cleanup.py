@@ -20,12 +20,12 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import size_of
+from hpsearch.storage.files import compute_folder_bytes
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.disk_usage import RunStorage
 from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
 
 KEEP_TOP = 5
 _BY_GC = "hpsearch gc removed its model and its best checkpoint"
@@ -156,7 +156,7 @@ def _best(study: StoredStudy, keep_top: int) -> set[int]:
 def _needed_trials(study: StoredStudy) -> set[int]:
     """Return the trials that were ever finalists, or that the test set was opened for."""
     needed = finalist_trials(study)
-    if (opening := read_opening(study.engine, study.study_id)) is not None:
+    if (opening := read_test_evaluation(study.engine, study.study_id)) is not None:
         needed.add(opening.trial_number)
     # What is on its way to MLflow would find half of it gone.
     needed.update(trial.number for trial in study.trials() if TRACKING in trial.user_attrs)
@@ -212,10 +212,10 @@ def _folders(study: StoredStudy, what: str, folders: dict[int, list[Path]]) -> G
     def remove() -> int:
         alive = {trial.number for trial in study.trials() if not trial.state.is_finished()}
         gone = [path for number, some in folders.items() if number not in alive for path in some]
-        freed = sum(map(size_of, gone))
+        freed = sum(map(compute_folder_bytes, gone))
         for path in gone:
             shutil.rmtree(path, ignore_errors=True)
         return freed
 
-    size = sum(map(size_of, paths))
+    size = sum(map(compute_folder_bytes, paths))
     return Garbage(study.spec.name, what, tuple(sorted(folders)), size, "this machine", remove)

@@ -40,7 +40,7 @@ from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study
 from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.database.locks import LockLostError, name_lock, still_held
+from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
@@ -211,7 +211,7 @@ def _created(
             open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
         set_attrs_in(connection, study_id, earlier, kind="system")
 
-    still_held(lock)
+    check_lock_held(lock)
     directions = study_directions(spec)
     study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=fill)
     return StoredStudy(spec, storage, study_id)

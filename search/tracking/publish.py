@@ -38,7 +38,7 @@ from hpsearch.storage.mlflow.tag_names import (
     WINNER,
     WINNER_RUN_ID,
 )
-from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
@@ -52,18 +52,18 @@ def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
     counting = counting_set(study)
     if counting is not None and not counting[1].pending:
         _tell_finalists(study, *counting, runs, tracking)
-    opening = read_opening(study.engine, study.study_id)
+    opening = read_test_evaluation(study.engine, study.study_id)
     if opening is not None and opening.scores is not None and (run := _scored_run(study, opening, runs)):
         _annotate(
             tracking,
             run,
-            tags={TEST_OPENED: opening.told, TEST_CONFIRMED: str(opening.finalists is not None).lower()},
+            tags={TEST_OPENED: opening.description, TEST_CONFIRMED: str(opening.finalists is not None).lower()},
             metrics={f"test_{name}": value for name, value in opening.scores.items()},
             at=opening.opened_at.timestamp(),
         )
 
 
-def _scored_run(study: StoredStudy, opening: Opening, runs: dict[int, str]) -> str | None:
+def _scored_run(study: StoredStudy, opening: TestEvaluation, runs: dict[int, str]) -> str | None:
     """Return the run whose model was scored on the test set: the trial's, or that of its refit."""
     if opening.refit is None:
         return runs.get(opening.trial_number)

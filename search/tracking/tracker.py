@@ -17,7 +17,7 @@ from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.study import StoredStudy, outbox_folder, parent_of
 from hpsearch.search.tracking.system_metrics import SystemMetrics
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
-from hpsearch.storage.database.locks import still_held, study_lock
+from hpsearch.storage.database.locks import check_lock_held, study_lock
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.outbox import Outbox
@@ -96,9 +96,9 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
             study.study_id,
             params=_parameters(spec.model_dump(exclude={"finalists_of"})),
             known=study.attrs.get(RUN_ID),
-            may_create=lambda: still_held(connection),
+            may_create=lambda: check_lock_held(connection),
         )
-        still_held(connection)
+        check_lock_held(connection)
         study.set_attr(RUN_ID, run_id)
         study.set_attr(RUN_URL, tracking.run_url(run_id))
         study.set_attr(TRACKING_URI, tracking.uri)

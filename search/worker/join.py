@@ -24,7 +24,7 @@ from hpsearch.search.worker.identity import worker_name
 from hpsearch.search.worker.loop import Worker
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import STOPPED
-from hpsearch.storage.errors import CheckpointStoreError, one_line
+from hpsearch.storage.errors import CheckpointStoreError, format_error
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
         code = ended
     except SERVICE_ERRORS as error:
         # The trial is free as soon as this process has ended: the next start of this worker resumes it.
-        log.error("the study's database does not answer: %s", one_line(error, 300))
+        log.error("the study's database does not answer: %s", format_error(error, 300))
     except RankLostError as error:
         log.error("the trial is left to other workers: %s", error)
     except CheckpointStoreError as error:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Self
 
-from hpsearch.storage.errors import StorageError, one_line, reason
+from hpsearch.storage.errors import StorageError, format_error, format_os_error
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
@@ -57,13 +57,13 @@ class Manifest:
     format: int = FORMAT
 
     @property
-    def with_mlflow(self) -> bool:
+    def has_mlflow(self) -> bool:
         """Whether MLflow's database is in it."""
         return self.mlflow_schema is not None
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """A file of the index.
 
     Attributes:
@@ -79,7 +79,7 @@ class Entry:
     held: bool
 
 
-class _Exactly:
+class _FixedSizeReader:
     """Reads so many bytes of a file that others may be writing, zeros for those that are gone, and hashes them."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -94,18 +94,18 @@ class _Exactly:
         return data
 
 
-class Writer:
+class ArchiveWriter:
     """Writes an archive."""
 
     def __init__(self, tar: tarfile.TarFile) -> None:
         self._tar = tar
-        self._index: list[Entry] = []
+        self._index: list[IndexEntry] = []
 
-    def manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: Manifest) -> None:
         """Write the manifest, which comes first."""
-        self._text(MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
+        self._add_text(MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
 
-    def file(self, name: str, path: Path) -> bool:
+    def add_file(self, name: str, path: Path) -> bool:
         """Write a file; False where it is gone."""
         try:
             file = path.open("rb")
@@ -113,41 +113,41 @@ class Writer:
             return False
         with file:
             size = os.fstat(file.fileno()).st_size
-            exactly = _Exactly(file, size)
+            exactly = _FixedSizeReader(file, size)
             self._add(name, size, exactly)
-        self._index.append(Entry(name, size, exactly.hash.hexdigest(), held=True))
+        self._index.append(IndexEntry(name, size, exactly.hash.hexdigest(), held=True))
         return True
 
-    def note(self, name: str, size: int, sha256: str | None) -> None:
+    def add_index_entry(self, name: str, size: int, sha256: str | None) -> None:
         """Write a file into the index alone."""
-        self._index.append(Entry(name, size, sha256, held=False))
+        self._index.append(IndexEntry(name, size, sha256, held=False))
 
-    def index(self) -> None:
+    def write_index(self) -> None:
         """Write the index, which comes last."""
-        self._text(INDEX, "".join(json.dumps(asdict(entry)) + "\n" for entry in self._index))
+        self._add_text(INDEX, "".join(json.dumps(asdict(entry)) + "\n" for entry in self._index))
 
-    def _text(self, name: str, text: str) -> None:
+    def _add_text(self, name: str, text: str) -> None:
         data = text.encode()
         self._add(name, len(data), io.BytesIO(data))
 
-    def _add(self, name: str, size: int, content: _Exactly | io.BytesIO) -> None:
+    def _add(self, name: str, size: int, content: _FixedSizeReader | io.BytesIO) -> None:
         member = tarfile.TarInfo(name)
         member.size, member.mode = size, 0o600
         self._tar.addfile(member, content)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Writer]:
+def create_archive(path: Path) -> Iterator[ArchiveWriter]:
     """Yield a writer to `path`, a new file for this user alone; all of it is on the disk at the end."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            yield Writer(tar)
+            yield ArchiveWriter(tar)
         file.flush()
         os.fsync(file.fileno())
 
 
-class Unpacked:
+class UnpackedArchive:
     """An archive whose files were found whole, and lie below a folder.
 
     Attributes:
@@ -156,17 +156,17 @@ class Unpacked:
         index: all of its files, and those that it only knows of.
     """
 
-    def __init__(self, manifest: Manifest, folder: Path, index: list[Entry]) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, index: list[IndexEntry]) -> None:
         self.manifest, self.folder, self.index = manifest, folder, index
 
-    def held(self, kind: str) -> Iterator[tuple[PurePosixPath, Path]]:
+    def iterate_files(self, kind: str) -> Iterator[tuple[PurePosixPath, Path]]:
         """Yield the files of a kind, `ARTIFACTS` or `CHECKPOINTS`: their paths below it, and where they lie."""
         for entry in self.index:
             if entry.held and entry.path.startswith(kind):
                 yield PurePosixPath(entry.path.removeprefix(kind)), self.folder / entry.path
 
 
-class Reader:
+class ArchiveReader:
     """Reads an archive; every mistake in it is a StorageError in one line.
 
     Attributes:
@@ -179,7 +179,7 @@ class Reader:
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path) -> Iterator[Self]:
+    def open(cls, path: Path) -> Iterator[Self]:
         """Yield a reader of the archive at `path`.
 
         Raises:
@@ -190,24 +190,24 @@ class Reader:
         except FileNotFoundError:
             raise StorageError(f"{str(path)!r} does not exist: give the file that hpsearch backup wrote") from None
         except (OSError, tarfile.TarError) as error:
-            raise _no_backup(path, error) from None
+            raise _make_invalid_error(path, error) from None
         with tar:
             yield cls(path, tar)
 
-    def unpack(self, folder: Path, *, progress: Callable[[str], None]) -> Unpacked:
+    def unpack(self, folder: Path, *, progress: Callable[[str], None]) -> UnpackedArchive:
         """Bring its files below `folder`, which is this user's alone, and make sure that it is whole.
 
         Raises:
             StorageError: it is damaged, or a path in it leads elsewhere.
         """
         found: dict[str, tuple[int, str]] = {}
-        index: list[Entry] | None = None
-        with self._damaged():
+        index: list[IndexEntry] | None = None
+        with self._convert_errors():
             while (member := self._tar.next()) is not None:
                 if index is not None:
                     raise ValueError(f"{member.name!r} comes after its end")
                 if member.name == INDEX:
-                    index = [_entry(line) for line in self._content(member).read().splitlines()]
+                    index = [_parse_index_entry(line) for line in self._content(member).read().splitlines()]
                     continue
                 self._check_path(member)
                 if member.name in found:
@@ -222,10 +222,10 @@ class Reader:
             held = {entry.path: (entry.size, entry.sha256) for entry in index if entry.held}
             if different := sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name)):
                 raise ValueError(f"{different[0]!r} is not what its index says")
-            wanted = {STUDIES_DUMP, *({MLFLOW_DUMP} if self.manifest.with_mlflow else ())}
+            wanted = {STUDIES_DUMP, *({MLFLOW_DUMP} if self.manifest.has_mlflow else ())}
             if missing := sorted(wanted - found.keys()):
                 raise ValueError(f"it has no {missing[0]}")
-        return Unpacked(self.manifest, folder, index)
+        return UnpackedArchive(self.manifest, folder, index)
 
     def _read_manifest(self) -> Manifest:
         try:
@@ -235,13 +235,13 @@ class Reader:
             found = json.loads(self._content(member).read())
             made_by, kind = found["hpsearch"], int(found["format"])
         except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
-            raise _no_backup(self._path, error) from None
+            raise _make_invalid_error(self._path, error) from None
         if kind > FORMAT:
             raise StorageError(
                 f"{str(self._path)!r} is of a newer format ({kind}; this hpsearch reads up to {FORMAT}): "
                 f"install hpsearch {made_by} or newer"
             )
-        with self._damaged():
+        with self._convert_errors():
             manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
             for told in (manifest.postgres, manifest.dumped_by):
                 int(str(told).partition(".")[0])
@@ -262,11 +262,11 @@ class Reader:
         return content  # type: ignore[return-value]  # IO[bytes]
 
     @contextmanager
-    def _damaged(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{str(self._path)!r} is damaged ({one_line(error)}): take another backup") from None
+            raise StorageError(f"{str(self._path)!r} is damaged ({format_error(error)}): take another backup") from None
 
 
 def _copy(content: BinaryIO, target: Path) -> str:
@@ -279,10 +279,10 @@ def _copy(content: BinaryIO, target: Path) -> str:
     return hashed.hexdigest()
 
 
-def _entry(line: bytes) -> Entry:
+def _parse_index_entry(line: bytes) -> IndexEntry:
     found = json.loads(line)
-    return Entry(str(found["path"]), int(found["size"]), found["sha256"], bool(found["held"]))
+    return IndexEntry(str(found["path"]), int(found["size"]), found["sha256"], bool(found["held"]))
 
 
-def _no_backup(path: Path, error: Exception) -> StorageError:
-    return StorageError(f"{str(path)!r} is no backup of hpsearch ({reason(error)}), or is damaged")
+def _make_invalid_error(path: Path, error: Exception) -> StorageError:
+    return StorageError(f"{str(path)!r} is no backup of hpsearch ({format_os_error(error)}), or is damaged")

@@ -16,23 +16,23 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from hpsearch.storage.backup import archive
-from hpsearch.storage.backup.dumps import count, snapshot
+from hpsearch.storage.backup.dumps import count_rows, open_snapshot
 from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.embedded.state import FILE
+from hpsearch.storage.embedded.state import STATE_FILE
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import link_or_copy, sha256, sync_folder
-from hpsearch.storage.home import VARIABLE, home_dir
-from hpsearch.storage.urls import normalise
+from hpsearch.storage.files import compute_sha256, link_or_copy, sync_folder
+from hpsearch.storage.home import HOME_VARIABLE, prepare_home
+from hpsearch.storage.urls import normalise_url
 
 OWNER_URL = "HPSEARCH_OWNER_URL"
 MLFLOW_URL = "MLFLOW_BACKEND_STORE_URI"
 _WORKERS_URL = "HPSEARCH_STORAGE_URL"
 
 
-class Database(NamedTuple):
+class DatabaseLocation(NamedTuple):
     """The URL of a database, and where the user gave it, for messages."""
 
     url: str
@@ -40,7 +40,7 @@ class Database(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Places:
+class ServiceLocations:
     """Where things are kept.
 
     Attributes:
@@ -52,9 +52,9 @@ class Places:
     """
 
     home: Path
-    embedded: bool
-    studies: Database
-    mlflow: Database | None
+    is_embedded: bool
+    studies: DatabaseLocation
+    mlflow: DatabaseLocation | None
     artifacts: str | None
 
     @property
@@ -69,38 +69,44 @@ class Places:
         return None if "://" in path else Path(path)
 
 
-def own_places(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Places:
+def find_external_locations(
+    home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool
+) -> ServiceLocations:
     """Return the places of one's own services.
 
     Raises:
         StorageError: MLflow's database is not named, though it is wanted.
     """
-    studies = Database(normalise(owner_url, setting=OWNER_URL), OWNER_URL)
+    studies = DatabaseLocation(normalise_url(owner_url, setting=OWNER_URL), OWNER_URL)
     if studies_only:
-        return Places(home, False, studies, None, None)
+        return ServiceLocations(home, False, studies, None, None)
     if not (given := os.environ.get(MLFLOW_URL)):
         raise StorageError(
             f"{MLFLOW_URL} is not set: it names MLflow's database, as 'serve mlflow' has it; or leave that out with "
             "--studies-only"
         )
-    return Places(home, False, studies, Database(normalise(given, setting=MLFLOW_URL), MLFLOW_URL), artifacts)
+    return ServiceLocations(
+        home, False, studies, DatabaseLocation(normalise_url(given, setting=MLFLOW_URL), MLFLOW_URL), artifacts
+    )
 
 
-def embedded_places(home: Path, *, studies_only: bool) -> Places:
+def find_embedded_locations(home: Path, *, studies_only: bool) -> ServiceLocations:
     """Return the places of the embedded stack of a home folder, which was started."""
-    databases, setting = stack.databases(home), "the embedded Postgres"
-    studies = Database(databases.owner_url, setting)
+    databases, setting = stack.read_urls(home), "the embedded Postgres"
+    studies = DatabaseLocation(databases.owner_url, setting)
     if studies_only:
-        return Places(home, True, studies, None, None)
-    return Places(home, True, studies, Database(databases.mlflow_url, setting), str(home / "artifacts"))
+        return ServiceLocations(home, True, studies, None, None)
+    return ServiceLocations(
+        home, True, studies, DatabaseLocation(databases.mlflow_url, setting), str(home / "artifacts")
+    )
 
 
 def has_stack(home: Path) -> bool:
     """Whether a stack was ever started there."""
-    return (home / FILE).exists()
+    return (home / STATE_FILE).exists()
 
 
-def check_choice(owner_url: str | None, artifacts: str | None) -> None:
+def check_service_options(owner_url: str | None, artifacts: str | None) -> None:
     """Reject a choice of the embedded services that the user cannot have meant.
 
     Raises:
@@ -119,16 +125,16 @@ def check_choice(owner_url: str | None, artifacts: str | None) -> None:
         )
 
 
-_ABANDONED = 24 * 3600.0  # seconds: of one that runs the folder is younger
+_ABANDONED_SECONDS = 24 * 3600.0  # seconds: of one that runs the folder is younger
 
 
 Progress = Callable[[str], None]
 
-_EVERY = 500  # files between two words of progress
+_FILES_PER_PROGRESS_LINE = 500  # files between two words of progress
 
 
 @dataclass(frozen=True)
-class Made:
+class BackupResult:
     """A backup that was made: where, of what, and its bytes."""
 
     path: Path
@@ -147,7 +153,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     home: str | None = None,
     dashboard: Sequence[str],
     progress: Progress = lambda _: None,
-) -> Made:
+) -> BackupResult:
     """Write all that a search needs to go on elsewhere to one file; searches may run meanwhile.
 
     Args:
@@ -167,22 +173,22 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     """
     file = file.expanduser().absolute()
     _check_target(file, force=force)
-    folder = home_dir(home).resolve()
-    check_choice(owner_url, artifacts)
+    folder = prepare_home(home).resolve()
+    check_service_options(owner_url, artifacts)
     if owner_url is None:
         if not has_stack(folder):
             raise StorageError(
-                f"{VARIABLE} {str(folder)!r} holds no services, and so nothing to back up: set it, or give --home"
+                f"{HOME_VARIABLE} {str(folder)!r} holds no services, and so nothing to back up: set it, or give --home"
             )
         stack.up(folder, dashboard=dashboard, progress=progress)
-        where = embedded_places(folder, studies_only=studies_only)
+        where = find_embedded_locations(folder, studies_only=studies_only)
     else:
-        where = own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+        where = find_external_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
     if where.mlflow is not None and files:
         _check_artifacts(where)  # a mistake is told before anything is read
     try:
         with temporary_folder(file.parent, file.name) as workshop:
-            manifest = _write(workshop, where, files=files, progress=progress)
+            manifest = _write_archive(workshop, where, files=files, progress=progress)
             whole = workshop / "archive"
             size = whole.stat().st_size
             _check_target(file, force=force)
@@ -190,7 +196,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
             sync_folder(file.parent)
     except OSError as error:
         raise StorageError(f"{str(file)!r} cannot be written ({error}): nothing is kept of it") from None
-    return Made(file, manifest, size)
+    return BackupResult(file, manifest, size)
 
 
 def _check_target(file: Path, *, force: bool) -> None:
@@ -214,32 +220,32 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     prefix = f".{name}-"
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _ABANDONED:
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as made:
         yield Path(made)
 
 
-def _write(workshop: Path, where: Places, *, files: bool, progress: Progress) -> archive.Manifest:
+def _write_archive(workshop: Path, where: ServiceLocations, *, files: bool, progress: Progress) -> archive.Manifest:
     """Write `workshop/archive`."""
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
-        studies = opened.enter_context(snapshot(*where.studies))
+        studies = opened.enter_context(open_snapshot(*where.studies))
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
             raise StorageError(
                 f"{where.studies.setting}: there are no tables of hpsearch: give the database of the studies"
             )
-        kept = opened.enter_context(_checkpoints(studies.cursor, where))
+        kept = opened.enter_context(_link_checkpoints(studies.cursor, where))
         dumps = {archive.STUDIES_DUMP: studies}
         if where.mlflow is not None:
-            mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(snapshot(*where.mlflow))
+            mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(open_snapshot(*where.mlflow))
             if (mlflow_schema := read_revision(mlflow.cursor, ALEMBIC_TABLE)) is None:
                 raise StorageError(
                     f"{where.mlflow.setting}: there are no tables of MLflow: give the database of its server"
                 )
-            runs = count(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
-            models = count(mlflow.cursor, "registered_models")
+            runs = count_rows(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
+            models = count_rows(mlflow.cursor, "registered_models")
         dumped_by = []
         for name, each in dumps.items():
             progress("dumping the studies" if each is studies else "dumping MLflow's database")
@@ -247,36 +253,36 @@ def _write(workshop: Path, where: Places, *, files: bool, progress: Progress) ->
         manifest = archive.Manifest(
             made_at=made_at,
             hpsearch=version("hpsearch"),
-            postgres=_newest([each.postgres for each in dumps.values()]),
-            dumped_by=_newest(dumped_by),
+            postgres=_max_version([each.postgres for each in dumps.values()]),
+            dumped_by=_max_version(dumped_by),
             schema=schema,
             optuna_schema=read_revision(studies.cursor, ALEMBIC_TABLE),
             mlflow_schema=mlflow_schema,
             home=str(where.home),
-            studies=count(studies.cursor, "studies"),
-            trials=count(studies.cursor, "trials"),
+            studies=count_rows(studies.cursor, "studies"),
+            trials=count_rows(studies.cursor, "trials"),
             runs=runs,
             models=models,
             files=files and mlflow is not None,
         )
-        with archive.writing(workshop / "archive") as writer:
-            writer.manifest(manifest)
+        with archive.create_archive(workshop / "archive") as writer:
+            writer.write_manifest(manifest)
             for name in dumps:
-                writer.file(name, workshop / name)
+                writer.add_file(name, workshop / name)
             for name, path in kept:
-                writer.file(archive.CHECKPOINTS + name, path)
+                writer.add_file(archive.CHECKPOINTS + name, path)
             if mlflow is not None:
                 _add_artifacts(writer, where, files=files, progress=progress)
-            writer.index()
+            writer.write_index()
     return manifest
 
 
-def _newest(versions: list[str]) -> str:
+def _max_version(versions: list[str]) -> str:
     return max(versions, key=lambda each: [int(part) for part in each.split(".") if part.isdecimal()])
 
 
 @contextmanager
-def _checkpoints(studies: Any, where: Places) -> Iterator[list[tuple[str, Path]]]:
+def _link_checkpoints(studies: Any, where: ServiceLocations) -> Iterator[list[tuple[str, Path]]]:
     """Yield the checkpoints that the studies refer to and that lie in the home: path and file.
 
     They are links, made at once: a trial that goes on meanwhile removes its older checkpoints. One that was faster goes
@@ -299,7 +305,7 @@ def _checkpoints(studies: Any, where: Places) -> Iterator[list[tuple[str, Path]]
         yield found
 
 
-def _check_artifacts(where: Places) -> None:
+def _check_artifacts(where: ServiceLocations) -> None:
     """Refuse artifacts whose files are not at hand.
 
     Raises:
@@ -309,30 +315,30 @@ def _check_artifacts(where: Places) -> None:
         raise StorageError(
             "--artifacts is missing: give the folder of MLflow's artifacts, as 'serve mlflow' has it, or --no-artifacts"
         )
-    if where.artifacts_folder is None or not (where.artifacts_folder.is_dir() or where.embedded):
+    if where.artifacts_folder is None or not (where.artifacts_folder.is_dir() or where.is_embedded):
         raise StorageError(
             f"--artifacts {where.artifacts!r} is no folder here: give --no-artifacts too, which keeps their index alone"
         )
 
 
-def _add_artifacts(writer: archive.Writer, where: Places, *, files: bool, progress: Progress) -> None:
+def _add_artifacts(writer: archive.ArchiveWriter, where: ServiceLocations, *, files: bool, progress: Progress) -> None:
     if where.artifacts is None:
         return
     if (folder := where.artifacts_folder) is None:
         for name, size in sorted(Checkpoints(where.artifacts, setting="--artifacts").sizes().items()):
-            writer.note(archive.ARTIFACTS + name, size, None)
+            writer.add_index_entry(archive.ARTIFACTS + name, size, None)
         return
     doing = f"{'adding' if files else 'listing'} the artifacts"
     progress(doing)
     for number, path in enumerate(_walk(folder), start=1):
-        if number % _EVERY == 0:
+        if number % _FILES_PER_PROGRESS_LINE == 0:
             progress(f"{doing}: {number} files")
         name = archive.ARTIFACTS + path.relative_to(folder).as_posix()
         if files:
-            writer.file(name, path)
+            writer.add_file(name, path)
             continue
         try:
-            writer.note(name, path.stat().st_size, sha256(path))
+            writer.add_index_entry(name, path.stat().st_size, compute_sha256(path))
         except FileNotFoundError:  # somebody removed it
             continue
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpsearch.storage.database.connect import has_table, open_cursor, statement_errors
-from hpsearch.storage.embedded.postgres_binaries import Binaries, installations
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.urls import normalise, without_secret
+from hpsearch.storage.database.connect import convert_statement_errors, has_table, open_cursor
+from hpsearch.storage.embedded.postgres_binaries import Binaries, find_installations
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.urls import normalise_url, redact_password
 
 _SECRETS = ("password", "sslpassword")
 
@@ -25,7 +25,7 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     Raises:
         StorageError: it failed; in one line, with the first error that it printed.
     """
-    given, environment = _connection(url) if url is not None else ([], dict(os.environ))
+    given, environment = _make_connection_arguments(url) if url is not None else ([], dict(os.environ))
     done = subprocess.run(
         [binaries.bin / name, *given, *arguments],
         env=environment,
@@ -39,7 +39,7 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     if done.returncode != 0:
         said = next((line for line in done.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
         said = said or done.stderr.strip() or f"exit code {done.returncode}"
-        raise StorageError(f"{name} {binaries.version}: {one_line(without_secret(said, url or ''))}")
+        raise StorageError(f"{name} {binaries.version}: {format_error(redact_password(said, url or ''))}")
 
 
 def find_programs(at_least: int, *, why: str) -> Binaries:
@@ -53,7 +53,7 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
         StorageError: there is none.
     """
     found = {}
-    for binaries in installations("pg_dump", "pg_restore", "psql"):
+    for binaries in find_installations("pg_dump", "pg_restore", "psql"):
         if int(binaries.major) >= at_least:
             return binaries
         found[binaries.version] = binaries
@@ -64,11 +64,11 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
     )
 
 
-def _connection(url: str) -> tuple[list[str], dict[str, str]]:
+def _make_connection_arguments(url: str) -> tuple[list[str], dict[str, str]]:
     """Return the arguments and the environment by which a program connects."""
     from sqlalchemy.engine import make_url
 
-    parsed = make_url(normalise(url))
+    parsed = make_url(normalise_url(url))
     password = parsed.password or parsed.query.get("password")
     query = {name: value for name, value in parsed.query.items() if name not in _SECRETS}
     plain = parsed.set(drivername="postgresql", query=query)
@@ -111,13 +111,13 @@ class Snapshot:
 
 
 @contextmanager
-def snapshot(url: str, setting: str) -> Iterator[Snapshot]:
+def open_snapshot(url: str, setting: str) -> Iterator[Snapshot]:
     """Yield the database as it is now.
 
     Raises:
         StorageError: it cannot be reached.
     """
-    with session(url, setting, application_name="hpsearch-backup") as cursor:
+    with open_session(url, setting, application_name="hpsearch-backup") as cursor:
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
             cursor.execute(f"SET LOCAL {timeout} = 0")
@@ -127,20 +127,20 @@ def snapshot(url: str, setting: str) -> Iterator[Snapshot]:
 
 
 @contextmanager
-def session(url: str, setting: str, *, application_name: str = "hpsearch-restore") -> Iterator[Any]:
+def open_session(url: str, setting: str, *, application_name: str = "hpsearch-restore") -> Iterator[Any]:
     """Yield a cursor in a transaction that is committed at the end.
 
     Raises:
         StorageError: the database cannot be reached, or rejects a statement.
     """
     with (
-        statement_errors(url, setting),
+        convert_statement_errors(url, setting),
         open_cursor(url, application_name=application_name, setting=setting) as cursor,
     ):
         yield cursor
 
 
-def count(cursor: Any, table: str, condition: str = "true") -> int:
+def count_rows(cursor: Any, table: str, condition: str = "true") -> int:
     """Return how many rows a table of ours has; 0 where there is no such table."""
     if not has_table(cursor, table):
         return 0
@@ -148,7 +148,7 @@ def count(cursor: Any, table: str, condition: str = "true") -> int:
     return int(cursor.fetchone()[0])
 
 
-def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
+def restore_dump(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
     """Put a dump in the place of all that is in a database, in one transaction.
 
     Args:
@@ -161,7 +161,7 @@ def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Bi
         StorageError: it is not empty, or Postgres refuses; nothing was changed.
     """
     clear, script = dump.with_name("clear.sql"), dump.with_name("script.sql")
-    clear.write_text(_CLEAR.format(refusals="".join(_REFUSE.format(table=table) for table in must_be_empty)))
+    clear.write_text(_CLEAR.format(refusals="".join(_REJECT_ROWS.format(table=table) for table in must_be_empty)))
     run_program(programs, "pg_restore", "--no-owner", "--no-privileges", f"--file={script}", dump)
     run_program(
         programs,
@@ -172,7 +172,7 @@ def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Bi
     )
 
 
-_REFUSE = """
+_REJECT_ROWS = """
     IF to_regclass('{table}') IS NOT NULL THEN
         LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE;
         IF EXISTS (SELECT FROM {table}) THEN

@@ -15,22 +15,22 @@ from typing import Any
 
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, PENDING, RUN_ID, RUN_URL, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import archive, backup
-from hpsearch.storage.backup.archive import Manifest, Reader, Unpacked
-from hpsearch.storage.backup.dumps import count, find_programs, put_back, session
+from hpsearch.storage.backup.archive import ArchiveReader, Manifest, UnpackedArchive
+from hpsearch.storage.backup.dumps import count_rows, find_programs, open_session, restore_dump
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import MIGRATIONS, known_revisions, migrate
-from hpsearch.storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
+from hpsearch.storage.database.schema import PARTIAL_RESTORE_QUERY, RESTORE_SCHEMA
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import sha256
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.files import compute_sha256
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.urls import redact
 
 
-def check_known(manifest: Manifest) -> None:
+def check_schema_revisions(manifest: Manifest) -> None:
     """Reject a backup whose tables are of a newer version than is installed.
 
     Raises:
@@ -67,12 +67,12 @@ def upgrade_mlflow(url: str) -> None:
 
 Progress = Callable[[str], None]
 
-_STUDIES = ("studies",)
-_MLFLOW = ("runs", "registered_models")
+_STUDY_TABLES = ("studies",)
+_MLFLOW_TABLES = ("runs", "registered_models")
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreResult:
     """What was put back, and what the restored studies still refer to outside of it.
 
     Attributes:
@@ -98,7 +98,7 @@ def restore(  # noqa: PLR0913 a keyword for each flag
     home: str | None = None,
     dashboard: Sequence[str],
     progress: Progress = lambda _: None,
-) -> Restored:
+) -> RestoreResult:
     """Put a backup back where there are no studies, no runs and no registered models.
 
     Args:
@@ -117,13 +117,13 @@ def restore(  # noqa: PLR0913 a keyword for each flag
             was changed. Or a service fails meanwhile.
     """
     file = file.expanduser().absolute()
-    with Reader.opened(file) as reader:
+    with ArchiveReader.open(file) as reader:
         manifest = reader.manifest
-        check_known(manifest)
-        programs = find_programs(_major(manifest.dumped_by), why="the backup")
-        folder = home_dir(home).resolve()
-        backup.check_choice(owner_url, artifacts)
-        services = partial(_empty_services, folder, owner_url, artifacts, manifest, progress)
+        check_schema_revisions(manifest)
+        programs = find_programs(_parse_major_version(manifest.dumped_by), why="the backup")
+        folder = prepare_home(home).resolve()
+        backup.check_service_options(owner_url, artifacts)
+        services = partial(_open_empty_services, folder, owner_url, artifacts, manifest, progress)
         if owner_url is not None or backup.has_stack(folder):
             with services():
                 pass  # a mistake is reported before the file is read
@@ -134,37 +134,37 @@ def restore(  # noqa: PLR0913 a keyword for each flag
                 with services() as (where, held):
                     if held is not None:
                         held.stop_services()
-                    others = _put_all(unpacked, where, programs, progress)
+                    others = _restore_all(unpacked, where, programs, progress)
         except OSError as error:
             raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is not whole") from None
     if owner_url is None:
         tracking_uri = stack.up(folder, dashboard=dashboard, progress=progress).tracking_uri
-        where = backup.embedded_places(folder, studies_only=not manifest.with_mlflow)
+        where = backup.find_embedded_locations(folder, studies_only=not manifest.has_mlflow)
     if tracking_uri is not None:
-        with _cursors(where) as (studies, mlflow):
-            readdress(studies, mlflow, tracking_uri=tracking_uri, ui_url=ui_url or tracking_uri)
-    return Restored(manifest, tracking_uri, others, sum(not entry.held for entry in unpacked.index))
+        with _open_cursors(where) as (studies, mlflow):
+            rewrite_mlflow_urls(studies, mlflow, tracking_uri=tracking_uri, ui_url=ui_url or tracking_uri)
+    return RestoreResult(manifest, tracking_uri, others, sum(not entry.held for entry in unpacked.index))
 
 
-def _major(version: str) -> int:
+def _parse_major_version(version: str) -> int:
     return int(version.split(".", maxsplit=1)[0])
 
 
 @contextmanager
-def _empty_services(
+def _open_empty_services(
     folder: Path, owner_url: str | None, artifacts: str | None, manifest: Manifest, progress: Progress
-) -> Iterator[tuple[backup.Places, EmbeddedStack | None]]:
+) -> Iterator[tuple[backup.ServiceLocations, EmbeddedStack | None]]:
     """Yield the services, which are empty, with the embedded stack if it is theirs; only this process may stop it.
 
     Raises:
         StorageError: they hold anything, are older than those of the backup, or have no folder for its artifacts.
     """
-    studies_only = not manifest.with_mlflow
-    with nullcontext() if owner_url is not None else stack.held(folder, progress=progress) as held:
+    studies_only = not manifest.has_mlflow
+    with nullcontext() if owner_url is not None else stack.lock(folder, progress=progress) as held:
         if owner_url is None:
-            where = backup.embedded_places(folder, studies_only=studies_only)
+            where = backup.find_embedded_locations(folder, studies_only=studies_only)
         else:
-            where = backup.own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+            where = backup.find_external_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
         if manifest.files and where.artifacts is None:
             raise StorageError(
                 "--artifacts is missing: the backup has the files of MLflow's artifacts; give their folder, as "
@@ -176,7 +176,7 @@ def _empty_services(
         yield where, held
 
 
-def _check_empty(where: backup.Places, manifest: Manifest) -> None:
+def _check_empty(where: backup.ServiceLocations, manifest: Manifest) -> None:
     """Reject databases that hold anything, and servers older than the backup's.
 
     Raises:
@@ -184,43 +184,43 @@ def _check_empty(where: backup.Places, manifest: Manifest) -> None:
     """
     found: list[str] = []
     was_cut_off = False
-    for database, tables in ((where.studies, _STUDIES), (where.mlflow, _MLFLOW)):
+    for database, tables in ((where.studies, _STUDY_TABLES), (where.mlflow, _MLFLOW_TABLES)):
         if database is None:
             continue
-        with session(*database) as cursor:
+        with open_session(*database) as cursor:
             here = cursor.connection.server_version // 10_000
-            if here < _major(manifest.postgres):
+            if here < _parse_major_version(manifest.postgres):
                 raise StorageError(
                     f"the archive is of Postgres {manifest.postgres}, and the server is of Postgres {here}: "
                     "use a newer one"
                 )
-            was_cut_off = was_cut_off or _was_cut_off(cursor)
-            numbers = {table: count(cursor, table) for table in tables}
+            was_cut_off = was_cut_off or _is_partial_restore(cursor)
+            numbers = {table: count_rows(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
     if found and not was_cut_off:
-        place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies.url)
-        what = "give --home, or set HPSEARCH_HOME to another folder" if where.embedded else "give empty databases"
+        place = f"the stack in {str(where.home)!r}" if where.is_embedded else redact(where.studies.url)
+        what = "give --home, or set HPSEARCH_HOME to another folder" if where.is_embedded else "give empty databases"
         raise StorageError(f"{place} is not empty ({', '.join(found)}): nothing is overwritten; {what}")
 
 
-def _was_cut_off(cursor: Any) -> bool:
+def _is_partial_restore(cursor: Any) -> bool:
     """Whether an earlier restore into this database was cut off: the content that it left is replaced."""
-    cursor.execute(IS_RESTORED_BY_HALF)
+    cursor.execute(PARTIAL_RESTORE_QUERY)
     return bool(cursor.fetchone()[0])
 
 
-def _put_all(
-    unpacked: Unpacked, where: backup.Places, programs: Binaries, progress: Progress
+def _restore_all(
+    unpacked: UnpackedArchive, where: backup.ServiceLocations, programs: Binaries, progress: Progress
 ) -> Sequence[tuple[str, str]]:
     """Put files and databases in place, what is referred to first; return the places of studies' own checkpoints."""
-    with session(*where.studies) as cursor:
-        again = _was_cut_off(cursor)
-        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORING}")
-    moves = [(source, where.checkpoints / path) for path, source in unpacked.held(archive.CHECKPOINTS)]
+    with open_session(*where.studies) as cursor:
+        again = _is_partial_restore(cursor)
+        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
+    moves = [(source, where.checkpoints / path) for path, source in unpacked.iterate_files(archive.CHECKPOINTS)]
     if (artifacts := where.artifacts_folder) is not None:
-        moves += [(source, artifacts / path) for path, source in unpacked.held(archive.ARTIFACTS)]
+        moves += [(source, artifacts / path) for path, source in unpacked.iterate_files(archive.ARTIFACTS)]
     if not again:
-        _check_free(moves)
+        _check_targets(moves)
     progress(f"putting {len(moves)} files in place")
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -228,32 +228,35 @@ def _put_all(
     if where.mlflow is not None:
         progress("restoring MLflow's database")
         dump = unpacked.folder / archive.MLFLOW_DUMP
-        put_back(dump, where.mlflow.url, must_be_empty=() if again else _MLFLOW, programs=programs)
+        restore_dump(dump, where.mlflow.url, must_be_empty=() if again else _MLFLOW_TABLES, programs=programs)
         upgrade_mlflow(where.mlflow.url)
     progress("restoring the studies")
     dump = unpacked.folder / archive.STUDIES_DUMP
-    put_back(dump, where.studies.url, must_be_empty=() if again else _STUDIES, programs=programs)
+    restore_dump(dump, where.studies.url, must_be_empty=() if again else _STUDY_TABLES, programs=programs)
     migrate(where.studies.url, setting=where.studies.setting)
-    with _cursors(where) as (studies, mlflow):
+    with _open_cursors(where) as (studies, mlflow):
         release_trials(studies)
         if mlflow is not None:
             reconcile(studies, mlflow)
-        others = forget_home(studies, unpacked.manifest.home)
-        studies.execute(f"DROP SCHEMA {RESTORING}")
+        others = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
+        studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
     return others
 
 
-def _check_free(moves: Sequence[tuple[Path, Path]]) -> None:
+def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
     """Refuse to replace a file by another one."""
     for source, target in moves:
-        if os.path.lexists(target) and not (target.is_file() and sha256(target) == sha256(source)):
+        if os.path.lexists(target) and not (target.is_file() and compute_sha256(target) == compute_sha256(source)):
             raise StorageError(f"{str(target)!r} is there already and is another file: nothing is overwritten")
 
 
 @contextmanager
-def _cursors(where: backup.Places) -> Iterator[tuple[Any, Any]]:
+def _open_cursors(where: backup.ServiceLocations) -> Iterator[tuple[Any, Any]]:
     """Yield a cursor on each database, the second None where MLflow's is left out; what is written is committed."""
-    with session(*where.studies) as studies, session(*where.mlflow) if where.mlflow else nullcontext() as mlflow:
+    with (
+        open_session(*where.studies) as studies,
+        open_session(*where.mlflow) if where.mlflow else nullcontext() as mlflow,
+    ):
         yield studies, mlflow
 
 
@@ -344,7 +347,7 @@ def reconcile(studies: Any, mlflow: Any) -> None:
     studies.execute(_NOTE_ARRIVED, {"runs": json.dumps(finished), **keys})
 
 
-def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
+def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
     """Let links lead to the MLflow server that has the runs now, wherever they are shown.
 
     Args:
@@ -386,7 +389,7 @@ def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: st
             )
 
 
-def forget_home(studies: Any, home: str) -> list[tuple[str, str]]:
+def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:
     """Let studies whose checkpoints lay in the old home have them in this one, where they were put.
 
     Returns:

@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, one_line
-from hpsearch.storage.files import link_or_copy, place
-from hpsearch.storage.files import sha256 as digest
-from hpsearch.storage.urls import redact, without_secret
+from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, format_error
+from hpsearch.storage.files import compute_sha256 as digest
+from hpsearch.storage.files import link_or_copy, link_or_copy_durably
+from hpsearch.storage.urls import redact, redact_password
 
 SETTING = "--checkpoint-url"
 
@@ -111,7 +111,7 @@ class Checkpoints:
         stored = Stored(name, sha256 or digest(local), local.stat().st_size)
         with self._telling(f"did not take {name}", missing="no such folder or bucket"):
             if self._local is not None:
-                place(local, Path(target))
+                link_or_copy_durably(local, Path(target))
             else:
                 self._upload(local, target)
         return stored
@@ -217,7 +217,7 @@ class Checkpoints:
                 if missing is None:
                     raise
                 error = OSError(0, missing)
-            reason = without_secret(one_line(getattr(error, "strerror", None) or error, 300), self._secret)
+            reason = redact_password(format_error(getattr(error, "strerror", None) or error, 300), self._secret)
             # `from None`: the text of the cause may hold what the line leaves out.
             raise CheckpointStoreError(f"{self._head} {what} ({reason})") from None
 
@@ -259,11 +259,13 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         raise StorageError(f"{head} needs a package that is not installed: pip install {package}") from None
     except ValueError as error:
         if "not known" not in str(error):
-            raise StorageError(f"{head} cannot be read: {without_secret(str(error), url)}") from None
+            raise StorageError(f"{head} cannot be read: {redact_password(str(error), url)}") from None
         known = "file, s3, gs, abfs, sftp and others of fsspec's"
         raise StorageError(f"{head}: unknown protocol {protocol!r}: it may be {known}") from None
     except Exception as error:  # a driver that connects at once
-        raise CheckpointStoreError(f"{head} cannot be used ({without_secret(one_line(error, 300), url)})") from None
+        raise CheckpointStoreError(
+            f"{head} cannot be used ({redact_password(format_error(error, 300), url)})"
+        ) from None
     return fs, str(root)
 
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from hpsearch.storage.database.retry import may_pass
+from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
-    IS_RESTORED_BY_HALF,
+    HPSEARCH_TABLES,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
-    OUR_TABLES,
+    PARTIAL_RESTORE_QUERY,
     REVISION,
     VERSION_TABLE,
 )
-from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
-from hpsearch.storage.urls import normalise, redact, without_secret
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
+from hpsearch.storage.urls import normalise_url, redact, redact_password
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 # A name that is misspelt; one that cannot be looked up now is another thing.
-_UNKNOWN = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
+_UNKNOWN_HOST = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
 
 # The first pattern found in the text decides.
-_MEANINGS = (
+_EXPLANATIONS = (
     (
         "could not translate host name|name or service not known|nodename nor servname",
         "the host {host!r} is not known: check its spelling and the network",
@@ -75,7 +75,7 @@ _MEANINGS = (
 )
 
 
-def connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
+def make_connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
     """Return the error to show if `url` cannot be reached: `ServiceUnavailableError` if a retry may succeed.
 
     Args:
@@ -83,8 +83,8 @@ def connection_error(error: Exception, url: URL, *, setting: str) -> StorageErro
         url: The parsed URL.
         setting: Where the user gave the URL.
     """
-    text = redact(one_line(error))
-    meaning = next((said for pattern, said in _MEANINGS if re.search(pattern, text, re.IGNORECASE)), None)
+    text = redact(format_error(error))
+    meaning = next((said for pattern, said in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
     said = (meaning or "cannot connect: {text}").format(
         where=f"{url.host or 'the local socket'}:{url.port or 5432}",
         host=url.host,
@@ -92,11 +92,15 @@ def connection_error(error: Exception, url: URL, *, setting: str) -> StorageErro
         database=url.database,
         text=text,
     )
-    kind = ServiceUnavailableError if may_pass(text) and not _UNKNOWN.search(text) else StorageError
+    kind = (
+        ServiceUnavailableError
+        if is_transient_connection_error(text) and not _UNKNOWN_HOST.search(text)
+        else StorageError
+    )
     return kind(f"{setting} {redact(url.render_as_string())}: {said}")
 
 
-OPENING = 10.0  # seconds that a command waits at its start: whoever mistyped an address is told soon
+STARTUP_RETRY_SECONDS = 10.0  # seconds that a command waits at its start: whoever mistyped an address is told soon
 
 # A peer that vanished is noticed after about 35 s (libpq parameters; times in seconds, tcp_user_timeout in ms).
 # The server's half is set on the roles (see storage.database.roles): PgBouncer would refuse `options=` in the URL.
@@ -110,7 +114,7 @@ _CLIENT_SETTINGS = {
 }
 
 
-def client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
+def make_client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
     """Return the libpq parameters for a URL; what the URL itself sets is left to it."""
     settings = {**_CLIENT_SETTINGS, "application_name": application_name}
     return {name: value for name, value in settings.items() if name not in url.query}
@@ -135,18 +139,18 @@ def make_engine(
     """
     import sqlalchemy as sa
 
-    parsed = sa.make_url(normalise(url))
+    parsed = sa.make_url(normalise_url(url))
     return sa.create_engine(
         parsed,
         pool_size=pool_size,
         max_overflow=max_overflow,
         pool_pre_ping=pre_ping,
-        connect_args=client_settings(parsed, application_name=application_name),
+        connect_args=make_client_settings(parsed, application_name=application_name),
     )
 
 
 @contextmanager
-def each_committed(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+def open_autocommit(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
     """Yield a connection on which each statement is a transaction of its own: one round trip, no BEGIN, no COMMIT.
 
     SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection goes back to
@@ -171,12 +175,14 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     import psycopg2
     from sqlalchemy.engine import make_url
 
-    parsed = make_url(normalise(url, setting=setting))
+    parsed = make_url(normalise_url(url, setting=setting))
     dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
-        connection: Connection = psycopg2.connect(dsn, **client_settings(parsed, application_name=application_name))
+        connection: Connection = psycopg2.connect(
+            dsn, **make_client_settings(parsed, application_name=application_name)
+        )
     except psycopg2.Error as error:
-        raise connection_error(error, parsed, setting=setting) from None
+        raise make_connection_error(error, parsed, setting=setting) from None
     return connection
 
 
@@ -202,7 +208,7 @@ def open_cursor(
 
 
 @contextmanager
-def statement_errors(url: str, setting: str) -> Iterator[None]:
+def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
     """Turn errors of psycopg2 into errors of one line without a password.
 
     Raises:
@@ -215,13 +221,13 @@ def statement_errors(url: str, setting: str) -> Iterator[None]:
         yield
     except psycopg2.Error as error:
         is_unavailable = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
-        text = without_secret(one_line(error), url)
+        text = redact_password(format_error(error), url)
         raise (ServiceUnavailableError if is_unavailable else StorageError)(
             f"{setting} {redact(url)}: {text}"
         ) from None
 
 
-def answers(url: str, question: str = "SELECT true") -> bool:
+def is_database_healthy(url: str, question: str = "SELECT true") -> bool:
     """Whether the database lets this user in and the answer to `question` is true."""
     import psycopg2
 
@@ -231,7 +237,7 @@ def answers(url: str, question: str = "SELECT true") -> bool:
     return False
 
 
-def check_database(url: str, *, patience: float | None = None) -> None:
+def check_database(url: str, *, retry_seconds: float | None = None) -> None:
     """Check that studies can be kept at `url`, without changing anything there.
 
     Args:
@@ -245,13 +251,13 @@ def check_database(url: str, *, patience: float | None = None) -> None:
     """
     from hpsearch.storage.database.retry import retrying
 
-    patience = OPENING if patience is None else patience
-    retrying(patience, also=ServiceUnavailableError)(_check_once, url)
+    retry_seconds = STARTUP_RETRY_SECONDS if retry_seconds is None else retry_seconds
+    retrying(retry_seconds, also=ServiceUnavailableError)(_check_once, url)
 
 
 def _check_once(url: str) -> None:
     head = f"--storage-url {redact(url)}"
-    with statement_errors(url, "--storage-url"), open_cursor(url, application_name="hpsearch-check") as cursor:
+    with convert_statement_errors(url, "--storage-url"), open_cursor(url, application_name="hpsearch-check") as cursor:
         cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
         user, read_only, schema = cursor.fetchone()
         if read_only:
@@ -260,11 +266,11 @@ def _check_once(url: str) -> None:
             raise StorageError(
                 f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
             )
-        cursor.execute(IS_RESTORED_BY_HALF)
+        cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
             raise StorageError(f"{head}: a restore into it was cut off: run the same 'hpsearch restore' again")
         _check_tables(cursor, user, head)
-        for owner, found, needed in schema_revisions(cursor):
+        for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:
                 raise StorageError(
                     f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
@@ -272,7 +278,7 @@ def _check_once(url: str) -> None:
                 )
 
 
-def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
+def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
     """Return for each table that a worker uses its name, whether it is missing, and the rights that this user lacks."""
     cursor.execute(
         """
@@ -282,12 +288,12 @@ def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
                      WHERE NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
         FROM unnest(%s) AS name
         """,
-        ([*OPTUNA_TABLES, *OUR_TABLES],),
+        ([*OPTUNA_TABLES, *HPSEARCH_TABLES],),
     )
     return [tuple(row) for row in cursor.fetchall()]
 
 
-def schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
+def read_schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
     """Return whose tables they are, the revision that they have, and the one that this release needs."""
     return [
         ("Optuna", read_revision(cursor, ALEMBIC_TABLE), OPTUNA_REVISION),
@@ -310,7 +316,7 @@ def has_table(cursor: Any, table: str) -> bool:
 
 
 def _check_tables(cursor: Any, user: str, head: str) -> None:
-    rows = table_rights(cursor)
+    rows = read_table_privileges(cursor)
     if all(is_missing for _, is_missing, _ in rows):
         raise StorageError(f"{head}: there are no tables yet: run hpsearch migrate as the owner of the database")
     if missing := ", ".join(name for name, is_missing, _ in rows if is_missing):

@@ -1,7 +1,7 @@
 """Advisory locks of Postgres, held by a transaction: they end with it, also behind a pooler.
 
 A process may freeze in it (stopped by a signal, on a paused machine). The server then ends the transaction after a
-while and lets go of its locks: what the process does when it wakes up must find that out (`still_held`), or fail.
+while and lets go of its locks: what the process does when it wakes up must find that out (`check_lock_held`), or fail.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.storage.database.retry import is_transient
-from hpsearch.storage.errors import ServiceUnavailableError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, format_error
 
 log = logging.getLogger(__name__)
 
 # The first of the two 32-bit keys of a lock says what is locked, the second which one.
-_STUDY, _TURN, _NAME, _REGISTRY, _RUN = 0x68700001, 0x68700002, 0x68700003, 0x68700005, 0x68700006
+_STUDY, _SUGGESTION, _NAME, _REGISTRY, _RUN = 0x68700001, 0x68700002, 0x68700003, 0x68700005, 0x68700006
 
 
-def limits(*, idle: int | None = None, wait: int | None = None) -> str:
+def format_timeouts(*, idle: int | None = None, wait: int | None = None) -> str:
     """Return statements to send with a transaction's first.
 
     Args:
@@ -33,14 +33,14 @@ def limits(*, idle: int | None = None, wait: int | None = None) -> str:
     return " ".join(f"SET LOCAL {name} = '{seconds}s';" for name, seconds in named if seconds is not None)
 
 
-UNLESS_FROZEN = limits(idle=10)  # where statement follows statement; who was cut off repeats all of it
-_IN_REQUESTS = 60  # seconds: MLflow is asked within the transaction
-_IN_UPLOADS = 120  # seconds: it is sent a model
+IDLE_TIMEOUT = format_timeouts(idle=10)  # where statement follows statement; who was cut off repeats all of it
+_REQUEST_SECONDS = 60  # seconds: MLflow is asked within the transaction
+_UPLOAD_SECONDS = 120  # seconds: it is sent a model
 
 _LOCK = "SELECT pg_advisory_xact_lock(:kind, :key)"
-_LOCK_IN_REQUESTS = sa.text(f"{limits(idle=_IN_REQUESTS)} {_LOCK}")
-_LOCK_RUN = sa.text(f"{limits(idle=_IN_UPLOADS, wait=1)} {_LOCK}")
-_LOCK_NAME = sa.text(f"{limits(wait=600)} SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
+_LOCK_IN_REQUESTS = sa.text(f"{format_timeouts(idle=_REQUEST_SECONDS)} {_LOCK}")
+_LOCK_RUN = sa.text(f"{format_timeouts(idle=_UPLOAD_SECONDS, wait=1)} {_LOCK}")
+_LOCK_NAME = sa.text(f"{format_timeouts(wait=600)} SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
 _LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 
 
@@ -56,18 +56,18 @@ def study_lock(engine: sa.Engine, study_id: int) -> AbstractContextManager[sa.Co
     """Hold a study while its parent run is looked up and made; yield the transaction.
 
     Raises:
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_IN_REQUESTS, kind=_STUDY, key=study_id)
+    return _hold_lock(engine, _LOCK_IN_REQUESTS, kind=_STUDY, key=study_id)
 
 
 def registry_lock(engine: sa.Engine) -> AbstractContextManager[sa.Connection]:
     """Hold what the database says of the model registry while the two are brought in line; yield the transaction.
 
     Raises:
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_IN_REQUESTS, kind=_REGISTRY, key=0)
+    return _hold_lock(engine, _LOCK_IN_REQUESTS, kind=_REGISTRY, key=0)
 
 
 def run_lock(engine: sa.Engine, trial_id: int) -> AbstractContextManager[sa.Connection]:
@@ -75,9 +75,9 @@ def run_lock(engine: sa.Engine, trial_id: int) -> AbstractContextManager[sa.Conn
 
     Raises:
         LockHeldError: another process has held it for some seconds.
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_RUN, kind=_RUN, key=trial_id)
+    return _hold_lock(engine, _LOCK_RUN, kind=_RUN, key=trial_id)
 
 
 def name_lock(engine: sa.Engine, name: str) -> AbstractContextManager[sa.Connection]:
@@ -85,12 +85,12 @@ def name_lock(engine: sa.Engine, name: str) -> AbstractContextManager[sa.Connect
 
     Raises:
         LockHeldError: another process has held it for ten minutes.
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_NAME, kind=_NAME, name=name)
+    return _hold_lock(engine, _LOCK_NAME, kind=_NAME, name=name)
 
 
-def still_held(connection: sa.Connection) -> None:
+def check_lock_held(connection: sa.Connection) -> None:
     """Make sure, before what cannot be undone, that a lock is still held; its time begins anew.
 
     Raises:
@@ -99,11 +99,11 @@ def still_held(connection: sa.Connection) -> None:
     try:
         connection.execute(sa.text("SELECT 1"))
     except DBAPIError as error:
-        raise _lost(error) from None
+        raise _convert_error(error) from None
 
 
 @contextmanager
-def _held(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Iterator[sa.Connection]:
+def _hold_lock(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Iterator[sa.Connection]:
     with ExitStack() as stack:
         try:
             connection = engine.connect()
@@ -112,10 +112,10 @@ def _held(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Ite
             yield connection
             connection.commit()
         except DBAPIError as error:
-            raise _lost(error) from None
+            raise _convert_error(error) from None
 
 
-def _lost(error: DBAPIError) -> Exception:
+def _convert_error(error: DBAPIError) -> Exception:
     if getattr(error.orig, "pgcode", None) == _LOCK_NOT_AVAILABLE:
         return LockHeldError(
             "another process has held what this one waits for in the database for long: it may be frozen; end it, or "
@@ -126,14 +126,14 @@ def _lost(error: DBAPIError) -> Exception:
     return error
 
 
-_TURN_WITHIN = sa.text(f"""
-    {UNLESS_FROZEN} SELECT set_config('lock_timeout', :milliseconds, true);
+_LOCK_SUGGESTION = sa.text(f"""
+    {IDLE_TIMEOUT} SELECT set_config('lock_timeout', :milliseconds, true);
     {_LOCK}
 """)
 
 
 @contextmanager
-def suggestion_turn(engine: sa.Engine, study_id: int, *, patience: float = 5.0) -> Iterator[Callable[[], bool]]:
+def suggestion_lock(engine: sa.Engine, study_id: int, *, patience: float = 5.0) -> Iterator[Callable[[], bool]]:
     """Yield a function that takes the turn to write a trial's parameters, which is kept until the exit.
 
     It returns whether it got the turn. Waiting ends after `patience` seconds: a worker that is frozen while it has the
@@ -146,9 +146,11 @@ def suggestion_turn(engine: sa.Engine, study_id: int, *, patience: float = 5.0) 
             stack.callback(_close, connection)  # which ends the transaction, and the turn
             try:
                 milliseconds = str(int(patience * 1000))
-                connection.execute(_TURN_WITHIN, {"milliseconds": milliseconds, "kind": _TURN, "key": study_id})
+                connection.execute(
+                    _LOCK_SUGGESTION, {"milliseconds": milliseconds, "kind": _SUGGESTION, "key": study_id}
+                )
             except DBAPIError as error:
-                log.warning("no turn to write a suggestion: %s", one_line(error))
+                log.warning("no turn to write a suggestion: %s", format_error(error))
                 return False
             return True
 

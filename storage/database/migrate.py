@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.roles import grant_worker
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.urls import normalise, redact
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.urls import normalise_url, redact
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -35,7 +35,7 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
     import psycopg2
     from sqlalchemy.exc import DBAPIError
 
-    url = normalise(url, setting=setting)
+    url = normalise_url(url, setting=setting)
     try:
         with open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")  # sees what the last holder committed
@@ -44,11 +44,11 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
             # Held by the transaction: unlike the lock of a session, it also works through a pooler.
             cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
             _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
-            _migrate_ours(url, setting, read_revision(cursor, VERSION_TABLE))
+            _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
             grant_worker(cursor)
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         raise StorageError(
-            f"{setting} {redact(url)}: cannot create the tables ({one_line(error)}): "
+            f"{setting} {redact(url)}: cannot create the tables ({format_error(error)}): "
             "give the URL of the database's owner"
         ) from None
 
@@ -71,7 +71,7 @@ def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
         storage.engine.dispose()
 
 
-def _migrate_ours(url: str, setting: str, found: str | None) -> None:
+def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
     from alembic import command
 
     if found == REVISION:

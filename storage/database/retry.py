@@ -12,9 +12,9 @@ import sqlalchemy as sa
 import tenacity
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.storage.errors import one_line
+from hpsearch.storage.errors import format_error
 
-PATIENCE = 300.0  # seconds
+RETRY_SECONDS = 300.0  # seconds
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
 
@@ -42,15 +42,15 @@ def is_transient(error: BaseException) -> bool:
     if error.connection_invalidated:
         return True
     kinds = sa.exc.OperationalError | sa.exc.InterfaceError
-    return isinstance(error, kinds) and may_pass(str(error.orig))
+    return isinstance(error, kinds) and is_transient_connection_error(str(error.orig))
 
 
-def may_pass(text: str) -> bool:
+def is_transient_connection_error(text: str) -> bool:
     """Whether what a connection failed of, in libpq's words, may be over the next time."""
     return not _PERMANENT.search(text)
 
 
-def retrying(patience: float = PATIENCE, *, also: type[Exception] | None = None) -> tenacity.Retrying:
+def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | None = None) -> tenacity.Retrying:
     """Return a tenacity controller that repeats what fails for a passing reason, for at most `patience` seconds.
 
     It waits longer each time, at random, so that a fleet does not come back all at once; it logs when the waiting
@@ -64,28 +64,30 @@ def retrying(patience: float = PATIENCE, *, also: type[Exception] | None = None)
 
     def again(state: tenacity.RetryCallState) -> bool:
         error = None if state.outcome is None else state.outcome.exception()
-        return _is_to_be_repeated(state) or (also is not None and isinstance(error, also))
+        return _should_retry(state) or (also is not None and isinstance(error, also))
 
     def announce(state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1:
-            log.warning("the database is away, trying again for up to %.0f s: %s", patience, _line(state))
+            log.warning(
+                "the database is away, trying again for up to %.0f s: %s", retry_seconds, _format_outcome(state)
+            )
 
     return tenacity.Retrying(
         retry=again,
         # Twice at least: a process that was frozen in its first try wakes up with its patience at an end.
-        stop=tenacity.stop_all(tenacity.stop_after_delay(patience), tenacity.stop_after_attempt(2)),
+        stop=tenacity.stop_all(tenacity.stop_after_delay(retry_seconds), tenacity.stop_after_attempt(2)),
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT),
         before_sleep=announce,
         reraise=True,
     )
 
 
-def _is_to_be_repeated(state: tenacity.RetryCallState) -> bool:
+def _should_retry(state: tenacity.RetryCallState) -> bool:
     error = None if state.outcome is None else state.outcome.exception()
     if error is None and state.attempt_number > 1:
         log.warning("the database is back after %.1f s", state.seconds_since_start)
     return error is not None and is_transient(error)
 
 
-def _line(state: tenacity.RetryCallState) -> str:
-    return one_line(None if state.outcome is None else state.outcome.exception())
+def _format_outcome(state: tenacity.RetryCallState) -> str:
+    return format_error(None if state.outcome is None else state.outcome.exception())

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.storage.database.connect import open_cursor
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.urls import DRIVER, normalise
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.urls import DRIVER, normalise_url
 
 OWNER = "hpsearch_owner"
 WORKER = "hpsearch_worker"
 MLFLOW = "mlflow"
-STUDIES = "optuna"
-TRACKING = "mlflow"
+STUDY_DATABASE = "optuna"
+MLFLOW_DATABASE = "mlflow"
 
 # Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 1)
@@ -65,10 +65,10 @@ def create_databases(
     """
     import psycopg2
 
-    admin_url = normalise(admin_url, setting=setting)
+    admin_url = normalise_url(admin_url, setting=setting)
     passwords = {OWNER: owner_password, WORKER: worker_password, MLFLOW: mlflow_password}
     urls = {
-        role: _as_role(admin_url, role, password, TRACKING if role == MLFLOW else STUDIES)
+        role: _make_role_url(admin_url, role, password, MLFLOW_DATABASE if role == MLFLOW else STUDY_DATABASE)
         for role, password in passwords.items()
     }
     try:
@@ -77,13 +77,13 @@ def create_databases(
             admin.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
             for role, password in passwords.items():
                 _create_role(admin, role, password)
-            for database, owner in ((STUDIES, OWNER), (TRACKING, MLFLOW)):
+            for database, owner in ((STUDY_DATABASE, OWNER), (MLFLOW_DATABASE, MLFLOW)):
                 _create_database(admin, database, owner)
-                _open_schema(admin, admin_url, database, owner, setting)
-                _close_to_others(urls[owner], database, setting)
+                _grant_schema(admin, admin_url, database, owner, setting)
+                _restrict_connect(urls[owner], database, setting)
     except psycopg2.Error as error:
         raise StorageError(
-            f"{setting}: cannot create the databases and roles ({one_line(error)}): "
+            f"{setting}: cannot create the databases and roles ({format_error(error)}): "
             "give the URL of a superuser, or of a role with CREATEROLE and CREATEDB"
         ) from None
     return Databases(owner_url=urls[OWNER], worker_url=urls[WORKER], mlflow_url=urls[MLFLOW])
@@ -109,7 +109,7 @@ def grant_worker(cursor: Any) -> None:
     )
 
 
-def _as_role(admin_url: str, role: str, password: str, database: str) -> str:
+def _make_role_url(admin_url: str, role: str, password: str, database: str) -> str:
     from sqlalchemy.engine import make_url
 
     url = make_url(admin_url).set(drivername=DRIVER, username=role, password=password, database=database)
@@ -143,7 +143,7 @@ def _create_database(admin: Any, database: str, owner: str) -> None:
     admin.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
 
 
-def _open_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
+def _grant_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
     """Before Postgres 15 everybody may create tables in `public`, and its owner is not the database's."""
     from psycopg2 import sql
     from sqlalchemy.engine import make_url
@@ -156,12 +156,12 @@ def _open_schema(admin: Any, admin_url: str, database: str, owner: str, setting:
         cursor.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(owner)))
 
 
-def _close_to_others(owner_url: str, database: str, setting: str) -> None:
+def _restrict_connect(owner_url: str, database: str, setting: str) -> None:
     """Leave the database to its owner, and `optuna` to the workers too; this also tries the owner's password."""
     from psycopg2 import sql
 
     name = sql.Identifier(database)
     with open_cursor(owner_url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
         cursor.execute(sql.SQL("REVOKE CONNECT, TEMPORARY ON DATABASE {} FROM PUBLIC").format(name))
-        if database == STUDIES:
+        if database == STUDY_DATABASE:
             cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(WORKER)))

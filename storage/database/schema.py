@@ -13,14 +13,14 @@ REVISION = "0008"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.
-IS_CURRENT = f"""
+CURRENT_SCHEMA_QUERY = f"""
     SELECT EXISTS (SELECT FROM {ALEMBIC_TABLE} WHERE version_num = '{OPTUNA_REVISION}')
        AND EXISTS (SELECT FROM {VERSION_TABLE} WHERE version_num = '{REVISION}')
 """  # noqa: S608 the parts are constants
 
 # A schema that is there while a backup is put back: what it leaves behind when it is killed is not whole.
-RESTORING = "hpsearch_restoring"
-IS_RESTORED_BY_HALF = f"SELECT to_regnamespace('{RESTORING}') IS NOT NULL"
+RESTORE_SCHEMA = "hpsearch_restoring"
+PARTIAL_RESTORE_QUERY = f"SELECT to_regnamespace('{RESTORE_SCHEMA}') IS NOT NULL"
 
 OPTUNA_TABLES = (
     "studies",
@@ -37,7 +37,7 @@ OPTUNA_TABLES = (
     "version_info",
 )
 
-OUR_TABLES = (
+HPSEARCH_TABLES = (
     "hpsearch_attempts",
     "hpsearch_checkpoints",
     "hpsearch_test_openings",

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.storage.database.connect import each_committed
-from hpsearch.storage.database.retry import PATIENCE, is_transient, retrying
+from hpsearch.storage.database.connect import open_autocommit
+from hpsearch.storage.database.retry import RETRY_SECONDS, is_transient, retrying
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ Rows = Sequence[Any]  # of SQLAlchemy
 
 
 @lru_cache(maxsize=256)
-def text(statement: str) -> sa.TextClause:
+def compile_text(statement: str) -> sa.TextClause:
     """Return the statement, compiled once."""
     return sa.text(statement)
 
@@ -26,37 +26,37 @@ def text(statement: str) -> sa.TextClause:
 class Database:
     """Runs statements on an engine, for at most `patience` seconds each."""
 
-    def __init__(self, engine: sa.Engine, patience: float = PATIENCE) -> None:
+    def __init__(self, engine: sa.Engine, retry_seconds: float = RETRY_SECONDS) -> None:
         self.engine = engine
-        self.patience = patience
+        self.retry_seconds = retry_seconds
 
-    def rows(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
+    def fetch_rows(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement, which must be safe to repeat, and return its rows."""
-        return self.repeat(lambda _: self.run(statement, parameters))
+        return self.retry(lambda _: self.run_once(statement, parameters))
 
-    def rows_once(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
+    def fetch_with_retry_flag(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
         """Run one statement; return its rows, and whether it was sent before and the reply may have been lost."""
-        return self.repeat(lambda repeated: (self.run(statement, parameters), repeated))
+        return self.retry(lambda repeated: (self.run_once(statement, parameters), repeated))
 
-    def connected(self, call: Callable[[sa.Connection], T]) -> T:
+    def run_autocommit(self, call: Callable[[sa.Connection], T]) -> T:
         """Run `call(connection)`, each of whose statements is committed by itself and safe to repeat."""
 
         def run(_: bool) -> T:
-            with each_committed(self.engine) as connection:
+            with open_autocommit(self.engine) as connection:
                 return call(connection)
 
-        return self.repeat(run)
+        return self.retry(run)
 
-    def transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
+    def run_transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
         """Run `call(connection, repeated)` in a transaction and commit it."""
 
         def run(repeated: bool) -> T:
             with self.engine.begin() as connection:
                 return call(connection, repeated)
 
-        return self.repeat(run)
+        return self.retry(run)
 
-    def repeat(self, call: Callable[[bool], T]) -> T:
+    def retry(self, call: Callable[[bool], T]) -> T:
         """Run `call(repeated)` until it does not fail for a passing reason."""
         try:
             return call(False)
@@ -72,10 +72,10 @@ class Database:
                 raise error
             return call(True)
 
-        return retrying(self.patience)(again)
+        return retrying(self.retry_seconds)(again)
 
-    def run(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
+    def run_once(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement once and return its rows."""
-        with each_committed(self.engine) as connection:
-            prepared = text(statement) if isinstance(statement, str) else statement
+        with open_autocommit(self.engine) as connection:
+            prepared = compile_text(statement) if isinstance(statement, str) else statement
             return connection.execute(prepared, parameters).all()

@@ -16,7 +16,7 @@ from hpsearch.storage.errors import ClaimLostError
 NEXT_NUMBER = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
 
 # The fence: of a trial `t` that somebody has claimed, only its live attempt `a` may write, and only while it runs.
-MAY_WRITE = """
+FENCE = """
     t.trial_id = :trial_id AND a.trial_id = t.trial_id AND a.attempt = :attempt AND a.ended_at IS NULL
     AND t.state = 'RUNNING'
 """
@@ -39,18 +39,18 @@ SET_VALUES = """
 """
 
 
-def attr_parameters(kind: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
+def make_attr_parameters(kind: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of `SET_ATTRS`; `kind` is user or system."""
     return {f"{kind}_keys": list(attrs), f"{kind}_values": [json.dumps(value) for value in attrs.values()]}
 
 
-def value_parameters(values: Sequence[float]) -> dict[str, Any]:
+def make_value_parameters(values: Sequence[float]) -> dict[str, Any]:
     """Return the parameters of `SET_VALUES` for the values of a trial, none of which is NaN."""
-    stored = [store(value) for value in values]
+    stored = [encode_value(value) for value in values]
     return {"values": [value for value, _ in stored], "kinds": [kind for _, kind in stored]}
 
 
-_WHY = """
+_CLAIM_STATE = """
     SELECT t.number, t.state, a.attempt, a.ended_at, last.attempt AS last, last.worker
       FROM trials t
       LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.attempt = :attempt
@@ -60,9 +60,9 @@ _WHY = """
 """
 
 
-def claim_lost(database: Database, trial_id: int, attempt: int) -> ClaimLostError:
+def make_claim_lost_error(database: Database, trial_id: int, attempt: int) -> ClaimLostError:
     """Return what says why an attempt may write nothing: ``trial 7 was taken over by ...``."""
-    rows = database.rows(_WHY, {"trial_id": trial_id, "attempt": attempt})
+    rows = database.fetch_rows(_CLAIM_STATE, {"trial_id": trial_id, "attempt": attempt})
     if not rows:
         return ClaimLostError(f"the trial with id {trial_id} was deleted with its study")
     trial = rows[0]
@@ -77,7 +77,7 @@ def claim_lost(database: Database, trial_id: int, attempt: int) -> ClaimLostErro
     return ClaimLostError(f"trial {trial.number} {why}")
 
 
-def store(value: float, *, nan: bool = False) -> tuple[float | None, str]:
+def encode_value(value: float, *, nan: bool = False) -> tuple[float | None, str]:
     """Return a value and its type as Optuna keeps them: infinities, and NaN where it has a type, as NULL."""
     if math.isinf(value):
         return None, "INF_POS" if value > 0 else "INF_NEG"
@@ -89,6 +89,6 @@ def store(value: float, *, nan: bool = False) -> tuple[float | None, str]:
 _SPECIAL = {"INF_POS": math.inf, "INF_NEG": -math.inf, "NAN": math.nan}
 
 
-def restore(value: float | None, kind: str) -> float:
+def decode_value(value: float | None, kind: str) -> float:
     """Undo `store`."""
     return value if value is not None else _SPECIAL[kind]

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import psutil
 
-from hpsearch.storage.database.connect import answers
+from hpsearch.storage.database.connect import is_database_healthy
 from hpsearch.storage.embedded import process, state
-from hpsearch.storage.embedded.postgres_account import Account, find_account, reachable
+from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import write_private
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 
 SUPERUSER = "postgres"
-_ELSEWHERE = "set HPSEARCH_HOME to another folder"
+_REMEDY = "set HPSEARCH_HOME to another folder"
 
 
-def create(folder: Path, binaries: Binaries, account: Account) -> None:
+def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> None:
     """Set up `folder/data`, and the superuser's password in `folder/password` (0600).
 
     It is made beside its place and then moved there, so that a half-made one is never used.
@@ -44,7 +44,7 @@ def create(folder: Path, binaries: Binaries, account: Account) -> None:
         workshop = Path(made)
         password = workshop / "password"
         write_private(password, read_password(folder))
-        if account.switch:
+        if account.is_other_user:
             for path in (workshop, password):
                 os.chown(path, account.uid, account.gid)
         result = subprocess.run(
@@ -56,9 +56,9 @@ def create(folder: Path, binaries: Binaries, account: Account) -> None:
             capture_output=True,
             text=True,
             cwd="/",
-            env=clean_environment(),
+            env=make_clean_environment(),
             check=False,
-            **account.popen,
+            **account.popen_options,
         )
         if result.returncode != 0:
             text = " ".join((result.stderr.strip() or result.stdout.strip()).split())
@@ -77,11 +77,11 @@ def read_password(folder: Path) -> str:
         return path.read_text().strip()
     except FileNotFoundError:
         raise StorageError(
-            f"{str(path)!r}, the password of the embedded Postgres, is missing: put it back, or {_ELSEWHERE}"
+            f"{str(path)!r}, the password of the embedded Postgres, is missing: put it back, or {_REMEDY}"
         ) from None
 
 
-def major_version(data: Path) -> str | None:
+def read_major_version(data: Path) -> str | None:
     """Return the major version of Postgres that made the data directory; None if there is none yet.
 
     Raises:
@@ -93,11 +93,11 @@ def major_version(data: Path) -> str | None:
         if not data.exists():
             return None
     raise StorageError(
-        f"{str(data)!r} is not a data directory of Postgres (it has no PG_VERSION): move it away, or {_ELSEWHERE}"
+        f"{str(data)!r} is not a data directory of Postgres (it has no PG_VERSION): move it away, or {_REMEDY}"
     )
 
 
-def forget_stranger(data: Path) -> None:
+def remove_stale_pid_file(data: Path) -> None:
     """Remove a stale pid file whose process id now belongs to somebody else; call it when no server runs.
 
     Postgres would take that process for a server of its own and not start. A pid file whose process is gone is left to
@@ -143,12 +143,12 @@ def try_lock(folder: Path) -> int | None:
     return descriptor
 
 
-def lock_holder(folder: Path) -> str:
+def read_lock_holder(folder: Path) -> str:
     """Return the name of the machine that took the lock last."""
     return (folder / "running").read_text(errors="replace") or "another machine"
 
 
-def clean_environment() -> dict[str, str]:
+def make_clean_environment() -> dict[str, str]:
     """Return our environment without the variables that would change a Postgres program's mind."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
 
@@ -170,15 +170,15 @@ _LOCK_TIMEOUT = 15.0  # for the children of a killed server to end
 _POLL = 0.03
 
 
-def database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
+def make_database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
     """Return the URL of a database of an embedded server."""
     # The wheel's Postgres has no TLS; said here, the user's PGSSLMODE does not ask for it.
     query = "sslmode=disable" + (f"&application_name={application_name}" if application_name else "")
-    return build(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
+    return build_url(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
 
 
 @dataclass(frozen=True)
-class Server:
+class EmbeddedPostgres:
     """The embedded server of one home folder.
 
     Attributes:
@@ -199,11 +199,11 @@ class Server:
         """The superuser's password."""
         return read_password(self.folder)
 
-    def url(self, port: int) -> str:
+    def make_url(self, port: int) -> str:
         """Return the URL for the superuser where the server listens on `port`."""
-        return database_url(SUPERUSER, self.password, port, "postgres")
+        return make_database_url(SUPERUSER, self.password, port, "postgres")
 
-    def running(self) -> psutil.Process | None:
+    def find_process(self) -> psutil.Process | None:
         """Return the server's process if it runs: alive, and started on this very data directory."""
         try:
             pid = int((self.data / "postmaster.pid").read_text().split("\n", 1)[0])
@@ -214,26 +214,26 @@ class Server:
         ours = bool(command) and Path(command[0]).name == "postgres" and str(self.data) in command
         return found if ours and process.is_running(found) else None
 
-    def identity(self) -> process.Identity | None:
+    def read_identity(self) -> process.ProcessIdentity | None:
         """Return what the running server's process is known by."""
-        server = self.running()
+        server = self.find_process()
         if server is None:
             return None
-        return process.Identity(server.pid, server.create_time(), tuple(server.cmdline()))
+        return process.ProcessIdentity(server.pid, server.create_time(), tuple(server.cmdline()))
 
-    def port(self) -> int | None:
+    def read_port(self) -> int | None:
         """Return the port of the running server, from the file that it writes."""
         try:
             return int((self.data / "postmaster.pid").read_text().splitlines()[3])
         except (OSError, ValueError, IndexError):
             return None
 
-    def adopt(self) -> int | None:
+    def attach(self) -> int | None:
         """Return the port of the server if one runs and answers, or comes to answer; stop one that is stuck."""
         deadline = time.monotonic() + _ADOPT_TIMEOUT
-        while self.running() is not None:
-            port = self.port()
-            if port and answers(self.url(port)):
+        while self.find_process() is not None:
+            port = self.read_port()
+            if port and is_database_healthy(self.make_url(port)):
                 return port
             if time.monotonic() > deadline:
                 self.stop()
@@ -248,16 +248,16 @@ class Server:
                 server ends at once.
         """
         account = find_account(self.data)
-        major = major_version(self.data)
-        binaries = reachable(find_binaries(major=major), account, self.folder)
+        major = read_major_version(self.data)
+        binaries = ensure_executable(find_binaries(major=major), account, self.folder)
         if major is None:
-            create(self.folder, binaries, account)
+            init_data_directory(self.folder, binaries, account)
         for _ in range(3):
             if (lock := self._wait_for_lock()) is None:
-                if adopted := self.adopt():
+                if adopted := self.attach():
                     return adopted
                 continue
-            port = state.choose(remembered)
+            port = state.choose_port(remembered)
             if self._launch(binaries, account, port, lock):
                 return port
             remembered = None  # somebody was quicker to take the port
@@ -265,12 +265,12 @@ class Server:
 
     def stop(self) -> int | None:
         """Stop the server in order, its clients disconnected; return its process id, or None if none ran."""
-        server = self.running()
+        server = self.find_process()
         if server is None:
             return None
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):  # fast shutdown, immediate, none
-            process.send([server], number)
-            if process.wait([server], timeout=_STOP_TIMEOUT):
+            process.send_signal([server], number)
+            if process.wait_for_exit([server], timeout=_STOP_TIMEOUT):
                 break
         return server.pid
 
@@ -280,11 +280,11 @@ class Server:
         while time.monotonic() < deadline:
             if (lock := try_lock(self.folder)) is not None:
                 return lock
-            if self.running() is not None:
+            if self.find_process() is not None:
                 return None
             time.sleep(_POLL)
         raise StorageError(
-            f"the Postgres of {str(self.folder)!r} still runs on {lock_holder(self.folder)}: run "
+            f"the Postgres of {str(self.folder)!r} still runs on {read_lock_holder(self.folder)}: run "
             "hpsearch down there, give --storage-url, or set HPSEARCH_HOME to another folder"
         )
 
@@ -294,24 +294,26 @@ class Server:
         for name, value in _SETTINGS.items():
             command += ["-c", f"{name}={value}"]
         try:
-            forget_stranger(self.data)
+            remove_stale_pid_file(self.data)
             identity = process.spawn(
                 command,
                 log=self.log,
-                env=clean_environment(),
+                env=make_clean_environment(),
                 cwd=Path("/"),
                 pass_fds=(lock,),
-                **account.popen,
+                **account.popen_options,
             )
         finally:
             os.close(lock)
         deadline = time.monotonic() + _START_TIMEOUT
         while time.monotonic() < deadline:
-            if answers(self.url(port)):
+            if is_database_healthy(self.make_url(port)):
                 return True
             if process.find(identity) is None:
-                if not state.is_free(port):
+                if not state.is_port_free(port):
                     return False
-                raise StorageError(f"Postgres ended at its start: {process.tail(self.log, lines=2)} (see {self.log})")
+                raise StorageError(
+                    f"Postgres ended at its start: {process.read_tail(self.log, lines=2)} (see {self.log})"
+                )
             time.sleep(_POLL)
         raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s: see {self.log}")

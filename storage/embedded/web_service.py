@@ -24,7 +24,7 @@ _REQUEST_TIMEOUT = 10.0
 _STOP_TIMEOUT = 10.0
 
 # What the user set for other servers must not reach ours.
-_FOREIGN = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
+_FOREIGN_PREFIXES = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
 
 
 @dataclass
@@ -60,7 +60,7 @@ class WebService:
         """Return its main process, if it runs."""
         return process.find(self.record.process)
 
-    def answers(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether it answers a health request."""
         if self.record.port is None:
             return False
@@ -70,11 +70,11 @@ class WebService:
             return connection.getresponse().status == http.client.OK
         return False
 
-    def listens(self) -> bool:
+    def is_listening(self) -> bool:
         """Whether it has come as far as taking its port: what is silent after that hangs."""
-        return process.listens(self._all(), self.record.port or 0)
+        return process.is_listening(self._find_processes(), self.record.port or 0)
 
-    def begin(self, database_port: int, tracking_port: int | None = None) -> None:
+    def ensure_started(self, database_port: int, tracking_port: int | None = None) -> None:
         """Adopt the running service, or start it; `finish` waits for it.
 
         Args:
@@ -87,47 +87,47 @@ class WebService:
         self.record.database_port, self.record.tracking_port = now
         self._restart()
 
-    def finish(self) -> None:
+    def wait_until_healthy(self) -> None:
         """Wait until the service answers.
 
         Raises:
             StorageError: It ends, or stays silent.
         """
-        if self._wait(_ADOPT_TIMEOUT if self._is_adopted() else START_TIMEOUT):
+        if self._wait(_ADOPT_TIMEOUT if self._is_attached() else START_TIMEOUT):
             return
         for _ in range(2):  # it was adopted and is stuck, or somebody was quicker to take its port
-            if self.find() is None and (self.record.port is None or ports.is_free(self.record.port)):
+            if self.find() is None and (self.record.port is None or ports.is_port_free(self.record.port)):
                 break
             self._restart()
             if self._wait(START_TIMEOUT):
                 return
-        last = redact(process.tail(self.log))
+        last = redact(process.read_tail(self.log))
         state = "does not answer" if self.find() else "ended at its start"
         raise StorageError(f"{self.name} {state}: {last or 'it wrote nothing'} (see {self.log})")
 
     def stop(self) -> int | None:
         """Stop the service with all its processes; return the main one's id, or None if none ran."""
-        processes = self._all()
+        processes = self._find_processes()
         process.stop(processes, timeout=_STOP_TIMEOUT)
         self.record.process = None
         return processes[0].pid if processes else None
 
-    def _is_adopted(self) -> bool:
+    def _is_attached(self) -> bool:
         found = self.record.process
         return found is not None and time.time() - found.started > _ADOPT_TIMEOUT
 
-    def _all(self) -> list[psutil.Process]:
+    def _find_processes(self) -> list[psutil.Process]:
         main = self.find()
-        marked = process.find_marked(self.marker)
+        marked = process.find_by_marker(self.marker)
         return [main, *(other for other in marked if other != main)] if main else marked
 
     def _restart(self) -> None:
         # The threads of a killed process may hold its port a moment longer than it is there.
-        port = ports.choose(self.record.port, patience=2.0 if self.stop() else 0.0)
+        port = ports.choose_port(self.record.port, patience=2.0 if self.stop() else 0.0)
         self.record.port = port
         self.save()
         command, added = self.command(port)
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
         env |= {"PYTHONUNBUFFERED": "1", process.MARKER: self.marker} | added
         self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home)
         self.save()
@@ -136,7 +136,7 @@ class WebService:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.find() is not None:
             # Two stacks that start at once may have chosen the same port: the answer could be the other one's.
-            if self.answers() and self.listens():
+            if self.is_healthy() and self.is_listening():
                 return True
             time.sleep(0.05)  # until it answers
         return False

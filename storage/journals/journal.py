@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.files import append_whole, link_or_copy, sync_folder
+from hpsearch.storage.files import append_atomically, link_or_copy, sync_folder
 from hpsearch.storage.journals.journal_records import Open, Record, decode, encode
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Journal:
         while self.waiting and self.descriptor is not None:
             line = self.waiting[0]
             try:
-                append_whole(self.descriptor, line, self.size)
+                append_atomically(self.descriptor, line, self.size)
             except OSError as error:
                 if not self._told:
                     self._told = True

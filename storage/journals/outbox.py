@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpsearch.storage.files import size_of
+from hpsearch.storage.files import compute_folder_bytes
 from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal
 from hpsearch.storage.journals.journal_records import Open, decode
 
@@ -99,7 +99,7 @@ class Outbox:
 
     def has_room(self) -> bool:
         """Whether files are still taken; above the limit only numbers are."""
-        return size_of(self.folder) < self._limit
+        return compute_folder_bytes(self.folder) < self._limit
 
     def _folders(self) -> list[Path]:
         try:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.journals.journal import Entry, Journal, Place
 from hpsearch.storage.journals.journal_records import End
 from hpsearch.storage.trials.finishing import Outcome, TrialEnd
@@ -53,7 +53,7 @@ class TrialEnds:
 
     def superseded(self, trial_id: int, attempt: int) -> bool:
         """Whether a later attempt has the trial, and with it the last word on its run."""
-        return bool(self._database.rows(_LATER, {"trial": trial_id, "attempt": attempt})[0].later)
+        return bool(self._database.fetch_rows(_LATER, {"trial": trial_id, "attempt": attempt})[0].later)
 
     def outlived(self, journal: Journal) -> bool:
         """Whether a later attempt has reported all of the trial again, so that this dead one has nothing to add.
@@ -71,7 +71,7 @@ class TrialEnds:
     def ended(self, trial_id: int) -> TrialEnd | None:
         """Return how a trial ended; None while it runs or waits, or when it is gone."""
         arguments = {"trial": trial_id, "infeasible": INFEASIBLE, "reason": REASON}
-        for row in self._database.rows(_ENDED, arguments):
+        for row in self._database.fetch_rows(_ENDED, arguments):
             return TrialEnd(Outcome.from_trial_state(row.state, infeasible=bool(row.infeasible)), row.reason or "")
         return None
 
@@ -155,7 +155,7 @@ class Reader(ABC):
         is_known = isinstance(error, OSError | StorageError)
         can_pass = is_known and not isinstance(error, RefusedError)
         is_unavailable = isinstance(error, OSError | ServiceUnavailableError)
-        return Failure(one_line(error), passes=can_pass, everything=is_unavailable, expected=is_known)
+        return Failure(format_error(error), passes=can_pass, everything=is_unavailable, expected=is_known)
 
     def refused(self, place: Place) -> None:  # noqa: B027 optional
         """Record that a journal waits for a person, as its position says; by default nothing else records it."""

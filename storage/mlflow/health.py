@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def describe_error(error: BaseException) -> str:
         while (cause := error.__cause__ or error.__context__) is not None:
             error = cause
         return f"no answer: {getattr(error, 'strerror', None) or error}"
-    return one_line(error, _LONGEST)
+    return format_error(error, _LONGEST)
 
 
 @contextmanager

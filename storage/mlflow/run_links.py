@@ -43,7 +43,7 @@ class RunLinks(TrialEnds):
     def pending(self, study_id: int) -> set[int]:
         """Return the ids of a study's COMPLETE trials of which something is on its way now."""
         arguments = {"study": study_id, "tracking": TRACKING, "pending": PENDING}
-        return {row.trial_id for row in self._database.rows(_PENDING, arguments)}
+        return {row.trial_id for row in self._database.fetch_rows(_PENDING, arguments)}
 
     def mark(self, trial_ids: Iterable[int], key: str, value: str) -> None:
         """Set an attribute of several trials, whatever their states."""
@@ -66,7 +66,7 @@ class RunLinks(TrialEnds):
             else:
                 TrialLinks(connection, trial_id).note({TRACKING: problem})
 
-        self._database.connected(note)
+        self._database.run_autocommit(note)
 
 
 class TrialLinks:

@@ -46,12 +46,12 @@ class Promotion:
     ended_at: datetime | None
 
     @property
-    def confirmed(self) -> bool:
+    def is_confirmed(self) -> bool:
         """Whether finalists and the test set stood behind it."""
         return bool(self.evidence.get("confirmed"))
 
     @property
-    def address(self) -> str:
+    def model_uri(self) -> str:
         """How the model is loaded: ``models:/digits@champion``."""
         return f"models:/{self.model_name}@{self.alias}"
 
@@ -100,15 +100,15 @@ _TRIALS = sa.text("""
 _NO_VERSION = 0  # versions are numbered from 1
 
 
-def current_promotions(connection: sa.Connection) -> dict[tuple[str, str], Promotion]:
+def read_current_promotions(connection: sa.Connection) -> dict[tuple[str, str], Promotion]:
     """Return what the aliases name, as far as is recorded: (model, alias) to promotion."""
     found = [Promotion(**row._mapping) for row in connection.execute(_CURRENT)]
     return {(promotion.model_name, promotion.alias): promotion for promotion in found}
 
 
-def promotions_of(engine: sa.Engine, study_id: int) -> list[Promotion]:
+def read_promotions(engine: sa.Engine, study_id: int) -> list[Promotion]:
     """Return the promotions of a study's trials, the first one first."""
-    return [Promotion(**row._mapping) for row in Database(engine).rows(_OF_STUDY, {"study": study_id})]
+    return [Promotion(**row._mapping) for row in Database(engine).fetch_rows(_OF_STUDY, {"study": study_id})]
 
 
 def record_promotion(
@@ -128,7 +128,7 @@ def record_promotion(
     trial = {"study": evidence["study_id"], "trial": evidence["trial"]}
     place = {"model": model, "alias": alias, "version": version, **trial}
     connection.execute(_END, place)
-    connection.execute(_RECORD, {**place, "by": by, "evidence": json.dumps(_without_nan(evidence))})
+    connection.execute(_RECORD, {**place, "by": by, "evidence": json.dumps(_replace_nan(evidence))})
 
 
 def end_promotion(connection: sa.Connection, promotion: Promotion) -> None:
@@ -137,21 +137,21 @@ def end_promotion(connection: sa.Connection, promotion: Promotion) -> None:
     connection.execute(_END, {**place, "version": _NO_VERSION, "study": promotion.study_id, "trial": None})
 
 
-def _without_nan(value: Any) -> Any:
+def _replace_nan(value: Any) -> Any:
     """Return plain values with None for what JSON has no number for."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _without_nan(one) for key, one in value.items()}
-    return [_without_nan(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_nan(one) for key, one in value.items()}
+    return [_replace_nan(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def was_recorded(connection: sa.Connection, model: str, version: int) -> bool:
+def is_recorded(connection: sa.Connection, model: str, version: int) -> bool:
     """Whether any alias of this version was ever recorded."""
     return bool(connection.execute(_WAS_RECORDED, {"model": model, "version": version}).scalar())
 
 
-def trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
+def find_trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
     """Return the trials that some MLflow runs are of; runs of others are left out."""
     rows = connection.execute(_TRIALS, {"key": RUN_ID, "values": [json.dumps(run_id) for run_id in run_ids]})
     return {row.run_id: TrialOfRun(row.study_id, row.study_name, row.number) for row in rows}

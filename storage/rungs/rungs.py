@@ -170,7 +170,7 @@ EXCEPT_PAUSED = """
 
 def read_rung_counts(engine: sa.Engine, study_id: int) -> list[RungCounts]:
     """Return the rungs of a study that a trial has reached, the lowest first."""
-    return [RungCounts(**row._mapping) for row in Database(engine).rows(_SELECT_COUNTS, {"study": study_id})]
+    return [RungCounts(**row._mapping) for row in Database(engine).fetch_rows(_SELECT_COUNTS, {"study": study_id})]
 
 
 def record_rung_value(

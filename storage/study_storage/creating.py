@@ -11,9 +11,9 @@ import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial
 
-from hpsearch.storage.database.locks import limits
-from hpsearch.storage.database.statements import Database, text
-from hpsearch.storage.database.trial_rows import NEXT_NUMBER, store
+from hpsearch.storage.database.locks import format_timeouts
+from hpsearch.storage.database.statements import Database, compile_text
+from hpsearch.storage.database.trial_rows import NEXT_NUMBER, encode_value
 from hpsearch.storage.study_storage.reading import to_utc
 from hpsearch.storage.study_storage.studies import require_study
 
@@ -37,7 +37,7 @@ _CREATE = f"""
     SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
 """  # noqa: S608 the parts are constants
 
-_CLIENT_TIMEOUT = limits(idle=30)  # must not keep the study locked for ever
+_CLIENT_TIMEOUT = format_timeouts(idle=30)  # must not keep the study locked for ever
 
 _INSERT = f"""
     {_CLIENT_TIMEOUT} {_LOCK}
@@ -99,7 +99,7 @@ def create_trial(database: Database, study_id: int, start: datetime, floor: int)
         KeyError: There is no such study.
     """
     parameters = {"study_id": study_id, "start": start, "floor": floor}
-    rows = database.repeat(lambda repeated: database.run(_CREATE, {**parameters, "repeated": repeated}))
+    rows = database.retry(lambda repeated: database.run_once(_CREATE, {**parameters, "repeated": repeated}))
     require_study(rows, study_id)
     return rows[0].trial_id, rows[0].number
 
@@ -120,7 +120,7 @@ def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTria
         sent[:] = _insert_batches(connection, study_id, batches)
         return sent
 
-    return database.transaction(run) if trials else []
+    return database.run_transaction(run) if trials else []
 
 
 def insert_trials_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:
@@ -140,12 +140,12 @@ def insert_missing_in(connection: sa.Connection, study_id: int, trials: Sequence
         SELECT value_json FROM trial_system_attributes JOIN trials USING (trial_id)
          WHERE study_id = :study_id AND key = 'fixed_params'
     """
-    known = [json.loads(row.value_json) for row in connection.execute(text(statement), {"study_id": study_id})]
+    known = [json.loads(row.value_json) for row in connection.execute(compile_text(statement), {"study_id": study_id})]
     missing = [trial for trial in trials if trial.system_attrs["fixed_params"] not in known]
     if missing:
         insert_trials_in(connection, study_id, missing)
     count = "SELECT count(*) FROM trials WHERE study_id = :study_id"
-    return len(missing), int(connection.execute(text(count), {"study_id": study_id}).scalar_one())
+    return len(missing), int(connection.execute(compile_text(count), {"study_id": study_id}).scalar_one())
 
 
 def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
@@ -157,15 +157,20 @@ def _insert_batches(
 ) -> list[tuple[int, int]]:
     made: list[tuple[int, int]] = []
     for columns in batches:
-        rows = require_study(connection.execute(text(_INSERT), {"study_id": study_id, **columns}).all(), study_id)
+        rows = require_study(
+            connection.execute(compile_text(_INSERT), {"study_id": study_id, **columns}).all(), study_id
+        )
         made.extend((row.trial_id, row.number) for row in rows)
     return made
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
     """Whether a trial was committed: decided once the study's lock, which its transaction held, is free."""
-    connection.execute(text(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
-    return connection.execute(text("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
+    connection.execute(compile_text(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
+    return (
+        connection.execute(compile_text("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first()
+        is not None
+    )
 
 
 def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
@@ -182,13 +187,13 @@ def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
         for name, value in trial.params.items()
     ]
     values = [
-        (place, objective, *store(value))
+        (place, objective, *encode_value(value))
         for place, trial in placed
         for objective, value in enumerate(trial.values or ())
         if value is not None
     ]
     steps = [
-        (place, step, *store(value, nan=True))
+        (place, step, *encode_value(value, nan=True))
         for place, trial in placed
         for step, value in trial.intermediate_values.items()
     ]

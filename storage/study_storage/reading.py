@@ -18,7 +18,7 @@ from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
-from hpsearch.storage.database.trial_rows import restore
+from hpsearch.storage.database.trial_rows import decode_value
 from hpsearch.storage.study_storage.studies import require_study
 
 STATE_BY_NAME = {state.name: state for state in TrialState}
@@ -185,7 +185,7 @@ def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | N
 
 def read_rows(database: Database, trial_ids: Sequence[int]) -> Rows:
     """Return the rows of some trials with all details, by id."""
-    return database.rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _NO_HORIZON}) if trial_ids else []
+    return database.fetch_rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _NO_HORIZON}) if trial_ids else []
 
 
 def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> list[FrozenTrial]:
@@ -194,7 +194,7 @@ def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> 
     Raises:
         KeyError: There is no such study.
     """
-    rows = database.rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
+    rows = database.fetch_rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
     _get_trial_rows(rows, study_id)
     return [merge_row(row) for row in read_rows(database, rows[0].found) if row.state in states]
 
@@ -208,7 +208,7 @@ def read_newly_finished(database: Database, study_id: int, known: ReadCursor) ->
     Raises:
         KeyError: There is no such study.
     """
-    rows = _get_trial_rows(database.rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
+    rows = _get_trial_rows(database.fetch_rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
     finished = [row.trial_id for row in rows if STATE_BY_NAME[row.state] in FINISHED_STATES]
     return read_rows(database, finished), [row for row in rows if STATE_BY_NAME[row.state] not in FINISHED_STATES]
 
@@ -223,7 +223,7 @@ def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[
         KeyError: There is no such study.
     """
     parameters = known._parameters(study_id) | {"loaded": list(known.loaded), "horizon": known.horizon}
-    rows = database.rows(_UPDATES, parameters)
+    rows = database.fetch_rows(_UPDATES, parameters)
     return _get_trial_rows(rows, study_id), rows[0].horizon
 
 
@@ -240,12 +240,14 @@ def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial
         params[name] = distributions[name].to_external_repr(value)
     steps = dict(known.intermediate_values) if known else {}
     for step, value, kind in zip(row.steps or (), row.step_values or (), row.step_kinds or (), strict=True):
-        steps[step] = restore(value, kind)
+        steps[step] = decode_value(value, kind)
     return FrozenTrial(
         number=row.number,
         state=STATE_BY_NAME[row.state],
         value=None,
-        values=[restore(*pair) for pair in zip(row.results, row.result_kinds, strict=True)] if row.results else None,
+        values=[decode_value(*pair) for pair in zip(row.results, row.result_kinds, strict=True)]
+        if row.results
+        else None,
         datetime_start=to_local(row.datetime_start),
         datetime_complete=to_local(row.datetime_complete),
         params=params,
@@ -280,7 +282,7 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
     Raises:
         KeyError: There is no such study.
     """
-    rows = _get_trial_rows(database.rows(_TRIALS, {"study_id": study_id}), study_id)
+    rows = _get_trial_rows(database.fetch_rows(_TRIALS, {"study_id": study_id}), study_id)
     with _paused_gc():
         trials = [make_bare_trial(row) for row in rows]
         finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
@@ -293,7 +295,7 @@ def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[st
     """Give the trials their details; of those that finished only after they were listed there may be details too."""
 
     def rows(table: str, order: str, columns: str) -> Rows:
-        return database.rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
+        return database.fetch_rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
 
     for trial_id, name, value, text in rows("trial_params", "param_id", "param_name, param_value, distribution_json"):
         if trial_id in trials:
@@ -303,11 +305,11 @@ def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[st
     columns = "step, intermediate_value, intermediate_value_type"
     for trial_id, step, value, kind in rows("trial_intermediate_values", "trial_intermediate_value_id", columns):
         if trial_id in trials:
-            trials[trial_id].intermediate_values[step] = value if value is not None else restore(value, kind)
+            trials[trial_id].intermediate_values[step] = value if value is not None else decode_value(value, kind)
     for trial_id, value, kind in rows("trial_values", "objective", "value, value_type"):
         if trial_id in trials:
             trial = trials[trial_id]
-            trial.values = [*(trial.values or ()), restore(value, kind)]
+            trial.values = [*(trial.values or ()), decode_value(value, kind)]
     for trial_id, key, text in rows("trial_user_attributes", "trial_user_attribute_id", "key, value_json"):
         if trial_id in trials:
             trials[trial_id]._user_attrs[key] = json.loads(text)
@@ -344,5 +346,5 @@ def get_rung_key(rung: int) -> str:
 
 def read_rung_values(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
     """Return (trial number, value, or those of several metrics) of all trials at a rung, in no particular order."""
-    rows = Database(engine).rows(_RUNG_VALUES, {"study": study_id, "key": get_rung_key(rung)})
+    rows = Database(engine).fetch_rows(_RUNG_VALUES, {"study": study_id, "key": get_rung_key(rung)})
     return [(row.number, json.loads(row.value_json)) for row in rows]

@@ -18,7 +18,7 @@ from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.study_storage import creating, studies, writing
 from hpsearch.storage.study_storage.cache import StudyCache
@@ -59,7 +59,9 @@ def apply_pending_writes(trial: FrozenTrial, batch: Batch) -> None:
     trial.system_attrs.update(batch.system_attrs)
 
 
-def open_storage(url: str, *, application_name: str, pool_size: int = 2, patience: float = PATIENCE) -> PostgresStorage:
+def open_storage(
+    url: str, *, application_name: str, pool_size: int = 2, retry_seconds: float = RETRY_SECONDS
+) -> PostgresStorage:
     """Return the storage on `url`.
 
     Call :func:`storage.database.connect.check_database` first: it says in one line what is wrong with a database.
@@ -72,7 +74,7 @@ def open_storage(url: str, *, application_name: str, pool_size: int = 2, patienc
     """
     # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
-    return PostgresStorage(engine, patience=patience)
+    return PostgresStorage(engine, retry_seconds=retry_seconds)
 
 
 _FIRST_DISTRIBUTION = """
@@ -94,11 +96,11 @@ class PostgresStorage(BaseStorage):
         patience: For how many seconds a call waits for a database that is away.
     """
 
-    def __init__(self, engine: sa.Engine, *, patience: float = PATIENCE) -> None:
-        self._start(engine, patience)
+    def __init__(self, engine: sa.Engine, *, retry_seconds: float = RETRY_SECONDS) -> None:
+        self._start(engine, retry_seconds)
 
-    def _start(self, engine: sa.Engine, patience: float) -> None:
-        self._database = Database(engine, patience)
+    def _start(self, engine: sa.Engine, retry_seconds: float) -> None:
+        self._database = Database(engine, retry_seconds)
         self._lock = threading.RLock()
         self._caches: dict[int, StudyCache] = {}
         self._names: dict[int, str] = {}
@@ -109,7 +111,7 @@ class PostgresStorage(BaseStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         url = self.engine.url.render_as_string(hide_password=False)
-        return {"url": url, "patience": self._database.patience}
+        return {"url": url, "patience": self._database.retry_seconds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(make_engine(state["url"], application_name="hpsearch"), state["patience"])
@@ -363,7 +365,7 @@ class PostgresStorage(BaseStorage):
         if (known := self._cache(study_id).get_trial_id(trial_number)) is not None:
             return known
         statement = "SELECT trial_id FROM trials WHERE study_id = :study_id AND number = :number"
-        rows = self._database.rows(statement, {"study_id": study_id, "number": trial_number})
+        rows = self._database.fetch_rows(statement, {"study_id": study_id, "number": trial_number})
         if not rows:
             raise KeyError(f"there is no trial {trial_number} in the study with id {study_id}")
         return int(rows[0].trial_id)
@@ -427,14 +429,14 @@ class PostgresStorage(BaseStorage):
         except ValueError:
             if self._attempt(trial_id) is None:  # that the trial is finished comes first
                 statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
-                raise_if_not_writable(self._database.rows(statement, {"trial_id": trial_id}), trial_id)
+                raise_if_not_writable(self._database.fetch_rows(statement, {"trial_id": trial_id}), trial_id)
             raise
 
     def _distribution(self, study_id: int, name: str) -> BaseDistribution | None:
         """Return a distribution that the parameter has in the study, if it has been set there."""
         known = self._cache(study_id).distributions
         if name not in known:
-            rows = self._database.rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})
+            rows = self._database.fetch_rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})
             if rows:
                 known[name] = parse_distribution(rows[0].distribution_json)
         return known.get(name)

@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
-from hpsearch.storage.database.statements import Database, Rows, text
+from hpsearch.storage.database.statements import Database, Rows, compile_text
 
 AttrKind = Literal["user", "system"]
 
@@ -101,49 +101,51 @@ def create_study(
 
     def run(connection: sa.Connection, repeated: bool) -> int:
         # When the connection broke at the commit, it may have been made.
-        if repeated and made and connection.execute(text(_SELECT_ID), {"name": name}).scalar() == made[0]:
+        if repeated and made and connection.execute(compile_text(_SELECT_ID), {"name": name}).scalar() == made[0]:
             return made[0]
         made[:] = [
-            connection.execute(text(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
+            connection.execute(
+                compile_text(_CREATE), {"name": name, "directions": [d.name for d in directions]}
+            ).scalar_one()
         ]
         fill(connection, made[0])
         return made[0]
 
     try:
-        return database.transaction(run)
+        return database.run_transaction(run)
     except IntegrityError:
         raise DuplicatedStudyError(f"there is a study named {name!r} already") from None
 
 
 def delete_study(database: Database, study_id: int) -> None:
     """Delete a study with all that belongs to it; raises KeyError where there is none."""
-    rows, repeated = database.rows_once(_DELETE, {"study_id": study_id})
+    rows, repeated = database.fetch_with_retry_flag(_DELETE, {"study_id": study_id})
     if not repeated:
         require_study(rows, study_id)
 
 
 def get_study_id(database: Database, name: str) -> int:
     """Return the id of a study; raises KeyError where there is none."""
-    return int(require_study(database.rows(_SELECT_ID, {"name": name}), name)[0].study_id)
+    return int(require_study(database.fetch_rows(_SELECT_ID, {"name": name}), name)[0].study_id)
 
 
 def get_study_name(database: Database, study_id: int) -> str:
     """Return the name of a study; raises KeyError where there is none."""
-    rows = database.rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
+    rows = database.fetch_rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
     return str(require_study(rows, study_id)[0].study_name)
 
 
 def get_directions(database: Database, study_id: int) -> list[StudyDirection]:
     """Return the directions of a study; raises KeyError where there is none."""
     statement = "SELECT direction FROM study_directions WHERE study_id = :study_id ORDER BY objective"
-    rows = database.rows(statement, {"study_id": study_id})
+    rows = database.fetch_rows(statement, {"study_id": study_id})
     return [StudyDirection[row.direction] for row in require_study(rows, study_id)]
 
 
 def set_attr(database: Database, kind: AttrKind, study_id: int, key: str, value: Any) -> None:
     """Set an attribute of a study; raises KeyError where there is none."""
     parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-    require_study(database.rows(_SET_ATTR.format(kind=kind), parameters), study_id)
+    require_study(database.fetch_rows(_SET_ATTR.format(kind=kind), parameters), study_id)
 
 
 def set_attrs_in(
@@ -152,7 +154,7 @@ def set_attrs_in(
     """Set attributes of a study in the connection's transaction."""
     for key, value in attrs.items():
         parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-        connection.execute(text(_SET_ATTR.format(kind=kind)), parameters)
+        connection.execute(compile_text(_SET_ATTR.format(kind=kind)), parameters)
 
 
 def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, An
         SELECT a.key, a.value_json FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
          WHERE s.study_id = :study_id ORDER BY a.study_{kind}_attribute_id
     """  # noqa: S608 `kind` is one of two literals
-    rows = require_study(database.rows(statement, {"study_id": study_id}), study_id)
+    rows = require_study(database.fetch_rows(statement, {"study_id": study_id}), study_id)
     return {row.key: json.loads(row.value_json) for row in rows if row.key is not None}
 
 
@@ -176,5 +178,5 @@ def read_studies(database: Database) -> list[FrozenStudy]:
             system_attrs={key: json.loads(value) for key, value in row.system_attrs},
             study_id=row.study_id,
         )
-        for row in database.rows(_SELECT_ALL, {})
+        for row in database.fetch_rows(_SELECT_ALL, {})
     ]

@@ -17,13 +17,13 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import (
-    MAY_WRITE,
+    FENCE,
     SET_ATTRS,
     SET_VALUES,
-    attr_parameters,
-    claim_lost,
-    store,
-    value_parameters,
+    encode_value,
+    make_attr_parameters,
+    make_claim_lost_error,
+    make_value_parameters,
 )
 from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local
 
@@ -34,7 +34,7 @@ _UNOWNED_GUARD = """
 """
 _OWNER_GUARD = f"""
     WITH trial AS (SELECT t.trial_id, t.number, t.state
-                     FROM hpsearch_attempts a, trials t WHERE {MAY_WRITE} FOR {{lock}}),
+                     FROM hpsearch_attempts a, trials t WHERE {FENCE} FOR {{lock}}),
          mine AS (SELECT trial_id, state FROM trial)
 """  # noqa: S608 the parts are constants
 
@@ -105,16 +105,16 @@ def write_batch(database: Database, trial_id: int, attempt: int | None, batch: B
     for kind, attrs in (("user", batch.user_attrs), ("system", batch.system_attrs)):
         if attrs:
             parts.append(SET_ATTRS.format(kind=kind))
-            parameters |= attr_parameters(kind, attrs)
-    raise_if_rejected(database, database.rows(", ".join(parts) + _SELECT_STATE, parameters), trial_id, attempt)
+            parameters |= make_attr_parameters(kind, attrs)
+    raise_if_rejected(database, database.fetch_rows(", ".join(parts) + _SELECT_STATE, parameters), trial_id, attempt)
 
 
 def write_intermediate_value(database: Database, trial_id: int, attempt: int | None, step: int, value: float) -> None:
     """Write an intermediate value; raises as `write`."""
-    stored, kind = store(value, nan=True)
+    stored, kind = encode_value(value, nan=True)
     parameters = {"trial_id": trial_id, "attempt": attempt, "step": step, "value": stored, "kind": kind}
     statement = f"{_format_guard(attempt, 'SHARE')}, {_STEP} {_SELECT_STATE}"
-    raise_if_rejected(database, database.rows(statement, parameters), trial_id, attempt)
+    raise_if_rejected(database, database.fetch_rows(statement, parameters), trial_id, attempt)
 
 
 def raise_if_not_writable(rows: Rows, trial_id: int) -> None:
@@ -130,7 +130,7 @@ def raise_if_rejected(database: Database, rows: Rows, trial_id: int, attempt: in
     if attempt is None:
         raise_if_not_writable(rows, trial_id)
     elif not rows:
-        raise claim_lost(database, trial_id, attempt)
+        raise make_claim_lost_error(database, trial_id, attempt)
 
 
 def _format_guard(attempt: int | None, lock: str) -> str:
@@ -165,8 +165,8 @@ def write_state(
     parameters: dict[str, Any] = {"trial_id": trial_id, "attempt": attempt, "state": state.name, "now": now}
     if values is not None:
         parts.append(SET_VALUES)
-        parameters |= value_parameters(values)
-    rows, repeated = database.rows_once(", ".join(parts) + _SELECT_STATE_AND_MOVED, parameters)
+        parameters |= make_value_parameters(values)
+    rows, repeated = database.fetch_with_retry_flag(", ".join(parts) + _SELECT_STATE_AND_MOVED, parameters)
     if repeated and not (rows and rows[0].moved) and _is_already_written(database, trial_id, state, values, now):
         return True
     raise_if_rejected(database, rows, trial_id, attempt)

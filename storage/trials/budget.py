@@ -98,7 +98,7 @@ def open_spending(connection: sa.Connection, study_id: int, *, epochs: int | Non
 
 def read_spending(engine: sa.Engine, study_id: int) -> Spending | None:
     """Return what a study has spent; None where it has no budget in epochs or seconds."""
-    return next((Spending(**row._mapping) for row in Database(engine).rows(_READ, {"study": study_id})), None)
+    return next((Spending(**row._mapping) for row in Database(engine).fetch_rows(_READ, {"study": study_id})), None)
 
 
 def spending_in(connection: sa.Connection, study_id: int) -> Spending:
@@ -207,7 +207,7 @@ def give_up(
         set_attrs_in(connection, study_id, {GIVEN_UP: asdict(told), FORESEEN: dict(foreseen)})
         return told
 
-    return Database(engine).transaction(once)
+    return Database(engine).run_transaction(once)
 
 
 def take_up(connection: sa.Connection, study_id: int) -> bool:

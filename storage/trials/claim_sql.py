@@ -8,14 +8,14 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from hpsearch.storage.attributes import GIVEN_UP, GOT_ON, SPEC, STOPPED
-from hpsearch.storage.database.locks import UNLESS_FROZEN
-from hpsearch.storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
+from hpsearch.storage.database.locks import IDLE_TIMEOUT
+from hpsearch.storage.database.trial_rows import FENCE, NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
 
 # Locks the study's row, as Optuna does to number a trial, and the spec's: a claim that waited while the budget was
 # changed reads the new one. Trials are counted in a later statement: this one sees those from before it waited.
 LOCK_STUDY = sa.text(f"""
-    {UNLESS_FROZEN}
+    {IDLE_TIMEOUT}
     SELECT spec.value_json AS spec, (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
            CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
                 THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
@@ -119,12 +119,12 @@ CLAIM_NEW_TRIAL = sa.text(f"""
     SELECT trial_id, number FROM mine
 """)  # noqa: S608 the parts are constants
 
-CHECK_OWNERSHIP = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {MAY_WRITE}")
+CHECK_OWNERSHIP = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {FENCE}")
 
 _RENEW_OWN_LEASE = f"""
     mine AS (
         UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
-          FROM trials t WHERE {MAY_WRITE}
+          FROM trials t WHERE {FENCE}
         RETURNING a.trial_id, a.attempt
     )
 """  # noqa: S608 the part is a constant
@@ -191,7 +191,7 @@ def _budgeted_report(others: str) -> sa.TextClause:
         UPDATE hpsearch_attempts a
            SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
           FROM trials t, hpsearch_attempts was
-         WHERE {MAY_WRITE} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
+         WHERE {FENCE} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
         RETURNING a.trial_id, a.attempt,
                   extract(epoch FROM a.reported_at - coalesce(was.reported_at, was.started_at)) AS seconds
     ), known AS (

@@ -13,10 +13,10 @@ import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, WORKER
-from hpsearch.storage.database.connect import each_committed
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.connect import open_autocommit
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.database.trial_rows import claim_lost, store
+from hpsearch.storage.database.trial_rows import encode_value, make_claim_lost_error
 from hpsearch.storage.errors import ClaimLostError, StorageError
 from hpsearch.storage.rungs.rungs import (
     PrunedTrial,
@@ -124,12 +124,12 @@ class Claims:
         *,
         worker: str,
         lease: float = LEASE,
-        patience: float = PATIENCE,
+        retry_seconds: float = RETRY_SECONDS,
         rungs: Rungs | None = None,
         metered: int | None = None,
     ) -> None:
         self._engine = engine
-        self._database = Database(engine, patience)
+        self._database = Database(engine, retry_seconds)
         self._study_id = study_id
         self._worker = worker
         self._process = current_process()
@@ -170,7 +170,7 @@ class Claims:
                     return Claim(made.trial_id, made.number, made.attempt)
             return self._take(connection, claim_id, open_new=open_new)
 
-        return self._database.transaction(take)
+        return self._database.run_transaction(take)
 
     @kill_point("write claim")
     def _take(
@@ -312,7 +312,7 @@ class Claims:
 
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
         arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}
-        with each_committed(self._engine) as connection:
+        with open_autocommit(self._engine) as connection:
             return connection.execute(sql.SET_LEASE, arguments).rowcount == 1
 
     @kill_point("report")
@@ -340,7 +340,7 @@ class Claims:
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
-        finite, kind = store(value, nan=True)
+        finite, kind = encode_value(value, nan=True)
         values: dict[str, Any] = {"study": self._study_id, "finite": finite, "type": kind}
         if metrics is not None:
             values["metrics"] = list(metrics)
@@ -367,9 +367,9 @@ class Claims:
     ) -> sa.Row[Any]:
         arguments = {"trial_id": claim.trial_id, "attempt": claim.attempt, "lease": self.lease, "step": step, **values}
         arguments |= vars(checkpoint) if checkpoint else {"path": None, "sha256": None, "size": None}
-        row: sa.Row[Any] = self._database.rows(statement, arguments)[0]
+        row: sa.Row[Any] = self._database.fetch_rows(statement, arguments)[0]
         if not row.mine:
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+            raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
         return row
 
     @kill_point("reach rung")
@@ -408,9 +408,9 @@ class Claims:
                 finishing.finish_attempt(*place, Outcome.PAUSED, attrs={RUNG: told}, system=system)
             return at
 
-        found = self._database.transaction(reached)
+        found = self._database.run_transaction(reached)
         if found is None:
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+            raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
         return found
 
     @kill_point("record outcome")
@@ -445,21 +445,21 @@ class Claims:
                 *place, outcome, retry=retry, value=value, attrs=attrs, system=system
             ) or finishing.has_ended_as(*place, outcome)
 
-        if not self._database.connected(settled):
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+        if not self._database.run_autocommit(settled):
+            raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
 
     def count_failures(self, claim: Claim) -> int:
         """Return how many attempts came to nothing, by death or error, since the last that added a checkpoint."""
-        return int(self._database.rows(sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
+        return int(self._database.fetch_rows(sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
 
     def release(self, claim: Claim) -> None:
         """End the attempt at a trial that was lost, whatever is left of it."""
-        self._database.connected(
+        self._database.run_autocommit(
             lambda connection: finishing.close_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
         )
 
 
 def count_running_trials(engine: sa.Engine, study_id: int) -> int:
     """Return how many of the study's trials are run by a worker that seems alive."""
-    rows = Database(engine).rows(sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
+    rows = Database(engine).fetch_rows(sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

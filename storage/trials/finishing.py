@@ -10,7 +10,13 @@ from typing import Any, Self
 
 import sqlalchemy as sa
 
-from hpsearch.storage.database.trial_rows import MAY_WRITE, SET_ATTRS, SET_VALUES, attr_parameters, value_parameters
+from hpsearch.storage.database.trial_rows import (
+    FENCE,
+    SET_ATTRS,
+    SET_VALUES,
+    make_attr_parameters,
+    make_value_parameters,
+)
 
 
 class Outcome(Enum):
@@ -99,16 +105,16 @@ def finish_attempt(  # noqa: PLR0913 all that is written of an end, by keyword
         "attempt": attempt,
         "state": "WAITING" if retry else outcome.trial_state,
         "outcome": outcome.value,
-        **value_parameters([] if any(map(math.isnan, values)) else values),
-        **attr_parameters("user", attrs or {}),
-        **attr_parameters("system", system or {}),
+        **make_value_parameters([] if any(map(math.isnan, values)) else values),
+        **make_attr_parameters("user", attrs or {}),
+        **make_attr_parameters("system", system or {}),
     }
     return bool(connection.execute(_FINISH_ATTEMPT, arguments).scalar())
 
 
 def prune_waiting_trial(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
     """End a trial that waits as PRUNED, with its last value."""
-    connection.execute(_PRUNE_WAITING, {"trial_id": trial_id, **attr_parameters("user", attrs)})
+    connection.execute(_PRUNE_WAITING, {"trial_id": trial_id, **make_attr_parameters("user", attrs)})
 
 
 def close_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
@@ -125,7 +131,7 @@ def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome
 # A trial that is given back has no start until it is taken again, by which claims tell it from those at rungs.
 _FINISH_ATTEMPT = sa.text(f"""
     WITH mine AS (
-        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {MAY_WRITE}
+        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {FENCE}
         RETURNING a.trial_id
     ), ended AS (
         UPDATE trials SET state = CAST(:state AS trialstate),

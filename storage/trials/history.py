@@ -10,7 +10,7 @@ from datetime import datetime
 import sqlalchemy as sa
 
 from hpsearch.storage.attributes import BROKEN, GIVEN_UP, SPEC
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.budget import Spending, done
 
@@ -87,7 +87,7 @@ _DEVICES = sa.text("""
 def read_attempts(engine: sa.Engine, trial_ids: Sequence[int]) -> dict[int, list[AttemptRecord]]:
     """Return the attempts at each of these trials that has any, by trial id, the first one first."""
     found: dict[int, list[AttemptRecord]] = {}
-    for row in Database(engine).rows(_ATTEMPTS, {"trials": list(trial_ids)}) if trial_ids else ():
+    for row in Database(engine).fetch_rows(_ATTEMPTS, {"trials": list(trial_ids)}) if trial_ids else ():
         values = dict(row._mapping)
         found.setdefault(values.pop("trial_id"), []).append(AttemptRecord(**values))
     return found
@@ -95,7 +95,7 @@ def read_attempts(engine: sa.Engine, trial_ids: Sequence[int]) -> dict[int, list
 
 def read_stretches(engine: sa.Engine, study_id: int) -> list[Stretch]:
     """Return when the trials of a study were run, by number and attempt."""
-    return [Stretch(**row._mapping) for row in Database(engine).rows(_STRETCHES, {"study": study_id})]
+    return [Stretch(**row._mapping) for row in Database(engine).fetch_rows(_STRETCHES, {"study": study_id})]
 
 
 def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:
@@ -104,7 +104,7 @@ def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:
     Nothing of a study whose workers have one device each, which costs one look at the register.
     """
     found: dict[int, list[str]] = {}
-    for row in Database(engine).rows(_DEVICES, {"study": study_id, "times": TIMES}):
+    for row in Database(engine).fetch_rows(_DEVICES, {"study": study_id, "times": TIMES}):
         found.setdefault(row.number, []).append(row.device)
     return found
 
@@ -202,7 +202,9 @@ _RUNNING = sa.text("""
 """)
 
 
-def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience: float = PATIENCE) -> Progress:
+def read_progress(
+    engine: sa.Engine, study_id: int, direction: str, *, retry_seconds: float = RETRY_SECONDS
+) -> Progress:
     """Return where the study stands.
 
     Args:
@@ -211,16 +213,16 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience:
         direction: ``maximize`` or ``minimize``.
         patience: seconds to wait for a database that is away.
     """
-    database = Database(engine, patience)
-    [row] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
+    database = Database(engine, retry_seconds)
+    [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
     counts = {**row._mapping, "budget": row.budget or 0, "waiting": row.waiting - row.paused}
     spending = counts.pop("spending")
-    best = [best._mapping for best in database.rows(_BEST_OF[direction], {"study": study_id})]
+    best = [best._mapping for best in database.fetch_rows(_BEST_OF[direction], {"study": study_id})]
     return Progress(
         **counts,
         **(best[0] if best else {}),
         spending=None if spending is None else Spending(**spending),
-        running=[Running(**running._mapping) for running in database.rows(_RUNNING, {"study": study_id})],
+        running=[Running(**running._mapping) for running in database.fetch_rows(_RUNNING, {"study": study_id})],
     )
 
 
@@ -233,7 +235,7 @@ _VALUES = sa.text("""
 def read_epoch_values(engine: sa.Engine, study_id: int) -> dict[int, dict[int, list[float]]]:
     """Return the values of all metrics that are optimised, by the trial's id and the epoch (from 0)."""
     found: dict[int, dict[int, list[float]]] = defaultdict(dict)
-    for row in Database(engine).rows(_VALUES, {"study": study_id}):
+    for row in Database(engine).fetch_rows(_VALUES, {"study": study_id}):
         found[row.trial_id][row.step] = row.metrics
     return dict(found)
 
@@ -258,5 +260,5 @@ def refit_studies(engine: sa.Engine, study_id: int) -> list[str]:
 
 
 def _names(engine: sa.Engine, study_id: int, *, refits: bool) -> list[str]:
-    rows = Database(engine).rows(_SETS, {"spec": SPEC, "study": study_id})
+    rows = Database(engine).fetch_rows(_SETS, {"spec": SPEC, "study": study_id})
     return [row.study_name for row in rows if row.is_refit == refits]

@@ -11,7 +11,7 @@ from typing import Self
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.storage.errors import one_line
+from hpsearch.storage.errors import format_error
 from hpsearch.storage.trials.claims import Claim, Claims
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class LeaseKeeper:
                 self._renew()
             except SQLAlchemyError as error:
                 if not away:
-                    log.warning("the lease could not be renewed, trying on: %s", one_line(error, 200))
+                    log.warning("the lease could not be renewed, trying on: %s", format_error(error, 200))
                 away = True
                 continue
             if away or time.monotonic() - began > self._claims.lease / 2:

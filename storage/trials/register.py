@@ -11,7 +11,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.process_identity import current_process, has_ended
 
@@ -118,10 +118,10 @@ _ROWS = sa.text(f"""
 """)  # noqa: S608 the part is a constant
 
 
-def read_workers(engine: sa.Engine, study_id: int, *, patience: float = PATIENCE) -> list[WorkerRow]:
+def read_workers(engine: sa.Engine, study_id: int, *, retry_seconds: float = RETRY_SECONDS) -> list[WorkerRow]:
     """Return the workers of a study, those that are there first."""
     found = []
-    for row in Database(engine, patience).rows(_ROWS, {"study": study_id}):
+    for row in Database(engine, retry_seconds).fetch_rows(_ROWS, {"study": study_id}):
         lost = has_ended(row.process) or (row.silent if row.number is None else row.expired)
         state = "left" if row.left_at else "lost" if lost else "idle" if row.number is None else "running"
         found.append(
@@ -167,9 +167,11 @@ _EVENTS = sa.text("""
 """)
 
 
-def read_events(engine: sa.Engine, study_id: int, *, limit: int = 20, patience: float = PATIENCE) -> list[Event]:
+def read_events(
+    engine: sa.Engine, study_id: int, *, limit: int = 20, retry_seconds: float = RETRY_SECONDS
+) -> list[Event]:
     """Return how the last attempts of a study ended, the newest first."""
     from hpsearch.storage.attributes import REASON
 
-    rows = Database(engine, patience).rows(_EVENTS, {"study": study_id, "limit": limit, "reason": REASON})
+    rows = Database(engine, retry_seconds).fetch_rows(_EVENTS, {"study": study_id, "limit": limit, "reason": REASON})
     return [Event(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]

@@ -202,7 +202,7 @@ def test_killed_services_are_started_again_and_nothing_is_lost(
 ) -> None:
     broken = Cli(own_stack, cli.cwd, cli.zygote)
     process = start(broken, "killed-services", tmp_path)
-    for service in embedded.status(own_stack.home):
+    for service in embedded.read_status(own_stack.home):
         assert service.pid is not None
         for victim in [*psutil.Process(service.pid).children(recursive=True), psutil.Process(service.pid)]:
             with suppress(psutil.NoSuchProcess):  # it may have followed another

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.embedded.stack import StackInfo, info
+from hpsearch.storage.embedded.stack import StackInfo, find_running
 from tests.e2e.support import Cli
 from tests.faults.harness import Zygote
 
@@ -30,7 +30,7 @@ def test_a_home_of_before_the_namespace_opens_and_resumes(
     with guarded_homes() as home:
         # Commands need the address of services only for their home, until `restore` has started some.
         Cli(StackInfo(home, "", "", "", ""), tmp_path, zygote)("restore", str(backup))
-        stack = info(home)
+        stack = find_running(home)
         assert stack is not None
         cli = Cli(stack, tmp_path, zygote)
 

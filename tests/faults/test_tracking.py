@@ -29,7 +29,7 @@ class Server:
         self.home, self.uri = stack.home, stack.tracking_uri
 
     def kill(self) -> None:
-        [service] = [one for one in embedded.status(self.home) if one.name == "MLflow"]
+        [service] = [one for one in embedded.read_status(self.home) if one.name == "MLflow"]
         process = psutil.Process(service.pid)
         for victim in [process, *process.children(recursive=True)]:
             victim.send_signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.database.locks import LockHeldError
-from hpsearch.storage.files import append_whole, lock_file
+from hpsearch.storage.files import append_atomically, lock_file
 from hpsearch.storage.trials.finishing import Outcome
 
 _END = ".end"  # of the file that says how the trial ended
@@ -90,7 +90,7 @@ class EventFiles:
         data = _records([*([] if self._size else [_version()]), *self._events])
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            append_whole(descriptor, data, self._size)
+            append_atomically(descriptor, data, self._size)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpsearch.storage.database.locks import LockHeldError
-from hpsearch.storage.errors import StorageError, one_line
+from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
 from hpsearch.storage.journals.reader import RefusedError, TrialEnds
@@ -197,7 +197,7 @@ class WandbRuns(OptionalTracker):
         answer = self._process.ask(timeout, do, **request)
         if (error := answer.get("error")) is None:
             return answer
-        told = one_line(error, 200)
+        told = format_error(error, 200)
         if "deleted" in told:  # a person's wish: no run is made in its place
             raise RefusedError(told)
         raise WandbUnavailableError(told)

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
@@ -132,7 +132,7 @@ def assert_tracked(arena: Arena, study: StoredStudy, found: Finalists) -> None:
 
 def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> None:
     said = arena.run("open-test", NAME, "--yes")
-    opening = read_opening(stored.storage.engine, stored.study_id)
+    opening = read_test_evaluation(stored.storage.engine, stored.study_id)
     assert opening is not None
     assert (opening.trial_number, opening.finalists) == (found.winner, HELD)
     assert opening.scores is not None
@@ -170,7 +170,7 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: Store
     Path(other).write_bytes(Path(other).read_bytes()[:-9])
     client.log_artifact(runs[0], other, "checkpoints")
     assert "its checksum does not fit; nothing was opened" in arena.run(*opening, code=2)
-    assert read_opening(study.storage.engine, study.study_id) is None
+    assert read_test_evaluation(study.storage.engine, study.study_id) is None
     said = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
     assert "unconfirmed by finalists" in said
 
@@ -180,13 +180,13 @@ def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study:
     write(arena.orders, [Order("evaluate test set", "kill", trial=OUTSIDE, attempt=0)])
     arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
     write(arena.orders, [])
-    opening = read_opening(study.storage.engine, study.study_id)
+    opening = read_test_evaluation(study.storage.engine, study.study_id)
     assert opening is not None
     assert opening.scores is None
     other = next(t.number for t in study.trials() if t.number != opening.trial_number)
     assert "was opened" in arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
     arena.run("open-test", NAME, "--yes")
-    again = read_opening(study.storage.engine, study.study_id)
+    again = read_test_evaluation(study.storage.engine, study.study_id)
     assert again is not None
     assert (again.opened_at, again.trial_number) == (opening.opened_at, opening.trial_number)
     assert again.scores is not None

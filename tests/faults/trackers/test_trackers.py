@@ -94,7 +94,7 @@ def test_mlflow_is_killed_for_the_middle_half_of_a_search(
     def meanwhile(_: object) -> None:
         nonlocal phase
         if phase == "before" and trained() >= 2:
-            [service] = [one for one in embedded.status(own_stack.home) if one.name == "MLflow"]
+            [service] = [one for one in embedded.read_status(own_stack.home) if one.name == "MLflow"]
             process = psutil.Process(service.pid)
             for victim in [process, *process.children(recursive=True)]:
                 victim.send_signal(signal.SIGKILL)

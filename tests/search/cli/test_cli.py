@@ -126,7 +126,7 @@ def services(url: str) -> list[str]:
 
 
 def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.0)
+    monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.0)
     for arguments in (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["worker", "--study", "s"]):
         assert run_command([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]

@@ -92,7 +92,7 @@ def test_without_services_the_remedy_is_told_and_nothing_is_started(look: Look, 
     assert {checks[name]["status"] for name in SERVICES[1:]} == {"skipped"}
     assert checks["artifacts"]["found"] == "needs services"
     assert checks["checkpoints"]["status"] == "ok"
-    assert {service.state for service in embedded.status(fresh_home)} == {"stopped"}
+    assert {service.state for service in embedded.read_status(fresh_home)} == {"stopped"}
     assert list(fresh_home.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from hpsearch.search.promotion.promote import parse_preference, preferred
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.publish import table_record
 from hpsearch.storage.attributes import REMOVED
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
 
@@ -173,7 +173,7 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
     confirm(study)
     assert why(study, 1) == "the finalists chose trial 0 or 2"
     assert why(study, 0) == why(study, 2) == "the test set was not opened for it"
-    opening = open_test_set(
+    opening = record_test_evaluation(
         study.engine, study.study_id, trial_number=2, model_sha256="0" * 64, opened_by="me", finalists="s.finalists"
     )
     assert why(study, 0) == "the test set was opened for trial 2"

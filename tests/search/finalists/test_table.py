@@ -12,7 +12,7 @@ from hpsearch.search.finalists.text import confirmation_lines, finalist_table
 from hpsearch.search.samplers.suggest import division_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from tests.search.finalists.support import table, train
 
 
@@ -70,7 +70,7 @@ def test_fresh_divisions_say_what_to_expect(study: StoredStudy) -> None:
 def test_the_test_score_is_set_beside_what_was_expected(study: StoredStudy, test: float, where: str) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
     train(chosen, lambda trial, _: 0.8 + trial / 100, fresh=DIVIDED)
-    opening = open_test_set(
+    opening = record_test_evaluation(
         study.engine,
         study.study_id,
         trial_number=4,

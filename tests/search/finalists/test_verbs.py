@@ -8,7 +8,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.study.study import StoredStudy, parent_of
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.search.finalists.support import Say, finished, search, train
@@ -80,7 +80,7 @@ def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:
 
 def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, say: Say) -> None:
     engine = study.storage.engine
-    opening = open_test_set(
+    opening = record_test_evaluation(
         engine, study.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
     )
     assert "opened on" in say("open-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)

@@ -86,7 +86,7 @@ def test_what_is_derived() -> None:
 
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.1)
+    monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.1)
 
     def run(*arguments: str) -> str:
         assert run_command(["fleet", "print", *arguments]) == 2
@@ -141,7 +141,7 @@ def test_an_unknown_study_is_told_where_the_database_answers(
 def test_where_it_does_not_answer_it_is_printed_all_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.1)
+    monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.1)
     assert run_command(["fleet", "print", "slurm", "wine", "--workers", "2", "--storage-url", AWAY]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("#!/bin/bash\n")

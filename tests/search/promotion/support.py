@@ -13,7 +13,7 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import REASON, RUN_ID, SPEC
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.records.promotions import Promotion, promotions_of
+from hpsearch.storage.records.promotions import Promotion, read_promotions
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
 
@@ -41,7 +41,7 @@ class Tracked:
         return str(self.client.get_run(self.run_of(trial)).data.tags["hpsearch.model_id"])
 
     def promotions(self) -> list[Promotion]:
-        return promotions_of(self.storage.engine, self.stored.study_id)
+        return read_promotions(self.storage.engine, self.stored.study_id)
 
     def told(self) -> list[tuple[int, str, int, str, str, bool]]:
         """Each promotion: trial, model, version, alias, who, whether it holds."""

@@ -25,7 +25,7 @@ from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.promotions import end_promotion, record_promotion
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.trials.history import finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
 
@@ -275,7 +275,7 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
     done = promote(tracked.stored, tracked.tracking)
     assert (done.trial, done.unconfirmed) == (2, "the test set was not opened for it")
     (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
-    opening = open_test_set(
+    opening = record_test_evaluation(
         tracked.storage.engine,
         tracked.stored.study_id,
         trial_number=2,
@@ -293,13 +293,13 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
     for words in ("Confirmed: ", "| test accuracy | 0.875 |", "| **2** | 0.8 | 0.82 | 0.84 | 0.83 |"):
         assert words in found.description
     (holds,) = [promotion for promotion in tracked.promotions() if promotion.ended_at is None]
-    assert holds.confirmed
+    assert holds.is_confirmed
     assert "unconfirmed" not in format_promotions(tracked.stored)[0]
 
 
 def test_a_test_score_without_finalists_confirms_nothing(tracked: Tracked) -> None:
     engine = tracked.storage.engine
-    opening = open_test_set(
+    opening = record_test_evaluation(
         engine, tracked.stored.study_id, trial_number=1, model_sha256="0" * 64, opened_by="me", finalists=None
     )
     write_scores(engine, tracked.stored.study_id, opening, {"accuracy": 0.875})

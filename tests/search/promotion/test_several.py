@@ -20,7 +20,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study, study_note, tell_confirmation
 from hpsearch.storage.attributes import BROKEN, REASON, RUN_ID, SPEC
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.history import finalist_studies
 from tests.factories import WAYS
@@ -106,7 +106,7 @@ def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracke
     assert (candidate.trial.number, candidate.finalists) == (0, finalists)
     other = choose_candidate(stored, trial=1, unconfirmed=False)
     assert (other.trial.number, other.finalists) == (1, finalists), "who is named comes before who was promoted"
-    opening = open_test_set(
+    opening = record_test_evaluation(
         engine, stored.study_id, trial_number=0, model_sha256="0" * 64, opened_by="me", finalists=finalists
     )
     write_scores(engine, stored.study_id, opening, {"accuracy": 0.875})

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpsearch.search.samplers.suggest import _Untried, make_sampler
-from hpsearch.storage.database.locks import suggestion_turn
+from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.finishing import Outcome
@@ -120,7 +120,7 @@ def test_what_another_worker_writes_meanwhile_is_seen(database_url: str) -> None
     twin = first_suggestion(worker, claim.number)
     made: list[dict[str, object]] = []
     thread = threading.Thread(target=lambda: made.append(worker.suggest(claim)))
-    with suggestion_turn(other.storage.engine, other.study._study_id) as take:
+    with suggestion_lock(other.storage.engine, other.study._study_id) as take:
         assert take()
         thread.start()
         await_waiting_lock(other)
@@ -146,14 +146,14 @@ def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
     database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(database_url)
-    with suggestion_turn(worker.storage.engine, worker.study._study_id) as take:
+    with suggestion_lock(worker.storage.engine, worker.study._study_id) as take:
         assert take()
-        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take_too:
+        with suggestion_lock(worker.storage.engine, worker.study._study_id, patience=0.05) as take_too:
             assert not take_too()
         assert "no turn to write a suggestion" in caplog.text
-        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=60.0) as take_too:
+        with suggestion_lock(worker.storage.engine, worker.study._study_id, patience=60.0) as take_too:
             assert take_too(), "the server takes it from who does nothing with it"
-    with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take:
+    with suggestion_lock(worker.storage.engine, worker.study._study_id, patience=0.05) as take:
         assert take(), "the turn ends with its block"
 
 

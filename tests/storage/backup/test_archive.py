@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from hpsearch.storage.backup import archive
-from hpsearch.storage.backup.archive import ARTIFACTS, MLFLOW_DUMP, STUDIES_DUMP, Manifest, Reader, Unpacked, writing
+from hpsearch.storage.backup.archive import (
+    ARTIFACTS,
+    MLFLOW_DUMP,
+    STUDIES_DUMP,
+    ArchiveReader,
+    Manifest,
+    UnpackedArchive,
+    create_archive,
+)
 from hpsearch.storage.errors import StorageError
 
 MANIFEST = Manifest(
@@ -34,19 +42,19 @@ MANIFEST = Manifest(
 
 def write(path: Path, manifest: Manifest = MANIFEST) -> Path:
     source = path.with_name("source")
-    with writing(path) as writer:
-        writer.manifest(manifest)
+    with create_archive(path) as writer:
+        writer.write_manifest(manifest)
         for name in (STUDIES_DUMP, MLFLOW_DUMP, f"{ARTIFACTS}1/abc/metrics.jsonl"):
             source.write_bytes(name.encode() * 5000)
-            assert writer.file(name, source)
-        writer.note(f"{ARTIFACTS}1/abc/elsewhere.pt", 7, None)
-        writer.index()
+            assert writer.add_file(name, source)
+        writer.add_index_entry(f"{ARTIFACTS}1/abc/elsewhere.pt", 7, None)
+        writer.write_index()
     return path
 
 
-def unpack(path: Path, folder: Path) -> Unpacked:
+def unpack(path: Path, folder: Path) -> UnpackedArchive:
     folder.mkdir()
-    with Reader.opened(path) as reader:
+    with ArchiveReader.open(path) as reader:
         return reader.unpack(folder, progress=lambda _: None)
 
 
@@ -64,11 +72,11 @@ def test_a_file_that_is_gone_is_left_out_and_one_that_shrinks_breaks_nothing(tmp
     shrinking = tmp_path / "shrinking"
     shrinking.write_bytes(b"x" * 100)
     with shrinking.open("rb") as file:
-        exactly = archive._Exactly(file, 150)
+        exactly = archive._FixedSizeReader(file, 150)
         assert exactly.read() == b"x" * 100 + b"\0" * 50
-    with writing(tmp_path / "a.tar") as writer:
-        writer.manifest(MANIFEST)
-        assert not writer.file(STUDIES_DUMP, tmp_path / "gone")
+    with create_archive(tmp_path / "a.tar") as writer:
+        writer.write_manifest(MANIFEST)
+        assert not writer.add_file(STUDIES_DUMP, tmp_path / "gone")
 
 
 @pytest.mark.parametrize("kept", [0, 1, 300, 600, 3000, 20_000, 40_000, 100_000, 200_000, 250_000])

@@ -21,8 +21,8 @@ from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import archive
 from hpsearch.storage.backup import restore as adapt
-from hpsearch.storage.backup.backup import Made, backup
-from hpsearch.storage.backup.dumps import _connection, find_programs
+from hpsearch.storage.backup.backup import BackupResult, backup
+from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs
 from hpsearch.storage.backup.restore import restore
 from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.database.connect import check_database
@@ -77,7 +77,7 @@ def fill(url: str, checkpoint: Stored | None = None) -> PostgresStorage:
     return storage
 
 
-def make(file: Path, owner_url: str, home: str, **more: Any) -> Made:
+def make(file: Path, owner_url: str, home: str, **more: Any) -> BackupResult:
     return backup(file, owner_url=owner_url, studies_only=True, home=home, **more, dashboard=DASHBOARD_COMMAND)
 
 
@@ -86,7 +86,7 @@ def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
 ) -> None:
     fill(database_url)
     made = make(file, owner_url, home)
-    assert (made.manifest.studies, made.manifest.trials, made.manifest.with_mlflow) == (1, 1, False)
+    assert (made.manifest.studies, made.manifest.trials, made.manifest.has_mlflow) == (1, 1, False)
     restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home, dashboard=DASHBOARD_COMMAND)
     storage = open_storage(postgres_server.url(other, user=WORKER), application_name="test")
     (study,) = storage.get_all_studies()
@@ -143,7 +143,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing is tidied up after it that is not tidied up anyway."""
 
 
-@pytest.mark.parametrize("where", ["put_back", "migrate", "release_trials", "forget_home"])
+@pytest.mark.parametrize("where", ["restore_dump", "migrate", "release_trials", "remove_home_checkpoint_urls"])
 def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, where: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +254,7 @@ def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkey
 
 def test_a_password_is_on_no_command_line() -> None:
     url = "postgresql://ann:se%2Fcret@db:5432/optuna?sslmode=require&sslpassword=key"
-    arguments, environment = _connection(url)
+    arguments, environment = _make_connection_arguments(url)
     assert arguments == ["--no-password", "--dbname=postgresql://ann@db:5432/optuna?sslmode=require"]
     assert environment["PGPASSWORD"] == "se/cret"
 
@@ -331,8 +331,8 @@ def test_links_lead_to_the_new_server_and_checkpoints_to_the_new_home(
         psycopg2.connect(owner_url.replace("+psycopg2", "")) as ours,
         psycopg2.connect(target.replace("+psycopg2", "")) as theirs,
     ):
-        assert adapt.forget_home(ours.cursor(), "/old/home") == [("c", "s3://bucket")]
-        adapt.readdress(
+        assert adapt.remove_home_checkpoint_urls(ours.cursor(), "/old/home") == [("c", "s3://bucket")]
+        adapt.rewrite_mlflow_urls(
             ours.cursor(), theirs.cursor(), tracking_uri="http://mlflow:5000", ui_url="https://mlflow.example.com/"
         )
     ours.close()

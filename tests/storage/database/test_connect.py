@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.database.roles import OWNER, WORKER
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 
@@ -152,7 +152,7 @@ def test_a_read_only_replica(fresh_home: Path) -> None:
     fresh_home.mkdir()
     fresh_home.chmod(0o755)
     (fresh_home / "logs").mkdir()
-    server = Server(make_folder(fresh_home), fresh_home / "logs" / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(fresh_home), fresh_home / "logs" / "postgres.log")
     server.start(None)
     server.stop()
     (server.data / "standby.signal").touch(0o644)

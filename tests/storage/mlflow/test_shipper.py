@@ -21,9 +21,9 @@ from mlflow.exceptions import MlflowException
 
 from hpsearch.storage.attributes import RUN_ID, TRACKING
 from hpsearch.storage.database.roles import MLFLOW
-from hpsearch.storage.database.roles import TRACKING as TRACKING_DATABASE
+from hpsearch.storage.database.roles import MLFLOW_DATABASE as TRACKING_DATABASE
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.embedded.state import LOOPBACK, load
+from hpsearch.storage.embedded.state import LOOPBACK, load_state
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal, Place
 from hpsearch.storage.journals.journal_records import (
@@ -170,7 +170,7 @@ def test_one_thing_that_is_refused_does_not_take_the_others_with_it(post: Post) 
 @pytest.fixture
 def mlflow_database(stack: StackInfo) -> Iterator[psycopg2.extensions.connection]:
     """The MLflow server's own database, as the server is connected to it."""
-    state = load(stack.home)
+    state = load_state(stack.home)
     assert state is not None
     parts = {"host": LOOPBACK, "port": state.postgres.port, "dbname": TRACKING_DATABASE, "sslmode": "disable"}
     connection = psycopg2.connect(user=MLFLOW, password=state.mlflow_password, **parts)

@@ -21,16 +21,16 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.retry import is_transient, retrying
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 from tests.factories import X
 from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, check, run_trials
 
 if TYPE_CHECKING:
-    from tests.conftest import PostgresServer
+    pass
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def storage(opened: Open) -> PostgresStorage:
 
 
 def test_cut_connections_lose_nothing(
-    storage: PostgresStorage, study_id: int, postgres_server: PostgresServer, database: str
+    storage: PostgresStorage, study_id: int, postgres_server: EmbeddedPostgres, database: str
 ) -> None:
     """Every connection is cut again and again, in the middle of statements."""
     cut, cuts = psycopg2.connect(postgres_server.admin_url.replace("+psycopg2", "")), 0
@@ -61,14 +61,14 @@ def test_cut_connections_lose_nothing(
 
 
 @pytest.fixture(scope="module")
-def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[Server, str]]:
+def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[EmbeddedPostgres, str]]:
     """A Postgres that may be killed, and the URL of its migrated database for a worker."""
     with guarded_homes() as home:
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        server = Server(make_folder(home), home / "logs" / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = server.start(None)
-        admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+        admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
         made = create_databases(
             admin + "?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
         )
@@ -78,7 +78,7 @@ def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[Server, str]]
 
 
 def test_a_server_that_is_killed_and_started_again_loses_nothing(
-    own_server: tuple[Server, str], caplog: pytest.LogCaptureFixture
+    own_server: tuple[EmbeddedPostgres, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, url = own_server
     storage = open_storage(url, application_name="killed", patience=120)
@@ -104,7 +104,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
     progress.engine.dispose()
 
 
-def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[Server, str]) -> None:
+def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[EmbeddedPostgres, str]) -> None:
     server, url = own_server
     port = server.port()
     storage = open_storage(url, application_name="impatient", patience=1)
@@ -164,7 +164,7 @@ class LosesReplies:
 
 
 @pytest.fixture
-def relay(postgres_server: PostgresServer) -> Iterator[LosesReplies]:
+def relay(postgres_server: EmbeddedPostgres) -> Iterator[LosesReplies]:
     made = LosesReplies(postgres_server.port)
     yield made
     made.listener.close()
@@ -187,7 +187,7 @@ CALLS: dict[str, Callable[[PostgresStorage, int, int], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_whose_reply_is_lost_is_done_once(
-    relay: LosesReplies, postgres_server: PostgresServer, database: str, call: str
+    relay: LosesReplies, postgres_server: EmbeddedPostgres, database: str, call: str
 ) -> None:
     """The same call, with its reply and without, leaves the same study and returns the same."""
     direct = open_storage(postgres_server.url(database), application_name="direct")
@@ -224,7 +224,7 @@ def test_a_call_whose_reply_is_lost_is_done_once(
 
 
 def test_a_trial_that_somebody_else_took_is_not_taken_when_the_reply_is_lost(
-    relay: LosesReplies, postgres_server: PostgresServer, database: str
+    relay: LosesReplies, postgres_server: EmbeddedPostgres, database: str
 ) -> None:
     direct = open_storage(postgres_server.url(database), application_name="direct")
     url = postgres_server.url(database).replace(str(postgres_server.port), str(relay.port))
@@ -270,14 +270,14 @@ def test_what_the_server_says_tells_whether_to_wait(storage: PostgresStorage, co
     assert is_transient(error) is transient
 
 
-def test_only_connections_that_may_come_back_are_waited_for(postgres_server: PostgresServer, database: str) -> None:
+def test_only_connections_that_may_come_back_are_waited_for(postgres_server: EmbeddedPostgres, database: str) -> None:
     def error_of(url: str) -> sa.exc.DBAPIError:
         engine = open_storage(url, application_name="t", patience=0).engine
         return fails(engine, "SELECT 1")
 
     assert not is_transient(error_of(postgres_server.url(database, password="wrong")))
     assert not is_transient(error_of(postgres_server.url("nowhere")))
-    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose(None)))
+    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose_port(None)))
     assert is_transient(error_of(closed))
 
 

@@ -19,7 +19,7 @@ from hpsearch.storage.errors import StorageError
 
 
 @dataclass(frozen=True)
-class Opening:
+class TestEvaluation:
     """The opening of a study's test set.
 
     Attributes:
@@ -41,23 +41,23 @@ class Opening:
     refit: str | None = None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """When, by whom and for which trial: ``on 2026-05-01 at 12:00 UTC by ann@host for trial 7``."""
         when = self.opened_at.astimezone(UTC)
-        return f"on {when:%Y-%m-%d} at {when:%H:%M} UTC by {self.opened_by} for {self.subject}"
+        return f"on {when:%Y-%m-%d} at {when:%H:%M} UTC by {self.opened_by} for {self.model_description}"
 
     @property
-    def subject(self) -> str:
+    def model_description(self) -> str:
         """Whose model was scored: ``trial 7``, or ``the refit of trial 7``."""
         return f"{'' if self.refit is None else 'the refit of '}trial {self.trial_number}"
 
 
-class AlreadyOpenError(StorageError):
+class AlreadyEvaluatedError(StorageError):
     """The test set was opened before."""
 
-    def __init__(self, opening: Opening) -> None:
-        super().__init__(f"the test set was opened {opening.told}, and it opens once")
-        self.opening = opening
+    def __init__(self, opening: TestEvaluation) -> None:
+        super().__init__(f"the test set was opened {opening.description}, and it opens once")
+        self.evaluation = opening
 
 
 _READ = sa.text("""
@@ -77,13 +77,13 @@ _FILL = sa.text("""
 """)
 
 
-def read_opening(engine: sa.Engine, study_id: int) -> Opening | None:
+def read_test_evaluation(engine: sa.Engine, study_id: int) -> TestEvaluation | None:
     """Return the opening of a study's test set, or None while it is sealed."""
-    rows = Database(engine).rows(_READ, {"study": study_id})
-    return Opening(**{**rows[0]._mapping, "scores": _from_json(rows[0].scores)}) if rows else None
+    rows = Database(engine).fetch_rows(_READ, {"study": study_id})
+    return TestEvaluation(**{**rows[0]._mapping, "scores": _restore_nan(rows[0].scores)}) if rows else None
 
 
-def open_test_set(
+def record_test_evaluation(
     engine: sa.Engine,
     study_id: int,
     *,
@@ -92,7 +92,7 @@ def open_test_set(
     opened_by: str,
     finalists: str | None,
     refit: str | None = None,
-) -> Opening:
+) -> TestEvaluation:
     """Write, and commit, that a study's test set is opened; look at the data only when this has returned.
 
     An opening without scores, for the same trial and the same weights, is taken up: nothing new is to be learnt from
@@ -108,7 +108,7 @@ def open_test_set(
         refit: name of the study that holds the refit whose weights they are, or None.
 
     Raises:
-        AlreadyOpenError: it was opened for another trial or other weights, or it has its scores.
+        AlreadyEvaluatedError: it was opened for another trial or other weights, or it has its scores.
         StorageError: the study was deleted.
     """
     arguments = {
@@ -119,20 +119,22 @@ def open_test_set(
         "finalists": finalists,
         "refit": refit,
     }
-    Database(engine).rows(_OPEN, arguments)
-    opening = read_opening(engine, study_id)
+    Database(engine).fetch_rows(_OPEN, arguments)
+    opening = read_test_evaluation(engine, study_id)
     if opening is None:
         raise StorageError("the study was deleted")
     if opening.scores is not None or (opening.trial_number, opening.model_sha256) != (trial_number, model_sha256):
-        raise AlreadyOpenError(opening)
+        raise AlreadyEvaluatedError(opening)
     return opening
 
 
-def write_scores(engine: sa.Engine, study_id: int, opening: Opening, scores: Mapping[str, float]) -> Opening:
+def write_scores(
+    engine: sa.Engine, study_id: int, opening: TestEvaluation, scores: Mapping[str, float]
+) -> TestEvaluation:
     """Fill in the scores of an opening, once, and return it.
 
     Raises:
-        AlreadyOpenError: somebody else was faster.
+        AlreadyEvaluatedError: somebody else was faster.
         StorageError: the study was deleted.
     """
     arguments = {
@@ -141,16 +143,16 @@ def write_scores(engine: sa.Engine, study_id: int, opening: Opening, scores: Map
         "sha256": opening.model_sha256,
         "scores": json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()}),
     }
-    filled = Database(engine).rows(_FILL, arguments)
-    found = read_opening(engine, study_id)
+    filled = Database(engine).fetch_rows(_FILL, arguments)
+    found = read_test_evaluation(engine, study_id)
     if found is None:
         raise StorageError("the study was deleted")
     if not filled:
-        raise AlreadyOpenError(found)
+        raise AlreadyEvaluatedError(found)
     return found
 
 
-def _from_json(scores: dict[str, float | None] | None) -> dict[str, float] | None:
+def _restore_nan(scores: dict[str, float | None] | None) -> dict[str, float] | None:
     """JSON has no NaN: a score that is not finite, such as that of a class nobody has, is kept as null."""
     if scores is None:
         return None

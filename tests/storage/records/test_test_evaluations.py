@@ -11,7 +11,13 @@ import pytest
 import sqlalchemy as sa
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
+from hpsearch.storage.records.test_evaluations import (
+    AlreadyEvaluatedError,
+    TestEvaluation,
+    read_test_evaluation,
+    record_test_evaluation,
+    write_scores,
+)
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 SHA, OTHER = "a" * 64, "b" * 64
@@ -27,25 +33,25 @@ def study_id(storage: PostgresStorage) -> int:
     return optuna.create_study(study_name="s", storage=storage)._study_id
 
 
-def opened(storage: PostgresStorage, study_id: int, *, trial: int = 3, sha256: str = SHA) -> Opening:
-    return open_test_set(
+def opened(storage: PostgresStorage, study_id: int, *, trial: int = 3, sha256: str = SHA) -> TestEvaluation:
+    return record_test_evaluation(
         storage.engine, study_id, trial_number=trial, model_sha256=sha256, opened_by="ann@host", finalists="s.finalists"
     )
 
 
 def test_an_opening_for_a_refit_says_so_and_keeps_to_it(storage: PostgresStorage, study_id: int) -> None:
     told = {"trial_number": 3, "model_sha256": SHA, "opened_by": "ann@host", "finalists": "s.finalists"}
-    made = open_test_set(storage.engine, study_id, **told, refit="s.refit")  # type: ignore[arg-type]
-    assert (made.refit, made.subject) == ("s.refit", "the refit of trial 3")
+    made = record_test_evaluation(storage.engine, study_id, **told, refit="s.refit")  # type: ignore[arg-type]
+    assert (made.refit, made.model_description) == ("s.refit", "the refit of trial 3")
     with storage.engine.begin() as connection, pytest.raises(sa.exc.DBAPIError, match="was opened at"):
         connection.execute(sa.text("UPDATE hpsearch_test_openings SET refit = NULL"))
-    assert read_opening(storage.engine, study_id) == made
+    assert read_test_evaluation(storage.engine, study_id) == made
 
 
 def test_an_opening_is_written_before_its_scores(storage: PostgresStorage, study_id: int) -> None:
-    assert read_opening(storage.engine, study_id) is None
+    assert read_test_evaluation(storage.engine, study_id) is None
     made = opened(storage, study_id)
-    assert read_opening(storage.engine, study_id) == made
+    assert read_test_evaluation(storage.engine, study_id) == made
     assert (made.trial_number, made.model_sha256, made.opened_by) == (3, SHA, "ann@host")
     assert (made.scores, made.finalists) == (None, "s.finalists")
     filled = write_scores(storage.engine, study_id, made, {"accuracy": 0.1 + 0.2, "auroc": math.nan})
@@ -59,21 +65,21 @@ def test_who_died_before_the_scores_may_go_on_and_nobody_else(storage: PostgresS
     made = opened(storage, study_id)
     for other in ({"trial": 4}, {"sha256": OTHER}):
         with pytest.raises(
-            AlreadyOpenError, match=r"opened on \d{4}-\d\d-\d\d at \d\d:\d\d UTC by ann@host for trial 3"
+            AlreadyEvaluatedError, match=r"opened on \d{4}-\d\d-\d\d at \d\d:\d\d UTC by ann@host for trial 3"
         ):
             opened(storage, study_id, **other)
     assert opened(storage, study_id) == made
     write_scores(storage.engine, study_id, made, {"accuracy": 0.9})
-    with pytest.raises(AlreadyOpenError):
+    with pytest.raises(AlreadyEvaluatedError):
         opened(storage, study_id)
 
 
 def test_of_two_who_score_at_once_one_is_refused(storage: PostgresStorage, study_id: int) -> None:
     made, again = opened(storage, study_id), opened(storage, study_id)
     write_scores(storage.engine, study_id, made, {"accuracy": 0.9})
-    with pytest.raises(AlreadyOpenError):
+    with pytest.raises(AlreadyEvaluatedError):
         write_scores(storage.engine, study_id, again, {"accuracy": 0.8})
-    found = read_opening(storage.engine, study_id)
+    found = read_test_evaluation(storage.engine, study_id)
     assert found is not None
     assert found.scores == {"accuracy": 0.9}
 
@@ -87,7 +93,7 @@ def test_of_many_who_open_at_once_one_wins(storage: PostgresStorage, study_id: i
         try:
             opened(storage, study_id, trial=trial)
             outcomes.append("opened")
-        except AlreadyOpenError:
+        except AlreadyEvaluatedError:
             outcomes.append("refused")
 
     threads = [threading.Thread(target=attempt, args=(trial,)) for trial in range(5)]
@@ -129,7 +135,7 @@ def test_plain_sql_of_a_worker_changes_nothing(
     ):
         cursor.execute(statement)
     connection.close()
-    assert read_opening(storage.engine, study_id) == made
+    assert read_test_evaluation(storage.engine, study_id) == made
 
 
 def test_scores_are_not_written_over(storage: PostgresStorage, study_id: int) -> None:
@@ -141,7 +147,7 @@ def test_scores_are_not_written_over(storage: PostgresStorage, study_id: int) ->
 def test_the_opening_goes_with_its_study(storage: PostgresStorage, study_id: int) -> None:
     made = opened(storage, study_id)
     storage.delete_study(study_id)
-    assert read_opening(storage.engine, study_id) is None
+    assert read_test_evaluation(storage.engine, study_id) is None
     with pytest.raises(StorageError, match="the study was deleted"):
         write_scores(storage.engine, study_id, made, {})
     with pytest.raises(StorageError, match="the study was deleted"):
