@@ -282,7 +282,7 @@ class Simulation:
 
     def server_seconds(self) -> float:
         """CPU seconds of the server's processes that are there."""
-        running = self.server.running()
+        running = self.server.find_process()
         assert running is not None
         total = 0.0
         for process in (running, *running.children(recursive=True)):

@@ -160,7 +160,7 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
             folder = find_postgres_folder(home)
             assert folder is not None
             server = EmbeddedPostgres(folder, home / "logs" / "postgres.log")
-            forget_power_cuts(_admin_url(server, server.port()))
+            forget_power_cuts(_admin_url(server, server.read_port()))
         return made
 
 
@@ -237,21 +237,21 @@ def _admin_url(server: EmbeddedPostgres, port: int | None) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> EmbeddedPostgres:
+def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
     """A Postgres without the rest of the stack, shared by all tests: it is there in two seconds."""
     home = pytestconfig.stash[_SHARED] / "postgres"
     with FileLock(home.with_suffix(".lock")):
         known = home / "server.json"
         if known.exists():
             port, admin = json.loads(known.read_text())
-            return EmbeddedPostgres(port, admin, _databases(admin))
+            return PostgresServer(port, admin, _databases(admin))
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
         embedded_server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = embedded_server.start(None)
         admin = _admin_url(embedded_server, port)
         forget_power_cuts(admin)
-        server = EmbeddedPostgres(port, admin, _databases(admin))
+        server = PostgresServer(port, admin, _databases(admin))
         server.execute("CREATE DATABASE {} OWNER {}", server.template, OWNER)
         migrate(server.url(server.template, user=OWNER))
         known.write_text(json.dumps([port, admin]))
@@ -297,7 +297,7 @@ def fresh_home(_no_settings_of_the_user: None) -> Iterator[Path]:
 _numbers = itertools.count()
 
 
-def _database(server: EmbeddedPostgres, *, template: str) -> Iterator[str]:
+def _database(server: PostgresServer, *, template: str) -> Iterator[str]:
     name = f"test_{os.getpid()}_{next(_numbers)}"
     server.execute("CREATE DATABASE {} OWNER {} TEMPLATE {} STRATEGY file_copy", name, OWNER, template)
     yield name
@@ -305,25 +305,25 @@ def _database(server: EmbeddedPostgres, *, template: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def database(postgres_server: EmbeddedPostgres) -> Iterator[str]:
+def database(postgres_server: PostgresServer) -> Iterator[str]:
     """The name of a fresh, migrated database on `postgres_server`."""
     yield from _database(postgres_server, template=postgres_server.template)
 
 
 @pytest.fixture
-def database_url(postgres_server: EmbeddedPostgres, database: str) -> str:
+def database_url(postgres_server: PostgresServer, database: str) -> str:
     """URL of a fresh, migrated database for a worker: rows only, no change of the schema."""
     return postgres_server.url(database)
 
 
 @pytest.fixture
-def owner_url(postgres_server: EmbeddedPostgres, database: str) -> str:
+def owner_url(postgres_server: PostgresServer, database: str) -> str:
     """URL of the same database as `database_url`, for its owner."""
     return postgres_server.url(database, user=OWNER)
 
 
 @pytest.fixture
-def empty_database_url(postgres_server: EmbeddedPostgres) -> Iterator[str]:
+def empty_database_url(postgres_server: PostgresServer) -> Iterator[str]:
     """URL of a fresh database without tables, for its owner."""
     for name in _database(postgres_server, template="template0"):
         yield postgres_server.url(name, user=OWNER)

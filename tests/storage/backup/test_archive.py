@@ -63,7 +63,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600, "it holds users' data"
     found = unpack(path, tmp_path / "out")
     assert found.manifest == MANIFEST
-    [(name, lies)] = found.held(ARTIFACTS)
+    [(name, lies)] = found.iterate_files(ARTIFACTS)
     assert (str(name), lies.read_bytes()) == ("1/abc/metrics.jsonl", b"artifacts/1/abc/metrics.jsonl" * 5000)
     assert [entry.path for entry in found.index if not entry.held] == [f"{ARTIFACTS}1/abc/elsewhere.pt"]
 

@@ -17,7 +17,7 @@ from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 
 def _refused(url: str, *, away: bool = False) -> str:
     with pytest.raises(StorageError) as raised:
-        check_database(url, patience=0.0)
+        check_database(url, retry_seconds=0.0)
     assert isinstance(raised.value, ServiceUnavailableError) == away
     message = str(raised.value)
     assert message.startswith("--storage-url ")

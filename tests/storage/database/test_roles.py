@@ -45,7 +45,7 @@ def _admin(server: EmbeddedPostgres, port: int | None = None) -> str:
         user=SUPERUSER,
         password=server.password,
         host="127.0.0.1",
-        port=port or server.port() or 0,
+        port=port or server.read_port() or 0,
         database="postgres",
     )
 
@@ -95,7 +95,7 @@ def test_passwords_are_changed_by_calling_it_again(server: EmbeddedPostgres) -> 
 
 def test_an_admin_who_is_no_superuser_is_enough(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")
-    boss = build_url(user="boss", password="boss", host="127.0.0.1", port=server.port() or 0, database="postgres")
+    boss = build_url(user="boss", password="boss", host="127.0.0.1", port=server.read_port() or 0, database="postgres")
     urls = create_databases(boss, **_PASSWORDS)
     create_databases(boss, **_PASSWORDS)
     migrate(urls.owner_url)
@@ -104,7 +104,9 @@ def test_an_admin_who_is_no_superuser_is_enough(server: EmbeddedPostgres) -> Non
 
 def test_an_admin_without_rights_is_told(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE clerk LOGIN PASSWORD 'clerk'")
-    clerk = build_url(user="clerk", password="clerk", host="127.0.0.1", port=server.port() or 0, database="postgres")
+    clerk = build_url(
+        user="clerk", password="clerk", host="127.0.0.1", port=server.read_port() or 0, database="postgres"
+    )
     with pytest.raises(StorageError, match=r"^HPSEARCH_ADMIN_URL: .* give the URL of a superuser") as raised:
         create_databases(clerk, **_PASSWORDS)
     assert "\n" not in str(raised.value)

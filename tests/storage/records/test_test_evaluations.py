@@ -11,9 +11,9 @@ import pytest
 import sqlalchemy as sa
 
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.records import test_evaluations
 from hpsearch.storage.records.test_evaluations import (
     AlreadyEvaluatedError,
-    TestEvaluation,
     read_test_evaluation,
     record_test_evaluation,
     write_scores,
@@ -33,7 +33,9 @@ def study_id(storage: PostgresStorage) -> int:
     return optuna.create_study(study_name="s", storage=storage)._study_id
 
 
-def opened(storage: PostgresStorage, study_id: int, *, trial: int = 3, sha256: str = SHA) -> TestEvaluation:
+def opened(
+    storage: PostgresStorage, study_id: int, *, trial: int = 3, sha256: str = SHA
+) -> test_evaluations.TestEvaluation:
     return record_test_evaluation(
         storage.engine, study_id, trial_number=trial, model_sha256=sha256, opened_by="ann@host", finalists="s.finalists"
     )

@@ -30,7 +30,7 @@ from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, check, run_trials
 
 if TYPE_CHECKING:
-    pass
+    from tests.conftest import PostgresServer
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def storage(opened: Open) -> PostgresStorage:
 
 
 def test_cut_connections_lose_nothing(
-    storage: PostgresStorage, study_id: int, postgres_server: EmbeddedPostgres, database: str
+    storage: PostgresStorage, study_id: int, postgres_server: PostgresServer, database: str
 ) -> None:
     """Every connection is cut again and again, in the middle of statements."""
     cut, cuts = psycopg2.connect(postgres_server.admin_url.replace("+psycopg2", "")), 0
@@ -83,14 +83,14 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
     server, url = own_server
     storage = open_storage(url, application_name="killed", patience=120)
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "killed")
-    port = server.port()
+    port = server.read_port()
     progress = open_storage(url, application_name="watch", patience=120)
     with caplog.at_level(logging.WARNING, "hpsearch.storage.database.retry"), ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_trials, storage, study_id, 8) for _ in range(2)]
         for reached in (3, 8):
             while len(progress.get_all_trials(study_id, states=COMPLETE)) < reached:
                 assert not all(run.done() for run in runs)
-            running = server.running()
+            running = server.find_process()
             assert running is not None
             running.send_signal(signal.SIGKILL)
             running.wait()
@@ -106,7 +106,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
 
 def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[EmbeddedPostgres, str]) -> None:
     server, url = own_server
-    port = server.port()
+    port = server.read_port()
     storage = open_storage(url, application_name="impatient", patience=1)
     storage.get_all_studies()
     server.stop()
@@ -164,7 +164,7 @@ class LosesReplies:
 
 
 @pytest.fixture
-def relay(postgres_server: EmbeddedPostgres) -> Iterator[LosesReplies]:
+def relay(postgres_server: PostgresServer) -> Iterator[LosesReplies]:
     made = LosesReplies(postgres_server.port)
     yield made
     made.listener.close()
@@ -187,7 +187,7 @@ CALLS: dict[str, Callable[[PostgresStorage, int, int], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_whose_reply_is_lost_is_done_once(
-    relay: LosesReplies, postgres_server: EmbeddedPostgres, database: str, call: str
+    relay: LosesReplies, postgres_server: PostgresServer, database: str, call: str
 ) -> None:
     """The same call, with its reply and without, leaves the same study and returns the same."""
     direct = open_storage(postgres_server.url(database), application_name="direct")
@@ -224,7 +224,7 @@ def test_a_call_whose_reply_is_lost_is_done_once(
 
 
 def test_a_trial_that_somebody_else_took_is_not_taken_when_the_reply_is_lost(
-    relay: LosesReplies, postgres_server: EmbeddedPostgres, database: str
+    relay: LosesReplies, postgres_server: PostgresServer, database: str
 ) -> None:
     direct = open_storage(postgres_server.url(database), application_name="direct")
     url = postgres_server.url(database).replace(str(postgres_server.port), str(relay.port))
@@ -270,7 +270,7 @@ def test_what_the_server_says_tells_whether_to_wait(storage: PostgresStorage, co
     assert is_transient(error) is transient
 
 
-def test_only_connections_that_may_come_back_are_waited_for(postgres_server: EmbeddedPostgres, database: str) -> None:
+def test_only_connections_that_may_come_back_are_waited_for(postgres_server: PostgresServer, database: str) -> None:
     def error_of(url: str) -> sa.exc.DBAPIError:
         engine = open_storage(url, application_name="t", patience=0).engine
         return fails(engine, "SELECT 1")
