@@ -11,7 +11,7 @@ from hpsearch.search.promotion.registry_watch import Watch
 from hpsearch.search.services import MLFLOW_UI_URL
 from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
-from hpsearch.storage.mlflow.artifacts import RunArtifacts
+from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import open_storage
@@ -43,6 +43,6 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
     # Polls every few seconds, so it needs one connection and may give up early.
     storage = open_storage(storage_url, application_name="hpsearch-noticing", pool_size=1, retry_seconds=10.0)
     with Watch(storage, tracking):
-        artifacts = RunArtifacts(lambda: tracking().client)
+        artifacts = MlflowArtifactStore(lambda: tracking().client)
         serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)
     return None

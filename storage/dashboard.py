@@ -19,7 +19,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.urls import normalise_url
 
 if TYPE_CHECKING:
-    from hpsearch.storage.mlflow.artifacts import RunArtifacts
+    from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -28,7 +28,7 @@ _Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def serve_dashboard(
-    url: str, *, host: str, port: int, artifacts: RunArtifacts | None = None, read_only: bool = False
+    url: str, *, host: str, port: int, artifacts: MlflowArtifactStore | None = None, read_only: bool = False
 ) -> None:
     """Serve the dashboard of the studies at `url` until the process is ended.
 
@@ -63,7 +63,7 @@ def serve_dashboard(
     server.run()
 
 
-def _make_app(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
+def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> _Wsgi:
     import optuna_dashboard
     from optuna_dashboard import _app
 

@@ -102,10 +102,10 @@ class Study:
             from hpsearch.search.console import PlainConsole
             from hpsearch.search.services import resolve_addresses
             from hpsearch.search.study.create import begin_search
-            from hpsearch.search.tracking.tracker import check_readers
+            from hpsearch.search.tracking.tracker import check_trackers
 
             addresses = resolve_addresses(where)
-            services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_readers)
+            services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_trackers)
         study = cls(stored, services)
         study._is_new = created
         return study

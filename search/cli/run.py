@@ -46,13 +46,13 @@ def run(
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import run_search
         from hpsearch.search.study.create import begin_search
-        from hpsearch.search.tracking.tracker import check_readers
+        from hpsearch.search.tracking.tracker import check_trackers
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     console = PlainConsole()
     with keys_in_errors(settings.in_file):
         services, study, created = begin_search(
-            settings.given, where, console, enqueue, check=check_readers, tracking_required=tracking_required
+            settings.given, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
         )
     ran = run_search(services, study, options, workers=workers, created=created, console=console)
     if ran.is_interrupted:

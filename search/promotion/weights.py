@@ -27,9 +27,9 @@ from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
 from hpsearch.storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
-from hpsearch.storage.mlflow.client import Tracking, allowed_name
+from hpsearch.storage.mlflow.client import Tracking, sanitize_name
 from hpsearch.storage.mlflow.health import describe_error, mlflow_request
-from hpsearch.storage.mlflow.model import make_model
+from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 _SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
@@ -130,7 +130,7 @@ def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> st
         with mlflow_request(f"take the model of trial {number}"):
             epoch = _epoch(tracking, run_id, f"val_{spec.metric}", best)
             record = model_record(spec, number, run_params(spec, trial.params), epoch, tags)
-            return make_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
+            return ensure_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
 
 
 def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:
@@ -150,7 +150,7 @@ def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) ->
 
 def _epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:
     """The best epoch, at the time at which the run has it: another one's points would stand there twice."""
-    history = tracking.client.get_metric_history(run_id, allowed_name(key))
+    history = tracking.client.get_metric_history(run_id, sanitize_name(key))
     at = next((point.timestamp for point in history if point.step == best["epoch"]), int(time.time() * 1000))
     # MLflow counts milliseconds: of the middle of one, a rounding error makes no other.
     return EpochRecord(epoch=best["epoch"], metrics=dict(best["metrics"]), timestamp=(at + 0.5) / 1000)

@@ -27,7 +27,7 @@ from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.study import StoredStudy, with_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study
-from hpsearch.search.tracking.tracker import check_readers
+from hpsearch.search.tracking.tracker import check_trackers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_URL, TRACKING_URI
 from hpsearch.storage.checkpoints.store import Checkpoints
@@ -102,7 +102,7 @@ def train_companion_study(
         console.print(f"{companion.tracking_error}; records wait in {outbox}", style="yellow")
     interrupted, gave_up = False, tuple[str, ...]()
     if workers:
-        check_readers(study.spec)
+        check_trackers(study.spec)
         check_not_stopped(study)
         if warning := study.source_warning(load_objective(study.spec.objective)):
             console.print(f"warning: {warning}", style="yellow")

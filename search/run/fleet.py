@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.search.console import format_command, show_steps
+from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.devices import check_devices
 from hpsearch.search.fleet.fleet import Fleet
@@ -181,11 +181,9 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
 
     with show_steps(console) as show_step:
         patience = _INTERRUPTED_UPLOAD_SECONDS if interrupted else math.inf
-        left = tracker.deliver(show_step, patience=patience, then=(lambda: None) if interrupted else resend_winner)
+        left = tracker.flush(show_step, timeout_seconds=patience, then=(lambda: None) if interrupted else resend_winner)
     if left:
-        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        again = format_command("sync", study.spec.name)
-        console.print(
-            f"{tracker.sender.behind} not received all records of {left} trials{why}; send the rest with: {again}",
-            style="yellow",
-        )
+        sender, again = tracker.sender, format_command("sync", study.spec.name)
+        why = f" ({sender.unavailable_reason})" if sender.unavailable_reason else ""
+        lacking = f"{pluralize(left, 'trial')} not fully sent to {sender.lagging_consumers}"
+        console.print(f"{lacking}{why}; send the rest with: {again}", style="yellow")

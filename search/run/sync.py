@@ -14,7 +14,7 @@ from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy, load_study, outbox_folder, tracking_of, tracking_uri_of
 from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import resend
-from hpsearch.search.tracking.tracker import Tracker, readers_of
+from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
 from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
@@ -63,22 +63,22 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     try:
         tracking = tracking_of(services, study)
     except TrackingUnavailableError as error:
-        if not readers_of(study, services.home):
+        if not make_optional_trackers(study, services.home):
             raise  # otherwise the other trackers still receive their records
         tracking, away = services.open_tracking(tracking_uri_of(services, study)), error
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
-    tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
+    tracker = Tracker(study, tracking, checkpoints, services.home, should_retry_rejected=True)
     problems: list[str] = []
     with show_steps(console) as step:
-        left = tracker.deliver(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=step)))
+        left = tracker.flush(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=step)))
     if away is not None and not left:
         raise away  # records of a lost machine may be missing there
-    sent = tracker.sender.sent
+    sent = tracker.sender.sent_journals
     text = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
     if left:
-        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
+        why = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
         console.print(f"{text}, {left} left{why}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)

@@ -124,7 +124,7 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
             needed = _needed_trials(study)
             left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
             left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
-            links.mark(left.values(), REMOVED, _BY_GC)
+            links.set_attr_of_trials(left.values(), REMOVED, _BY_GC)
         freed = 0
         try:
             for run_id in list(left):
@@ -133,7 +133,7 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
                     freed += kept[run_id].model_bytes + kept[run_id].checkpoint_bytes
                     del left[run_id]
         finally:
-            links.unmark(left.values(), REMOVED)
+            links.remove_attr_of_trials(left.values(), REMOVED)
         return freed
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())

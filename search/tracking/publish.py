@@ -82,7 +82,7 @@ def _tell_finalists(
     tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
     front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.several else {}
-    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
+    tracking.annotate_run(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
     for rank, row in enumerate(ranked(study, found), 1):
         if row.trial not in runs:
             continue
@@ -109,7 +109,7 @@ def _tell_finalists(
 def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
     """Write to a trial's run. One that somebody deleted must not keep the others from being told."""
     try:
-        tracking.annotate(run, tags=tags, metrics=metrics, at=at)
+        tracking.annotate_run(run, tags=tags, metrics=metrics, at=at)
     except Exception as error:  # what is away is raised again; MLflow refuses by several types
         if is_retryable(error):
             raise
@@ -224,14 +224,14 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tags=tags,
         metrics=metrics,
         step=summary.finished,
-        finished=study.is_spent(summary.finished),
+        is_finished=study.is_spent(summary.finished),
     )
     write_note(study, summary)
 
 
 def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
     """Tag the runs of the front's trials, by which the MLflow UI finds them, and no longer those that were on it."""
-    tagged = tracking.tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
+    tagged = tracking.find_tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
     on_front = {str(trial.user_attrs[RUN_ID]) for trial in summary.front if RUN_ID in trial.user_attrs}
     for run in on_front - tagged:
         tracking.log(run, tags={ON_FRONT: "true"})
@@ -241,12 +241,12 @@ def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None
 
 def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
     """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
-    left = tracking.open_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
+    left = tracking.find_running_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
     for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
             outcome = Outcome.from_trial_state(trial.state.name, infeasible=bool(trial.user_attrs.get(INFEASIBLE)))
             reason = str(trial.user_attrs.get(REASON, ""))
-            tracking.end_trial_run(left[trial.number], outcome, reason, at=int(time.time() * 1000))
+            tracking.end_trial_run(left[trial.number], outcome, reason, end_ms=int(time.time() * 1000))
 
 
 def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
@@ -271,7 +271,7 @@ def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
     """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
     if study.spec.finalists_of is not None:
         return  # the run is that of the search, which is over
-    tracking.reopen(open_parent_run(study, tracking))
+    tracking.reopen_run(open_parent_run(study, tracking))
     close_study(study, summarise(study), tracking)
 
 
@@ -279,4 +279,4 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
     """Show a trial's run, which its next attempt goes on with, as one that is still to be run."""
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
-        tracking.schedule(str(run_id))
+        tracking.schedule_run(str(run_id))

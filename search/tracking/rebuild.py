@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
     """Return the COMPLETE trials that MLflow does not have all of yet."""
     # As the database has it now: finished trials are read once, and what they said of MLflow then may be over.
-    pending = RunLinks(study.engine).pending(study.study_id)
+    pending = RunLinks(study.engine).list_pending_trials(study.study_id)
     return [trial for trial in study.trials() if trial._trial_id in pending]
 
 
@@ -77,7 +77,7 @@ def resend(
     """
     problems = []
     for trial in pending_trials(study):
-        if (only is not None and trial.number not in only) or tracker.outbox.has(f"{trial.number:04d}-"):
+        if (only is not None and trial.number not in only) or tracker.outbox.has_journal(f"{trial.number:04d}-"):
             continue
         tell(f"making the model of trial {trial.number} again from its checkpoint")
         try:

@@ -19,24 +19,24 @@ from hpsearch.search.tracking.system_metrics import SystemMetrics
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from hpsearch.storage.database.locks import check_lock_held, study_lock
 from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.consumer import Consumer, TrialOutcomes
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Reader, TrialEnds
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.mlflow.shipper import Shipper
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
-from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
-from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
+from hpsearch.storage.trackers.tensorboard.consumer import TensorBoardConsumer
+from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
 from hpsearch.storage.trials.claims import Claim, PrunedTrial, RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
 
-TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoard, WandbRuns)  # in addition to MLflow
+TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoardConsumer, WandbConsumer)  # in addition to MLflow
 
 
-def check_readers(spec: StudySpec) -> None:
+def check_trackers(spec: StudySpec) -> None:
     """Check that this machine can send trials to every tracker of a study, before it is created or joined.
 
     Raises:
@@ -46,10 +46,10 @@ def check_readers(spec: StudySpec) -> None:
         tracker.check(setting)
 
 
-def readers_of(study: StoredStudy, home: Path) -> list[Reader]:
+def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
     """Return the readers of a study in addition to MLflow; their files on this machine are in its `home`."""
     return [
-        tracker(setting, study.spec.name, study.folder, home, TrialEnds(study.engine))
+        tracker(setting, study.spec.name, study.folder, home, TrialOutcomes(study.engine))
         for tracker, setting in _optional_trackers(study.spec)
     ]
 
@@ -91,12 +91,12 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
             study.set_attr(key, parent.attrs[key])
         return run_id
     with study_lock(study.engine, study.study_id) as connection:
-        run_id = tracking.study_run(
+        run_id = tracking.ensure_study_run(
             spec.name,
             study.study_id,
             params=_parameters(spec.model_dump(exclude={"finalists_of"})),
-            known=study.attrs.get(RUN_ID),
-            may_create=lambda: check_lock_held(connection),
+            known_run_id=study.attrs.get(RUN_ID),
+            before_create=lambda: check_lock_held(connection),
         )
         check_lock_held(connection)
         study.set_attr(RUN_ID, run_id)
@@ -117,7 +117,7 @@ def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-_STARTING = 15.0  # seconds that a server may take to start
+_STARTUP_SECONDS = 15.0  # that a server may take to start
 
 
 def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
@@ -135,7 +135,7 @@ class Tracker:
         home: where the outbox is.
         tags: for the run of every trial that this process trains.
         system_metrics: whether runs get the machine's load too.
-        refused: whether to try again what a reader refused before.
+        should_retry_rejected: whether to retry journals that a consumer rejected earlier.
     """
 
     def __init__(
@@ -147,15 +147,17 @@ class Tracker:
         *,
         tags: dict[str, str] | None = None,
         system_metrics: bool = False,
-        refused: bool = False,
+        should_retry_rejected: bool = False,
     ) -> None:
         self._study = study
         self._tags = tags or {}
         parent = functools.cache(lambda: open_parent_run(study, tracking))
-        mlflow = Shipper(tracking, RunLinks(study.engine), parent=parent, delivered=checkpoints.forget_trial)
-        readers: list[Reader] = [mlflow, *readers_of(study, home)]
-        self.outbox = Outbox(outbox_folder(home, study), [reader.name for reader in readers])
-        self.sender = Sender(self.outbox, readers, refused=refused)
+        mlflow = MlflowConsumer(
+            tracking, RunLinks(study.engine), get_parent_run=parent, on_delivered=checkpoints.forget_trial
+        )
+        consumers: list[Consumer] = [mlflow, *make_optional_trackers(study, home)]
+        self.outbox = Outbox(outbox_folder(home, study), [consumer.name for consumer in consumers])
+        self.sender = Sender(self.outbox, consumers, should_retry_rejected=should_retry_rejected)
         self.system_metrics = SystemMetrics() if system_metrics else None
 
     def begin(
@@ -170,7 +172,7 @@ class Tracker:
             tags: of the trial's run.
         """
         spec = self._study.spec
-        head = journal_records.Open(
+        header = journal_records.Header(
             study=spec.name,
             trial=trial.trial_id,
             number=trial.number,
@@ -180,46 +182,47 @@ class Tracker:
             began=int(time.time() * 1000),
             tags={tag_names.OBJECTIVE: spec.objective, tag_names.ATTEMPT: str(trial.attempt), **self._tags, **tags},
         )
-        journal = self.outbox.open(f"{trial.number:04d}-{trial.attempt}{suffix}", head)
+        journal = self.outbox.open(f"{trial.number:04d}-{trial.attempt}{suffix}", header)
         self.sender.add(journal)
         return journal
 
     @kill_point("log retired trial")
     def settled(self, trial: RetriesExhausted | PrunedTrial) -> None:
         """End the run of a trial that no worker runs: its workers died, or it waited at a rung and will not go on."""
-        journal = self.begin(trial, resumed=True, suffix=f"-{type(trial).__name__.lower()}")
+        suffix = "-retired" if isinstance(trial, PrunedTrial) else "-lost"
+        journal = self.begin(trial, resumed=True, suffix=suffix)
         if isinstance(trial, PrunedTrial) and trial.grounds:
             journal.append(pruning_tags(trial.grounds))
         outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST
         journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
-        self.sender.wake(at_once=True)
+        self.sender.wake(is_urgent=True)
 
-    def deliver(
+    def flush(
         self,
-        tell: Callable[[str], None],
+        on_progress: Callable[[str], None],
         *,
-        patience: float = math.inf,
+        timeout_seconds: float = math.inf,
         then: Callable[[], object] = lambda: None,
     ) -> int:
-        """Ship what waits on this machine, and stop; return how many journals are left.
+        """Send the pending journals on this machine, and stop the sender; return the number of journals left.
 
-        What a living worker has is its own to ship, and is left too.
+        Journals of running workers are left too: those workers send them.
 
         Args:
-            tell: is told how far it is.
-            patience: seconds to go on for; a server that is away is waited for as if it were starting.
-            then: called when all of it has arrived; it may begin journals, which are shipped too.
+            on_progress: called with a line of text.
+            timeout_seconds: the longest time to wait; an unavailable server is given time to start.
+            then: called when everything was sent; it may create journals, which are sent too.
         """
 
-        def told(sent: int, left: int) -> None:
+        def print_progress(sent: int, left: int) -> None:
             if sent or left:
-                tell(f"telling {self.sender.titles} of {pluralize(sent + left, 'trial')}: {sent} done")
+                on_progress(f"sending {pluralize(sent + left, 'trial')} to {self.sender.consumer_titles}: {sent} done")
 
         self.sender.start()
         try:
-            if not self.sender.flush(patience, told, starting=_STARTING):
+            if not self.sender.flush(timeout_seconds, print_progress, startup_seconds=_STARTUP_SECONDS):
                 then()
-                self.sender.flush(patience, told)
+                self.sender.flush(timeout_seconds, print_progress)
         finally:
             self.sender.close()
-        return self.outbox.waiting()
+        return self.outbox.count_journals()

@@ -140,8 +140,8 @@ class TrialTracking:
 
     def log_file(self, path: Path) -> None:
         """Keep a file of the run directory for the run's artifacts."""
-        if self.journal.keep(path):
-            self.journal.append(journal_records.Files())
+        if self.journal.store_artifact(path):
+            self.journal.append(journal_records.Artifacts())
 
     @kill_point("publish run")
     def publish(self, result: RunResult, files: list[Path]) -> bool:
@@ -154,8 +154,8 @@ class TrialTracking:
             Whether the trial's last checkpoint is to be kept until all of it has arrived.
         """
         journal = self.journal
-        if journal.lost:  # on a full disk; the state has every epoch
-            journal.lost = 0
+        if journal.lost_records:  # on a full disk; the state has every epoch
+            journal.lost_records = 0
             for record in result.history:
                 self.log_epoch(record.epoch, record.timestamp, record.metrics)
         if result.status == "completed" and self._spec.refit is None:
@@ -180,7 +180,7 @@ class TrialTracking:
             journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))
         elif result.has_model and self._leaves_model(result, whole=whole):
             self._log_model(result)
-        journal.append(journal_records.Published())
+        journal.append(journal_records.ArtifactsComplete())
         return whole
 
     def _leaves_model(self, result: RunResult, *, whole: bool) -> bool:
@@ -211,9 +211,9 @@ class TrialTracking:
         if not self._tracker.outbox.has_room():
             log.warning("trial %d: the outbox is full: its files and its model are not kept", self._claim.number)
             return False
-        kept = [self.journal.keep(path) for path in files]
-        kept += [self.journal.keep(best, folder="checkpoints")] if best is not None else []
-        self.journal.append(journal_records.Files())
+        kept = [self.journal.store_artifact(path) for path in files]
+        kept += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []
+        self.journal.append(journal_records.Artifacts())
         return all(kept)
 
     def _log_data(self, result: RunResult) -> None:
@@ -221,7 +221,7 @@ class TrialTracking:
             return
         sha256, samples = result.data_digest
         source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": sha256}
-        data = journal_records.Data(
+        data = journal_records.Dataset(
             name=self._spec.objective.rpartition(":")[2],
             digest=sha256[:_LONGEST_DIGEST],
             source=json.dumps(source),
@@ -235,7 +235,7 @@ class TrialTracking:
         try:
             tags = write_model(
                 result.exported,
-                self.journal.model,
+                self.journal.model_folder,
                 checkpoint=result.best_path,
                 objective=self._spec.objective,
                 number=self._claim.number,
@@ -262,7 +262,7 @@ class TrialTracking:
 
     def pending(self) -> str:
         """Return what to note at the trial until all of it is in MLflow."""
-        if refused := self.journal.places[MLFLOW].position.refused:
+        if refused := self.journal.cursors[MLFLOW].position.rejection:
             return f"refused: {refused}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
 
@@ -281,13 +281,13 @@ class TrialTracking:
 
     def leave(self) -> None:
         """Leave the run open for the trial's next attempt."""
-        self._close(journal_records.Leave())
+        self._close(journal_records.Released())
 
     def _close(self, last: journal_records.Record) -> None:
         if self._tracker.system_metrics is not None:
             self._tracker.system_metrics.stop()
         self.journal.append(last)
-        self._tracker.sender.wake(at_once=True)
+        self._tracker.sender.wake(is_urgent=True)
 
     def abandon(self, reason: str) -> None:
         """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""

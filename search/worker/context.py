@@ -24,7 +24,7 @@ from hpsearch.search.study.study import (
     runs_folder,
     with_tracking,
 )
-from hpsearch.search.tracking.tracker import Tracker, check_readers
+from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name
 from hpsearch.search.worker.options import WorkerOptions
@@ -76,7 +76,7 @@ class WorkerContext:
         self.options, self.study = options, load_study(storage, name)
         study, spec = self.study, self.study.spec
         check_release(study)
-        check_readers(spec)
+        check_trackers(spec)
         services = with_tracking(services, study, required=options.tracking_required)
         if away := services.tracking_error:
             log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")

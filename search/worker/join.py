@@ -9,6 +9,7 @@ import threading
 import optuna
 
 from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.search.console import pluralize
 from hpsearch.search.process import (
     EXIT_DONE,
     EXIT_DRAINED,
@@ -96,8 +97,8 @@ def _send_rest(context: WorkerContext, *, over: bool) -> None:
     # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
     patience = _PATIENCE if over and not shutdown.has_begun else min(_GRACE, max(shutdown.seconds_left(), 1.0))
     if left := tracker.sender.flush(patience):
-        rest = f"hpsearch sync {study.spec.name}"
-        log.warning("%s not received all records of %d trials; send them with: %s", tracker.sender.behind, left, rest)
+        lacking = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
+        log.warning("%s; send the rest with: hpsearch sync %s", lacking, study.spec.name)
     checkpoints.tidy(context.runs_dir)
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
     alone = context.fleet_gone is None or context.fleet_gone()

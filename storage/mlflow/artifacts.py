@@ -62,7 +62,7 @@ def read_artifact(client: MlflowClient, run_id: str, path: str) -> BinaryIO:
         return Path(client.download_artifacts(run_id, path, folder)).open("rb")
 
 
-class RunArtifacts:
+class MlflowArtifactStore:
     """Optuna's artifact store over the artifacts of MLflow runs: it reads.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking, models_of
+from hpsearch.storage.mlflow.client import Tracking, list_model_ids
 from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_request
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class RunStorage:
     def look(self, run: Run) -> Kept:
         """Return what a run has on the server."""
         run_id = str(run.info.run_id)
-        model_id = next(iter(models_of(run)), None)
+        model_id = next(iter(list_model_ids(run)), None)
         with mlflow_request(f"list the files of run {run_id}"):
             if model_id is not None and get_or_none(self._client.get_logged_model, model_id) is None:
                 model_id = None

@@ -14,7 +14,7 @@ from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import MODEL
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking, epoch_metrics, models_of
+from hpsearch.storage.mlflow.client import Tracking, list_model_ids, make_metrics
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -
     """Tell a run of its model, once; call it while nobody else does."""
     from mlflow.entities import LoggedModelOutput
 
-    if model_id not in models_of(client.get_run(run_id)):
+    if model_id not in list_model_ids(client.get_run(run_id)):
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
 
 
@@ -142,7 +142,7 @@ def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
     return str(model.model_id)
 
 
-def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, record: Model, folder: Path) -> str:
+def ensure_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, record: Model, folder: Path) -> str:
     """Make the model of a run that has none, or go on with one that was begun; return its id.
 
     Args:
@@ -158,14 +158,14 @@ def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, 
         Exception: whatever MLflow's client raises.
     """
     client = tracking.client
-    with links.locked(trial_id) as noted:
+    with links.lock_run(trial_id) as trial_links:
         # The server is asked, not the database: a person may have deleted the model that the database names.
         found = client.search_logged_models([tracking.experiment_id], f"source_run_id = '{run_id}'", max_results=1)
         model = str(found[0].model_id) if found else create_model(tracking, run_id, record)
         link_model(client, model, run_id, step=record.step)
-        noted.note({MODEL: model})
+        trial_links.set_attrs({MODEL: model})
     # The run has these points already: sent again with the model's id, they are linked to it.
-    linked = epoch_metrics(record.step, record.at, record.metrics, model)
+    linked = make_metrics(record.step, record.at, record.metrics, model)
     tracking.log(run_id, metrics=linked, tags={tag_names.MODEL_ID: model})
     upload_model(client, model, run_id, folder)
     return model

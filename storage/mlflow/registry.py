@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.client import models_of
+from hpsearch.storage.mlflow.client import list_model_ids
 from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_request
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Registry:
             run = get_or_none(self._client.get_run, run_id)
         if run is None:
             return None
-        for model_id in models_of(run):
+        for model_id in list_model_ids(run):
             with mlflow_request(f"look up the model of run {run_id}"):
                 if (model := get_or_none(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
                     return str(model_id)

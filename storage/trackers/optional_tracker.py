@@ -6,10 +6,10 @@ import importlib.util
 from pathlib import Path
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.journals.reader import Reader, TrialEnds
+from hpsearch.storage.journals.consumer import Consumer, TrialOutcomes
 
 
-class OptionalTracker(Reader):
+class OptionalTracker(Consumer):
     """A tracker of the studies that have the setting of its `name`; it needs the Python package of that name.
 
     Args:
@@ -20,8 +20,8 @@ class OptionalTracker(Reader):
         ends: the states of trials in the study's database.
     """
 
-    def __init__(self, setting: str, study: str, owner: str, home: Path, ends: TrialEnds) -> None:
-        super().__init__(ends)
+    def __init__(self, setting: str, study: str, owner: str, home: Path, outcomes: TrialOutcomes) -> None:
+        super().__init__(outcomes)
         self._setting, self._study, self._owner, self._home = setting, study, owner, home
 
     @classmethod

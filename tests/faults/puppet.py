@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     exit_on_signals()
     spare()
     kill_points.install(run_step)
-    wrap("hpsearch.storage.journals.reader", "Reader.ship", follow_sender)
+    wrap("hpsearch.storage.journals.consumer", "Consumer.consume", follow_sender)
     wrap("hpsearch.objectives.training.loop.epoch", "train_step", follow_steps)
     if least := os.environ.get("STALL_LEAST"):
         from hpsearch.search.worker import watchdog
@@ -79,15 +79,15 @@ def wants_model() -> bool:
 
 
 def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
-    def ship(self: Any, place: Any) -> Any:
-        head = place.journal.head
-        orders.Sending.trial, orders.Sending.attempt = head.number, head.attempt
+    def consume(self: Any, cursor: Any) -> Any:
+        header = cursor.journal.header
+        orders.Sending.trial, orders.Sending.attempt = header.number, header.attempt
         try:
-            return original(self, place)
+            return original(self, cursor)
         finally:
             orders.Sending.trial = None
 
-    return ship
+    return consume
 
 
 def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,7 +99,7 @@ class EventFiles:
         self._added.clear()
 
     def write_end(self, outcome: Outcome, *, at: float) -> None:
-        """Write how the trial ended at unix seconds `at`, in place of an earlier end.
+        """Write how the trial ended at unix seconds `at`, in cursor of an earlier end.
 
         The event has a file of its own, because readers use the first event of this kind: see `reopen`.
 

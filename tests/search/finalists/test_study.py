@@ -123,8 +123,8 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
 
 def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, database_url: str) -> None:
     best = study.trials()[1]
-    with RunLinks(study.storage.engine).locked(best._trial_id) as page:
-        page.note({REMOVED: "hpsearch gc removed its model"})
+    with RunLinks(study.storage.engine).lock_run(best._trial_id) as page:
+        page.set_attrs({REMOVED: "hpsearch gc removed its model"})
     again = load_study(open_storage(database_url, application_name="another process"), "s")
     assert [trial.number for trial in best_configurations(again, 3)] == [3, 4, 2]
     assert passed_over(again, 3) == [1]

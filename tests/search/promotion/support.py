@@ -66,7 +66,7 @@ class Left:
 def leave(tracking: Tracking, files: Path, *, values: list[float | None]) -> Left:
     """Make the runs of a search and the models of its trials; those of None are without one."""
     name = f"s-{secrets.token_hex(4)}"
-    parent = tracking.study_run(name, 1, params={}, known=None)
+    parent = tracking.ensure_study_run(name, 1, params={}, known_run_id=None)
     runs = [tracking.create_trial_run(name, number, parent=parent, tags={}) for number in range(len(values))]
     for number, (run, value) in enumerate(zip(runs, values, strict=True)):
         if value is not None:

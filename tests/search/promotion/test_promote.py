@@ -121,11 +121,11 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
         ),
         (REMOVED, "hpsearch gc removed it", r"no model of it \(hpsearch gc removed it\); promote one that has$"),
     ):
-        links.mark([trial_id], key, value)
+        links.set_attr_of_trials([trial_id], key, value)
         with pytest.raises(SearchError, match=rf"^--trial 2: MLflow has {said}"):
             promote(own_tracked.stored, own_tracked.tracking, trial=2)
     for key in (TRACKING, REMOVED):
-        links.unmark([trial_id], key)
+        links.remove_attr_of_trials([trial_id], key)
     with pytest.raises(SearchError, match=r"^the weights of trial 2 cannot be used: .*; nothing was promoted$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=2)
 

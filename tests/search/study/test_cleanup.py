@@ -182,8 +182,8 @@ def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, ru
 
 def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
     assert on_server(find(tracked, tmp_path)) == [0, 2]
-    with RunLinks(tracked.storage.engine).locked(tracked.stored.trials()[2]._trial_id) as page:
-        page.note({TRACKING: "pending: on its way from elsewhere"})
+    with RunLinks(tracked.storage.engine).lock_run(tracked.stored.trials()[2]._trial_id) as page:
+        page.set_attrs({TRACKING: "pending: on its way from elsewhere"})
     study = load_study(open_storage(database_url, application_name="test"), tracked.name)
     found, _ = find_garbage(study, home=tmp_path, tracking=tracked.tracking, keep_top=1)
     assert on_server(found) == [0]

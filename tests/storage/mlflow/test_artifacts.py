@@ -15,7 +15,7 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import create_trial
 
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
+from hpsearch.storage.mlflow.artifacts import SHOWN, MlflowArtifactStore, artifact_attrs, artifact_id_of
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
@@ -78,7 +78,7 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
             return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
 
     assert listed() == []
-    with RunLinks(storage.engine).locked(study.trials[0]._trial_id) as book:
+    with RunLinks(storage.engine).lock_run(study.trials[0]._trial_id) as book:
         book.note_system(artifact_attrs(RUN, ["curves.png"]))
     while not listed():
         time.sleep(0.2)  # it remembers its answers for two seconds
@@ -113,13 +113,13 @@ def test_no_request_leaves_the_runs_artifacts(artifact_id: str) -> None:
         raise AssertionError("MLflow was asked")
 
     with pytest.raises(ArtifactNotFound) as told:
-        RunArtifacts(nobody).open_reader(artifact_id)  # type: ignore[arg-type]
+        MlflowArtifactStore(nobody).open_reader(artifact_id)  # type: ignore[arg-type]
     assert "MLflow was asked" not in str(told.value)
 
 
 def test_what_mlflow_does_not_have_is_not_found(tracking: Tracking, tmp_path: Path) -> None:
     run_id = log(tracking, tmp_path, curves_png=b"x")
-    artifacts = RunArtifacts(lambda: tracking.client)
+    artifacts = MlflowArtifactStore(lambda: tracking.client)
     with artifacts.open_reader(artifact_id_of(run_id, "curves.png")) as file:
         assert file.read() == b"x"
     for missing in (artifact_id_of(run_id, "report.md"), artifact_id_of(RUN, "curves.png")):

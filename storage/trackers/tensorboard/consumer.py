@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals import journal_records
-from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import Failure, TrialEnds
+from hpsearch.storage.journals.consumer import Failure, TrialOutcomes
+from hpsearch.storage.journals.journal import Cursor, JournalEntry
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
 from hpsearch.storage.trackers.tensorboard import files as events
 from hpsearch.storage.trackers.tensorboard.files import EventFiles
@@ -19,15 +19,15 @@ from hpsearch.storage.trackers.tensorboard.files import EventFiles
 _OWNER = ".study"  # a file in a study's folder: whose it is
 
 
-class TensorBoard(OptionalTracker):
+class TensorBoardConsumer(OptionalTracker):
     """Writes the trials of one study as event files to the folder that the setting names."""
 
     name, title = "tensorboard", "TensorBoard"
 
-    def __init__(self, setting: str, study: str, owner: str, home: Path, ends: TrialEnds) -> None:
-        super().__init__(setting, study, owner, home, ends)
+    def __init__(self, setting: str, study: str, owner: str, home: Path, outcomes: TrialOutcomes) -> None:
+        super().__init__(setting, study, owner, home, outcomes)
         self._folder = Path(setting)
-        self._open: dict[Place, EventFiles] = {}
+        self._open: dict[Cursor, EventFiles] = {}
 
     @classmethod
     def check(cls, setting: str) -> None:
@@ -42,45 +42,45 @@ class TensorBoard(OptionalTracker):
                 f"--{cls.name} {setting}: cannot be written ({error.strerror}): give a folder of this user's"
             ) from None
 
-    def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
+    def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
         """Write what the trial's files lack of these."""
         if not entries:
             return False
-        files = self._files(place)
+        files = self._files(cursor)
         over, ended = False, None
         with files.alone():
             for entry in entries:
-                self._add(files, place, entry.record)
-                if isinstance(entry.record, journal_records.End) and not self.superseded(place):
+                self._add(files, cursor, entry.record)
+                if isinstance(entry.record, journal_records.End) and not self.is_superseded(cursor):
                     ended = entry.record
-                over = over or isinstance(entry.record, journal_records.End | journal_records.Leave)
+                over = over or isinstance(entry.record, journal_records.End | journal_records.Released)
             files.flush()
             if ended is not None:
-                self._end(files, place, ended)
-        place.moved(entries)
+                self._end(files, cursor, ended)
+        cursor.commit(entries)
         return over
 
-    def end(self, place: Place, end: journal_records.End) -> None:
+    def write_outcome(self, cursor: Cursor, end: journal_records.End) -> None:
         """Write how a trial ended whose process could not say so."""
-        files = self._files(place)
+        files = self._files(cursor)
         with files.alone():
-            self._end(files, place, end)
+            self._end(files, cursor, end)
 
-    def leave(self, place: Place) -> None:
+    def release(self, cursor: Cursor) -> None:
         """Nothing is open between two flushes."""
-        self._open.pop(place, None)
+        self._open.pop(cursor, None)
 
-    def failure(self, error: Exception) -> Failure:
+    def classify_error(self, error: Exception) -> Failure:
         """Return the meaning of an error, with the folder that cannot be written."""
-        found = super().failure(error)
+        found = super().classify_error(error)
         if isinstance(error, OSError) and error.strerror:
             return replace(found, text=f"{self._folder}: {error.strerror}")
         return found
 
-    def _files(self, place: Place) -> EventFiles:
-        if place not in self._open:
-            self._open[place] = EventFiles(self._of_study() / f"{place.journal.head.number:04d}")
-        return self._open[place]
+    def _files(self, cursor: Cursor) -> EventFiles:
+        if cursor not in self._open:
+            self._open[cursor] = EventFiles(self._of_study() / f"{cursor.journal.header.number:04d}")
+        return self._open[cursor]
 
     def _of_study(self) -> Path:
         """Return the study's folder: of its name, unless another study of that name has it."""
@@ -101,24 +101,24 @@ class TensorBoard(OptionalTracker):
             return self._folder / self._owner
         return folder
 
-    def _add(self, files: EventFiles, place: Place, record: journal_records.Record) -> None:
-        head = place.journal.head
-        began = (head.began or 0) / 1000
+    def _add(self, files: EventFiles, cursor: Cursor, record: journal_records.Record) -> None:
+        header = cursor.journal.header
+        began = (header.began or 0) / 1000
         match record:
-            case journal_records.Open():
+            case journal_records.Header():
                 files.reopen()
-                files.add(events.text("about", events.table(head.tags)), step=head.attempt, at=began)
+                files.add(events.text("about", events.table(header.tags)), step=header.attempt, at=began)
             case journal_records.Params(values):
-                start = events.session_start(values, trial=f"{self._study}/{head.number:04d}", at=began)
+                start = events.session_start(values, trial=f"{self._study}/{header.number:04d}", at=began)
                 files.add(start, step=0, at=began)
             case journal_records.Epoch(step, at, values) | journal_records.Metrics(step, at, values):
                 named = {events.tag_of(name): float(value) for name, value in values.items()}
                 files.add(events.scalars(named), step=step, at=at)
             case journal_records.Tags(values):
-                files.add(events.text(", ".join(values), events.table(values)), step=head.attempt, at=began)
+                files.add(events.text(", ".join(values), events.table(values)), step=header.attempt, at=began)
 
-    def _end(self, files: EventFiles, place: Place, end: journal_records.End) -> None:
+    def _end(self, files: EventFiles, cursor: Cursor, end: journal_records.End) -> None:
         at, words = end.at / 1000, f"{end.outcome.run_state}: {end.reason}"
-        files.add(events.text("outcome", words), step=place.journal.head.attempt, at=at)
+        files.add(events.text("outcome", words), step=cursor.journal.header.attempt, at=at)
         files.flush()
         files.write_end(end.outcome, at=at)

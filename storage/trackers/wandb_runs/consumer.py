@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.journals import journal_records
-from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import RefusedError, TrialEnds
+from hpsearch.storage.journals.consumer import RunRejectedError, TrialOutcomes
+from hpsearch.storage.journals.journal import Cursor, JournalEntry
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
 from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
 from hpsearch.storage.trials.finishing import Outcome
@@ -48,10 +48,10 @@ def _has_key() -> bool:
         return True
     host = urlsplit(server()).netloc
     hosts = _HOSTED if host in _HOSTED else (host,)
-    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for place in places:
+    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in paths:
         try:
-            known = netrc.netrc(Path(place).expanduser())
+            known = netrc.netrc(Path(path).expanduser())
         except (OSError, netrc.NetrcParseError, RuntimeError):
             continue
         # Its `default` entry is for any host, and so no key of this one.
@@ -89,17 +89,17 @@ class _Run:
     load: dict[str, float] = field(default_factory=dict)  # of the machine, to go with the next epoch
 
 
-class WandbRuns(OptionalTracker):
+class WandbConsumer(OptionalTracker):
     """Sends the trials of one study to the Weights & Biases project, or entity/project, that the setting names."""
 
     name, title = "wandb", "Weights & Biases"
 
-    def __init__(self, setting: str, study: str, owner: str, home: Path, ends: TrialEnds) -> None:
-        super().__init__(setting, study, owner, home, ends)
+    def __init__(self, setting: str, study: str, owner: str, home: Path, outcomes: TrialOutcomes) -> None:
+        super().__init__(setting, study, owner, home, outcomes)
         self._entity, _, self._project = setting.rpartition("/")
         self._folder = home / "wandb" / owner
         self._process = Connection(self._folder)
-        self._runs: dict[Place, _Run] = {}
+        self._runs: dict[Cursor, _Run] = {}
 
     @classmethod
     def check(cls, setting: str) -> None:
@@ -113,15 +113,15 @@ class WandbRuns(OptionalTracker):
                 "wandb login; or set WANDB_MODE=offline and send later with wandb sync"
             )
 
-    def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
+    def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
         """Tell the trial's run of these; its journal has arrived when its end has."""
         if not entries:
             return False
-        if self._known(place) is None:  # of this process: what an earlier one was told may not have arrived
-            place.returned()
-            place.rewind()
-            entries = place.unsent()
-        told, over = self._open(place), False
+        if self._known(cursor) is None:  # of this process: what an earlier one was told may not have arrived
+            cursor.return_buffered()
+            cursor.rewind()
+            entries = cursor.read_pending()
+        told, over = self._open(cursor), False
         config: dict[str, Any] = {}
         rows: list[tuple[int, dict[str, float]]] = []
         summary: dict[str, Any] = {}
@@ -136,62 +136,62 @@ class WandbRuns(OptionalTracker):
                     told.load |= values
                 case journal_records.Metrics(_, _, values):
                     summary |= values
-                case journal_records.End() | journal_records.Leave():
+                case journal_records.End() | journal_records.Released():
                     over = True
         self._ask(_TELL, "tell", run_id=told.id, config=config, rows=rows, summary=summary)
         if not over:
-            place.taken([entry for entry in entries if entry.end is not None])
+            cursor.mark_in_flight([entry for entry in entries if entry.end_offset is not None])
             return False
         last = entries[-1].record
-        self._finish(place, last if isinstance(last, journal_records.End) and not self.superseded(place) else None)
-        place.moved(entries)
+        self._finish(cursor, last if isinstance(last, journal_records.End) and not self.is_superseded(cursor) else None)
+        cursor.commit(entries)
         return True
 
-    def end(self, place: Place, end: journal_records.End) -> None:
+    def write_outcome(self, cursor: Cursor, end: journal_records.End) -> None:
         """Tell how a trial ended whose process could not say so."""
-        self._open(place)
-        self._finish(place, end)
+        self._open(cursor)
+        self._finish(cursor, end)
 
-    def leave(self, place: Place) -> None:
+    def release(self, cursor: Cursor) -> None:
         """Finish the run here, which another attempt may go on with."""
-        if self._known(place) is not None:
-            self._finish(place, None)
-            place.settle()
+        if self._known(cursor) is not None:
+            self._finish(cursor, None)
+            cursor.commit_in_flight()
 
     def close(self) -> None:
         """Let the process end."""
         self._process.close()
 
-    def _known(self, place: Place) -> _Run | None:
-        run = self._runs.get(place)
+    def _known(self, cursor: Cursor) -> _Run | None:
+        run = self._runs.get(cursor)
         return run if run is not None and run.generation == self._process.generation else None
 
-    def _open(self, place: Place) -> _Run:
-        """Return the run of a place, opened if need be."""
-        if (run := self._known(place)) is not None:
+    def _open(self, cursor: Cursor) -> _Run:
+        """Return the run of a cursor, opened if need be."""
+        if (run := self._known(cursor)) is not None:
             return run
         if is_online():
             _check_reachable()
-        head = place.journal.head
-        made = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._owner}-{head.number:04d}")
+        header = cursor.journal.header
+        made = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._owner}-{header.number:04d}")
         more = {"entity": self._entity} if self._entity else {}
         answer = self._ask(
             _OPEN, "open", run_id=made, folder=str(self._folder), project=self._project, group=self._study,
-            name=f"{self._study}-{head.number:04d}", job_type="trial", config=dict(head.tags), **more,
+            name=f"{self._study}-{header.number:04d}", job_type="trial", config=dict(header.tags), **more,
         )  # fmt: skip
         if answer.get("busy"):
             raise LockHeldError(f"{made}: another process tells of it")
-        self._runs[place] = _Run(made, self._process.generation)
-        return self._runs[place]
+        self._runs[cursor] = _Run(made, self._process.generation)
+        return self._runs[cursor]
 
-    def _finish(self, place: Place, end: journal_records.End | None) -> None:
-        run = self._runs[place]
+    def _finish(self, cursor: Cursor, end: journal_records.End | None) -> None:
+        run = self._runs[cursor]
         if end is not None:
             summary = {"state": end.outcome.run_state, "reason": end.reason}
             self._ask(_TELL, "tell", run_id=run.id, config={}, rows=[], summary=summary)
         well = end is not None and end.outcome in {Outcome.COMPLETE, Outcome.PRUNED}
         self._ask(_FINISH, "finish", run_id=run.id, exit_code=int(not well), left=end is None)
-        del self._runs[place]
+        del self._runs[cursor]
 
     def _ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
         answer = self._process.ask(timeout, do, **request)
@@ -199,5 +199,5 @@ class WandbRuns(OptionalTracker):
             return answer
         told = format_error(error, 200)
         if "deleted" in told:  # a person's wish: no run is made in its place
-            raise RefusedError(told)
+            raise RunRejectedError(told)
         raise WandbUnavailableError(told)
