@@ -195,7 +195,7 @@ def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
 def test_memory_is_bounded_and_what_is_lost_is_told(
     box: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journals, "_MEMORY", 1000)
+    monkeypatch.setattr(journals, "_MAX_BUFFER_BYTES", 1000)
     journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         for epoch in range(100):

@@ -79,7 +79,7 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
 
     assert listed() == []
     with RunLinks(storage.engine).lock_run(study.trials[0]._trial_id) as book:
-        book.note_system(artifact_attrs(RUN, ["curves.png"]))
+        book.set_system_attrs(artifact_attrs(RUN, ["curves.png"]))
     while not listed():
         time.sleep(0.2)  # it remembers its answers for two seconds
     assert listed() == ["curves.png"]

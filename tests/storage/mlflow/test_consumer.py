@@ -271,7 +271,7 @@ def test_a_run_that_was_deleted_is_left_deleted_and_told(
     with caplog.at_level(logging.WARNING):
         assert sending() == 0
     assert f"its run {run_id} was deleted in the MLflow UI; restore it there" in caplog.text
-    assert f"try again with: hpsearch sync {post.name}" in caplog.text
+    assert f"retry with: hpsearch sync {post.name}" in caplog.text
     assert post.box.count_journals() == 1
     assert sending() == 0, "it is not tried again unasked"
     post.tracking.client.restore_run(run_id)
@@ -402,7 +402,7 @@ def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_not
     with RunLinks(post.storage.engine).lock_run(post.trial_id):
         sender.start()
         deadline = time.monotonic() + 600
-        while post.box.has("0001"):
+        while post.box.has_journal("0001"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert post.box.has("0000")

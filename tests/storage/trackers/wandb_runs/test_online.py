@@ -14,7 +14,7 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.journals.journal import Journal
-from hpsearch.storage.trackers.wandb_runs import reader as wandb_reader
+from hpsearch.storage.trackers.wandb_runs import consumer as wandb_consumer
 from hpsearch.storage.trackers.wandb_runs.connection import WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
 from hpsearch.storage.trials.finishing import Outcome
@@ -101,7 +101,7 @@ def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
     server.away = True
     log(journal, range(2, 4), end=Outcome.PRUNED)
     with monkeypatch.context() as patch:
-        patch.setattr(wandb_reader, "_FINISH", 3.0)
+        patch.setattr(wandb_consumer, "_FINISH", 3.0)
         with pytest.raises(WandbUnavailableError) as told:
             post.consume(reader, journal)
     assert reader.classify_error(told.value).is_transient
