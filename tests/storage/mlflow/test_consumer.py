@@ -405,7 +405,7 @@ def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_not
         while post.box.has_journal("0001"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert post.box.has("0000")
+        assert post.box.has_journal("0000")
     sender.close()
     assert sending() == 0
     assert post.points("val_loss") == [(0, 1.0)]
