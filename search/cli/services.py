@@ -274,8 +274,8 @@ def mlflow(
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
-    format_command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
-    os.execve(format_command[0], format_command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
+    command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
+    os.execve(command[0], command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
 
 
 def _check_free(host: str, port: int) -> None:

@@ -81,7 +81,7 @@ def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) ->
         return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
     if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
         if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):
-            raise SearchError(f"--nodes is {nodes}, but the Slurm job has {has} nodes; give --nodes {has}")
+            raise SearchError(f"--nodes {nodes} differs from the {has} nodes of the Slurm job; give --nodes {has}")
         step = given("SLURM_STEP_ID", "0")
         port = str(_FIRST_PORT + int(job) % _PORTS)
         return Rendezvous(f"{_find_first_host(hosts)}:{port}", f"hpsearch-{job}.{step}")

@@ -26,9 +26,9 @@ from hpsearch.storage.attributes import REASON
 from hpsearch.storage.rungs.fronts import compute_hypervolume, to_losses
 from hpsearch.storage.trials.history import read_epoch_values
 
-_MAX_AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
-_MAX_FORECASTS = 12  # trials whose ends are drawn beside the learning curves
-_MAX_CURVE_POINTS = 40_000  # of all learning curves together, beyond which they are thinned out
+_MAX_AXES = 9  # of the parallel coordinates, including the value's
+_MAX_FORECASTS = 12  # drawn beside the learning curves
+_MAX_CURVE_POINTS = 40_000  # of all learning curves together; above it, epochs are left out
 
 
 def make_figure_data(
@@ -38,10 +38,10 @@ def make_figure_data(
     *,
     shares: list[tuple[str, float]] | str,
     finalists: Finalists | None,
-    spent: EpochUsage,
+    epoch_usage: EpochUsage,
     forecasts: Mapping[int, Forecast],
 ) -> dict[str, Any]:
-    """Return what the page's script draws, fit for JSON: what is no finite number is None."""
+    """Return the JSON data of all figures; None stands for non-finite numbers."""
     stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _MAX_CURVE_POINTS) or 1
     return {
         "metric": format_metric_label(study.spec),
@@ -58,14 +58,14 @@ def make_figure_data(
                 "reason": reason,
                 "params": [to_json_value(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _thin_curve(trial, stride),
-                "pauses": spent.pauses.get(trial.number, []),
+                "pauses": epoch_usage.pauses.get(trial.number, []),
             }
             for trial, reason in ((t, _short_reason(t)) for t in sorted(shown, key=lambda t: t.number))
         ],
         "chosen": _find_best_number(study),
         "best": _find_improvements(study),
-        "spent": spent.figure,
-        "foreseen": [
+        "epoch_usage": epoch_usage.figure,
+        "forecasts": [
             {
                 "trial": number,
                 "value": round_for_json(each.value),
@@ -80,37 +80,42 @@ def make_figure_data(
 
 
 def format_metric_label(spec: StudySpec) -> str:
-    """Return the metric as figures and tables name it; of several, the first."""
+    """Return the label of the (first) metric in figures and tables."""
     return spec.metric if spec.several else f"val {spec.metric}"
 
 
-def compute_importances(study: StoredStudy, place: int = 0) -> list[tuple[str, float]] | str:
-    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
-    values = [t.values[place] for t in study.trials(TrialState.COMPLETE) if t.values]
+def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple[str, float]] | str:
+    """Return the importance of each parameter, the largest first; if there is none yet, a text with the reason.
+
+    Args:
+        study: the study.
+        metric_index: index of the metric.
+    """
+    values = [t.values[metric_index] for t in study.trials(TrialState.COMPLETE) if t.values]
     if len(values) < 2:
-        return "Shown from two complete trials on."
-    if len(set(values)) == 1:  # of which Optuna's evaluator gives each parameter the same share
-        return f"All {len(values)} complete trials have the same value: which parameter matters cannot be told."
+        return "Shown with two or more complete trials."
+    if len(set(values)) == 1:  # Optuna's evaluator would give all parameters the same importance
+        return f"Not available: all {len(values)} complete trials have the same value."
     if len({name for t in study.trials() for name in t.params}) == 1:
-        return "There is one parameter, and nothing to compare it with."
+        return "Not available: the study has only one parameter."
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which evaluators are experimental is not the reader's concern
-            # Optuna takes a target to be better where it is lower.
-            sign = -1.0 if study.spec.maximized[place] else 1.0
-            target = (lambda t: sign * t.values[place]) if study.spec.several else None
+            warnings.simplefilter("ignore")  # warnings about experimental evaluators do not help the reader
+            # Optuna minimizes a custom target.
+            sign = -1.0 if study.spec.maximized[metric_index] else 1.0
+            target = (lambda t: sign * t.values[metric_index]) if study.spec.several else None
             return list(optuna.importance.get_param_importances(study.open(), target=target).items())
-    except (ValueError, RuntimeError) as error:  # too few trials, or no spread in their values
-        return f"Not to be told yet: {error}"
+    except (ValueError, RuntimeError) as error:  # too few trials, or no variance in their values
+        return f"Not available yet: {error}"
 
 
 def round_for_json(value: float | None) -> float | None:
-    """Return a number with six digits that count, if it is one."""
+    """Return a number rounded to six significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 def to_json_value(value: Any) -> Any:
-    """Return a parameter's value as JSON has it; what is no finite number by its name."""
+    """Return the JSON value of a parameter; texts for booleans, categories and non-finite numbers."""
     if isinstance(value, float) and math.isfinite(value):
         return round_for_json(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -131,13 +136,13 @@ def _thin_curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None
 
 
 def _find_best_number(study: StoredStudy) -> int | None:
-    """Return the number of the best trial that can be drawn; of several metrics by the first."""
+    """Return the number of the best trial with a finite (first) value; None without one."""
     ranked = study.front() if study.spec.several else study.best_trials()
     return next((trial.number for trial in ranked if round_for_json(first_value(trial)) is not None), None)
 
 
 def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
-    """Return the trials that were the best when they came, by number, of all that are within bounds."""
+    """Return number and value of each trial that was better than all before it, without those out of bounds."""
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
     for trial in study.trials():
@@ -148,9 +153,10 @@ def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
 
 
 def _make_axes(shown: list[FrozenTrial], names: list[str], important: list[str]) -> list[dict[str, Any]]:
-    """Return the axes of the parallel coordinates: of parameters that all complete trials have, and that differ.
+    """Return the axes of the parallel coordinates.
 
-    A conditional parameter would leave out the trials that lack it. Of many the most important are taken.
+    They are the most important parameters that differ between trials and that all complete trials have: trials without
+    a conditional parameter could not be drawn.
     """
     complete = [t for t in shown if t.state == TrialState.COMPLETE and round_for_json(first_value(t)) is not None]
     axes = []
@@ -184,17 +190,17 @@ def _make_finalist_rows(found: Finalists) -> list[dict[str, Any]]:
     ]
 
 
-_MAX_VOLUME_POINTS = 1000  # of the figure: of more epochs every second is looked at, or third
+_MAX_VOLUME_POINTS = 1000  # of the figure; with more epochs, the hypervolume is computed at every n-th
 
 
 @dataclass(frozen=True)
 class HypervolumeHistory:
-    """What share of the final hypervolume a study had after so many epochs.
+    """The hypervolume over the epochs of a study, as a share of the final hypervolume.
 
     Attributes:
-        epochs: that were trained in the whole study.
-        points: after how many of them, the share, and whose epoch (from 1) made it so: where it changed.
-        reference: the worst of each metric among complete trials, up to which volume is counted.
+        epochs: number of epochs of all trials.
+        points: each change, as (epochs of the study so far, share, trial, epoch of the trial from 1).
+        reference: reference point: the worst value of each metric among complete trials.
     """
 
     epochs: int
@@ -203,19 +209,19 @@ class HypervolumeHistory:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """What the page's script draws, fit for JSON."""
+        """The JSON data of the figure."""
         return {"epochs": self.epochs, "points": [(at, float(f"{share:.4g}"), *of) for at, share, *of in self.points]}
 
 
 def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, int]]) -> HypervolumeHistory | None:
-    """Return the hypervolume over the epochs of a study; None while no volume is dominated.
+    """Return the hypervolume over the epochs of a study; None if it is zero.
 
-    A trial is in hand with the values of its best epoch so far by the first metric, as its model is kept and as it
-    ends. Where that epoch moves another metric may be worse than it was, and the volume may shrink.
+    A trial counts with the values of its best epoch so far by the first metric, whose weights its model has. A better
+    epoch may have a worse second metric, so the hypervolume can decrease.
 
     Args:
-        study: of several metrics.
-        order: trial and epoch (from 0) of all that were trained, in the order in which they ended.
+        study: a multi-objective study.
+        order: (trial, epoch from 0) of all epochs, in the order in which they ended.
     """
     maximize, trials = study.spec.maximized, study.trials()
     complete = [t.values for t in trials if t.state == TrialState.COMPLETE and t.values]
@@ -246,11 +252,11 @@ def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, i
     return HypervolumeHistory(len(order), points, (worst * signs).tolist())
 
 
-_MAX_FRONT_ROWS = 200  # of the table
+_MAX_FRONT_ROWS = 200
 
 
 def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
-    """Return what the page's script draws beside the trials, fit for JSON."""
+    """Return the JSON data of the figure of the Pareto front."""
     names = list(study.spec.ways)
     return {
         "metrics": [{"name": name, "maximize": way == "maximize"} for name, way in study.spec.ways.items()],
@@ -266,13 +272,13 @@ def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
 def make_front_section(
     study: StoredStudy, summary: Summary, rows: list[dict[str, Any]], found: HypervolumeHistory | None
 ) -> dict[str, Any]:
-    """Return the values of the front's section.
+    """Return the template values of the section on the Pareto front.
 
     Args:
-        study: of several metrics.
-        summary: of the study.
-        rows: of the table of trials.
-        found: the hypervolume over epochs; None without one.
+        study: a multi-objective study.
+        summary: its summary.
+        rows: rows of the table of trials.
+        found: hypervolume over the epochs; None if it is zero.
     """
     spec, numbers = study.spec, {trial.number for trial in summary.front}
     worst = zip(spec.ways, found.reference, strict=True) if found else ()
@@ -287,17 +293,17 @@ def make_front_section(
 
 
 def format_front_headline(study: StoredStudy, summary: Summary) -> str:
-    """Return what came of a study of several metrics, in a sentence; of one that has a front."""
+    """Return the result of a multi-objective study with a Pareto front in a sentence."""
     metrics = list(study.spec.ways)
-    format_metric_label = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
+    names = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
     trials, many = pluralize(summary.finished, "trial"), len(summary.front)
     if many == 1:
-        return f"The front in {format_metric_label} is trial {summary.front[0].number} alone, out of {trials}."
-    return f"The front in {format_metric_label} has {many} of {trials}: none of them is dominated by another trial."
+        return f"The Pareto front in {names} has one of {trials}: trial {summary.front[0].number}."
+    return f"The Pareto front in {names} has {many} of {trials}; no other trial dominates them."
 
 
 def make_front_cards(study: StoredStudy, summary: Summary) -> list[tuple[str, str]]:
-    """Return the numbers at the head of the page: how many are on the front, and the best of each metric."""
+    """Return the cards with the size of the Pareto front and the best value of each metric on it."""
     if not summary.front:
         return []
     found = [(str(len(summary.front)), f"on the front, of {pluralize(summary.complete, 'complete trial')}")]

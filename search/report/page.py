@@ -53,7 +53,7 @@ from hpsearch.storage.rungs.rungs import read_rung_counts
 
 
 def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
-    """Return a row for each epoch, from 1, at which trials were pruned: how many, the cut-offs, the peers."""
+    """Return a row for each epoch, counted from 1, at which trials were pruned, with counts, cutoffs and peers."""
     records: dict[tuple[int, int | None], list[dict[str, Any]]] = defaultdict(list)
     for trial in study.trials():
         record = trial.user_attrs.get(PRUNING)
@@ -73,7 +73,7 @@ def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
 
 
 def _format_range(values: Sequence[object], form: str) -> str:
-    """Return ``0.91 to 0.95``; what is no finite number (those are written as text) is left out."""
+    """Return ``0.91 to 0.95``, without non-finite values, which are stored as text."""
     numbers = sorted(v for v in values if isinstance(v, int | float))
     if not numbers:
         return ""
@@ -81,8 +81,8 @@ def _format_range(values: Sequence[object], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-_RUNG_OUTCOMES = {"promoted": "went on", "waiting": "waiting", "pruned": "pruned there"}  # of trials at a rung
-_MAX_FAILURES = 20  # listed with their reasons; the table of trials has them all
+_RUNG_OUTCOMES = {"promoted": "promoted", "waiting": "paused", "pruned": "pruned"}  # label by field of a rung
+_MAX_FAILURES = 20  # in the section of failures; the table of trials has all
 
 
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
@@ -91,14 +91,16 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     opening = read_test_evaluation(study.engine, study.study_id)
     shown = select_shown_trials(study)
     names = list_parameter_names(shown)
-    several, at = study.spec.several, compute_epoch_usage(study)
+    several, usage = study.spec.several, compute_epoch_usage(study)
     shares = {name: compute_importances(study, place) for place, name in enumerate(study.spec.ways)}
     first, forecasts = shares[study.spec.metric], forecast_trials(study, study.trials())
     rows = make_trial_rows(study, shown, names, forecasts)
     by_number = sorted(rows, key=lambda row: row["number"])
     without_result = [row for row in by_number if row["state"] in {"failed", "infeasible"}]
-    figures = make_figure_data(study, shown, names, shares=first, finalists=finalists, spent=at, forecasts=forecasts)
-    hypervolume = compute_hypervolume_history(study, at.order) if several else None
+    figures = make_figure_data(
+        study, shown, names, shares=first, finalists=finalists, epoch_usage=usage, forecasts=forecasts
+    )
+    hypervolume = compute_hypervolume_history(study, usage.order) if several else None
     figures["front"] = make_front_figure(study, summary) if several else None
     figures["volume"] = hypervolume.figure if hypervolume else None
     loader = PackageLoader("hpsearch.search.report")
@@ -113,7 +115,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         rungs=_make_rung_rows(study),
         became=_RUNG_OUTCOMES,
         paused=any(trial["pauses"] for trial in figures["trials"]),
-        n_foreseen=len(forecasts),
+        n_forecasts=len(forecasts),
         devices=devices_line(devices) if (devices := devices_of(study)) else None,
         saved=format_seconds(summary.seconds_saved),
         best=_describe_best(study, summary, finalists),
@@ -143,7 +145,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
 
 
 def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> str:
-    """Return what came of the study, in a sentence."""
+    """Return the result of the study in a sentence."""
     metric, trials = study.spec.metric, pluralize(summary.finished, "trial")
     if finalists is not None and finalists.winner is not None:
         row = finalists.row(finalists.winner)
@@ -163,9 +165,9 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
             f"Trial {summary.best.number} is the best of {trials}: validation {metric} {first_value(summary.best):.4f}."
         )
     if summary.out_of_bounds:
-        return f"No trial has run to its end within bounds: {_join_bounds(study)}."
+        return f"No complete trial is within bounds: {_join_bounds(study)}."
     last = [f"{line[0].upper()}{line[1:]}" for line in format_last_failure(study)]
-    return " ".join(["No trial has run to its end yet.", *last])
+    return " ".join(["No trial is complete yet.", *last])
 
 
 def _join_bounds(study: StoredStudy) -> str:
@@ -173,7 +175,7 @@ def _join_bounds(study: StoredStudy) -> str:
 
 
 def _format_early_stop(study: StoredStudy) -> str:
-    """Return why the study stopped before its budget, as a sentence that follows; nothing where it did not."""
+    """Return a sentence with the reason if the study ended before its budget was spent, else an empty text."""
     given_up = study.given_up
     return "" if given_up is None else f" Stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}."
 
@@ -181,7 +183,7 @@ def _format_early_stop(study: StoredStudy) -> str:
 def _make_cards(
     study: StoredStudy, summary: Summary, finalists: Finalists | None, opening: TestEvaluation | None
 ) -> list[tuple[str, str]]:
-    """Return the numbers at the head of the page, each with what it is; the most trustworthy one first."""
+    """Return the cards at the top of the page, each with a number and its label; the most reliable number first."""
     metric, cards = study.spec.metric, []
     if opening is not None and opening.scores is not None and metric in opening.scores:
         cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.model_description}"))
@@ -199,7 +201,7 @@ def _make_cards(
     else:
         cards.append((spending.spent.replace("/", " / "), f"of the budget, {pluralize(summary.finished, 'trial')}"))
     if summary.out_of_bounds:
-        cards.append((str(summary.out_of_bounds), f"complete, but not within {_join_bounds(study)}"))
+        cards.append((str(summary.out_of_bounds), f"complete, but out of bounds: {_join_bounds(study)}"))
     if summary.epochs_saved:
         saved = format_seconds(summary.seconds_saved)
         cards.append((saved, f"saved by pruning, {pluralize(summary.epochs_saved, 'epoch')}"))
@@ -207,7 +209,7 @@ def _make_cards(
 
 
 def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
-    """Return a row for each rung that a trial has reached: its epoch, and what became of those that reached it."""
+    """Return a row for each rung that a trial has reached: its epoch, and the number of trials by outcome."""
     rungs = study_rungs(study.spec)
     if rungs is None:
         return []
@@ -222,7 +224,7 @@ def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
 
 
 def _describe_best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
-    """Return whose parameters the page shows, and which: the finalists' winner's, else the search's best trial's."""
+    """Return the parameters of the finalists' winner, else of the best trial; None without either."""
     best, title = None if study.spec.several else summary.best, "Parameters of the best"
     if finalists is not None and finalists.winner is not None:
         best, title = study.trials()[finalists.winner], "Parameters of the winner"
@@ -249,7 +251,7 @@ def _make_promotion_row(promotion: Promotion) -> dict[str, str]:
 
 
 def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, Any]:
-    """Return what the page says of the finalists: a row each, best first, and the verdict in sentences."""
+    """Return the template values of the section on finalists: a row each, best first, and the result in sentences."""
     rows = []
     for row in ranked(study, found):
         over = optimism(study, row)
@@ -272,5 +274,5 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
         "others": list(study.spec.ways)[1:],
         "rows": rows,
         "lines": finalist_lines(study, found),
-        "anew": "division" if found.divided else "seed",
+        "varied": "split" if found.divided else "seed",
     }

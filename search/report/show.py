@@ -1,4 +1,4 @@
-"""The text output of `hpsearch show`: one study or one trial."""
+"""The text output of `hpsearch show` for a study or a trial."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ from hpsearch.storage.trials.history import (
 
 
 def format_last_failure(study: StoredStudy) -> list[str]:
-    """Return a line with the reason of the last failed trial; no line if no trial has failed."""
+    """Return a line with the reason of the last failed trial; none if no trial has failed."""
     failed = [t for t in study.trials(TrialState.FAIL) if REASON in t.user_attrs]
-    return [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in failed[-1:]]
+    return [f"last failure: trial {t.number}: {t.user_attrs[REASON]}" for t in failed[-1:]]
 
 
 def _join_bounds(spec: StudySpec) -> str:
@@ -66,10 +66,10 @@ def _join_bounds(spec: StudySpec) -> str:
 
 
 def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
-    """Return the end of a run as lines of plain text."""
+    """Return the summary of a study as lines of plain text."""
     spec = study.spec
-    always = ("complete", "pruned", "failed")
-    counts = [f"{count} {state}" for state, count in summary.by_state.items() if count or state in always]
+    shown_always = ("complete", "pruned", "failed")
+    counts = [f"{count} {state}" for state, count in summary.by_state.items() if count or state in shown_always]
     lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
     if (given_up := study.given_up) is not None:
         lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}")
@@ -80,11 +80,11 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines.append(f"best: trial {best.number}, val {spec.metric} {first_value(best):.4f}")
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
-        why = "all break a constraint" if summary.out_of_bounds else "no trial has run to its end"
+        why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
         lines.append(f"best: none, {why}")
         lines += format_last_failure(study)
     if summary.out_of_bounds:
-        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials break {_join_bounds(spec)}")
+        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
     lines += confirmation_lines(study)
     if summary.epochs_saved:
         lines.append(
@@ -97,7 +97,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     if summary.untracked:
         first = next(trial for trial in study.trials() if TRACKING in trial.user_attrs)
         why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
-        lines.append(f"MLflow lacks something of {summary.untracked} trials, such as of trial {first.number}: {why}")
+        lines.append(f"MLflow lacks data of {summary.untracked} trials, such as trial {first.number}: {why}")
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
         which = f"trial {summary.best.number}:" if spec.several else "best trial:"
         lines.append(f"MLflow, {which} {url}")
@@ -109,17 +109,17 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
 
 
 def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[str]:
-    """Return a line for each promotion of a study, or of one of its trials, that holds."""
+    """Return a line for each current promotion of a study, or of one of its trials."""
     return [format_promotion(promotion) for promotion in current(study, trial=trial)]
 
 
 def format_promotion(promotion: Promotion) -> str:
     """Return ``promoted: trial 7 is digits@champion (version 3), by ann@host on 2026-05-01 12:00 UTC, unconfirmed``."""
     why = promotion.evidence.get("unconfirmed")
-    doubt = f", unconfirmed ({why})" if why else ""
+    unconfirmed = f", unconfirmed ({why})" if why else ""
     return (
         f"promoted: {describe_model(promotion)} is {promotion.model_name}@{promotion.alias} "
-        f"(version {promotion.version}), by {promotion.promoted_by} on {format_utc(promotion.promoted_at)}{doubt}"
+        f"(version {promotion.version}), by {promotion.promoted_by} on {format_utc(promotion.promoted_at)}{unconfirmed}"
     )
 
 
@@ -129,28 +129,28 @@ def format_utc(moment: datetime.datetime) -> str:
 
 
 def describe_model(promotion: Promotion) -> str:
-    """Return whose model it is: ``trial 7``, or ``the refit of trial 7``."""
+    """Return the origin of the promoted model: ``trial 7``, or ``the refit of trial 7``."""
     refit = promotion.evidence.get("refit")
     return f"trial {promotion.trial_number}" if refit is None else f"the refit of trial {refit['of']}"
 
 
-_LINES = 10  # of trials, the best first
+_MAX_FORECASTS = 10  # without --all, the best first
 
 
 def forecast_trials(
     study: StoredStudy, trials: Sequence[FrozenTrial], of: Container[int] | None = None
 ) -> dict[int, Forecast]:
-    """Return forecasts of final values, by trial number, the best first; none for several metrics.
+    """Return forecasts of final values by trial number, the best first; none for multi-objective studies.
 
     Args:
         study: the study.
         trials: all its trials.
-        of: numbers of the trials to forecast; None for all that run or wait.
+        of: numbers of the trials to forecast; None for all running and waiting trials.
     """
     spec = study.spec
     if spec.several or not foreseeable(trials, spec.epochs):
         return {}
-    from hpsearch.search.curves.forecast import forecasts  # it loads torch: a second, which most studies do not need
+    from hpsearch.search.curves.forecast import forecasts  # imports torch, which takes a second
 
     found = forecasts(trials, epochs=spec.epochs, maximize=spec.maximize, metric=spec.metric, of=of)
     order = best_first({number: each.value for number, each in found.items()}, maximize=spec.maximize)
@@ -158,28 +158,27 @@ def forecast_trials(
 
 
 def format_best_forecast(study: StoredStudy) -> str | None:
-    """Return the best forecast of a trial that runs or waits, in one line; None without a forecast."""
+    """Return the best forecast of a running or waiting trial in one line; None without a forecast."""
     trials = study.trials()
     for number, found in forecast_trials(study, trials).items():
-        does = _STATES[trials[number].state]
-        return f"trial {number}, which {does}, is foreseen to end with {study.spec.metric} {found}"
+        return f"trial {number} ({_STATES[trials[number].state]}): forecast of the final {study.spec.metric}: {found}"
     return None
 
 
-_STATES = {TrialState.RUNNING: "runs", TrialState.WAITING: "waits"}
+_STATES = {TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
 
 
 def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
-    """Return a row for each forecast, or for the best of them; None without a forecast."""
+    """Return the table of forecasts, or of the best of them; None without a forecast."""
     trials = study.trials()
     found = forecast_trials(study, trials)
     if not found:
         return None
-    shown = list(found.items())[: None if every else _LINES]
+    shown = list(found.items())[: None if every else _MAX_FORECASTS]
     left = f", the best {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
-    numbers, between = ("epochs", "best so far", "foreseen"), "nine of ten between"
-    table = plain_table("trial", "", *numbers, between, right=("trial", *numbers), wrap=())
-    table.title = f"foreseen after epoch {study.spec.epochs}{left}"
+    numbers = ("epochs", "best so far", "forecast")
+    table = plain_table("trial", "state", *numbers, "90 % interval", right=("trial", *numbers), wrap=())
+    table.title = f"forecast after epoch {study.spec.epochs}{left}"
     table.title_justify, table.title_style = "left", "bold"
     best = max if study.spec.maximize else min
     for number, forecast in shown:
@@ -191,12 +190,12 @@ def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
     return table
 
 
-# What became of an attempt after which its trial waits.
-_ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
+# Outcomes of an attempt after which the trial waits.
+_OUTCOMES = {"released": "was released by its worker", "lost": "lost its worker", "failed": "failed"}
 
 
 def print_trial(console: Console, study: StoredStudy, number: int) -> None:
-    """Print all there is to know about a trial.
+    """Print the state, parameters, attempts and epochs of a trial.
 
     Raises:
         SearchError: the study has no such trial.
@@ -213,12 +212,12 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
 
 
 def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
-    """Return why trials wait, by their numbers: what became of the last attempt at each."""
+    """Return for each waiting trial, by its number, why it waits."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
     attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
-    enqueued = "enqueued: no worker has taken it yet"
+    enqueued = "enqueued: no worker has claimed it yet"
     if waiting and study.given_up is not None:
-        enqueued = f"enqueued: the study stopped early, start it with {format_command('start', study.spec.name)}"
+        enqueued = f"enqueued: the study ended early; start it with {format_command('start', study.spec.name)}"
     found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
     return {trial.number: _format_waiting_reason(trial, made[-1]) if made else enqueued for trial, made in found}
 
@@ -228,9 +227,9 @@ def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
         return (
             f"paused at rung {rung['rung']}, epoch {rung['epoch'] + 1}: rank {rung['rank']} of {rung['reached']} then"
         )
-    ended = _ENDED.get(last.outcome or "", "was to be made again")
+    ended = _OUTCOMES.get(last.outcome or "", "is to be repeated")
     why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
-    return f"attempt {last.number} {ended}{why}: it is the next to be taken"
+    return f"attempt {last.number} {ended}{why}; a free worker resumes the trial next"
 
 
 def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
@@ -238,27 +237,26 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     reason = find_waiting_reasons(study).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [
         ("given by", attrs.get(ORIGIN)),
-        ("foreseen", forecast_trials(study, study.trials(), of={trial.number}).get(trial.number)),
+        ("forecast", forecast_trials(study, study.trials(), of={trial.number}).get(trial.number)),
         ("curves", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
         ("reason", reason),
         ("pruning", _format_pruning(attrs.get(PRUNING))),
     ]
     if trial.values:
-        last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
+        last = " (last epoch)" if trial.state == TrialState.PRUNED else ""
         facts.append(("values" if study.spec.several else "value", f"{told_values(study.spec, trial)}{last}"))
-    facts += [("bounds", f"broken: {line}") for line in broken_bounds(study.spec, trial)]
+    facts += [("bounds", f"violated: {line}") for line in broken_bounds(study.spec, trial)]
     if trial.duration is not None:
         ran = format_seconds(seconds_run(study, [trial])[trial._trial_id])
-        of_which = f", {ran} of which it ran" if RUNG in attrs else ""
-        whole = format_seconds(trial.duration.total_seconds())
-        facts.append(("time", f"{whole} from its first start to its end{of_which}"))
+        running = f", {ran} of it running" if RUNG in attrs else ""
+        facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from first start to end{running}"))
     facts += [("promoted", line.removeprefix("promoted: ")) for line in format_promotions(study, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
     return [(name, str(value)) for name, value in facts if value]
 
 
 def _format_pruning(record: dict[str, object] | None) -> str:
-    """Return the grounds of a pruner's decision: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
+    """Return the reason for a pruner's decision: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
     if not record:
         return ""
     parts = {key: value for key, value in record.items() if key != "pruner"}
@@ -283,14 +281,14 @@ def _make_parameter_table(trial: FrozenTrial) -> Table:
 
 
 def _make_attempt_table(attempts: list[AttemptRecord]) -> Table:
-    several = any(TIMES in (attempt.device or "") for attempt in attempts)
-    # A line of 80 columns has no room for a device and two moments.
-    when = ("device", "start (UTC)", "time") if several else ("start (UTC)", "end (UTC)")
-    table = plain_table("attempt", "worker", *when, "outcome", wrap=("worker",))  # names of hosts may be long
+    has_device = any(TIMES in (attempt.device or "") for attempt in attempts)
+    # 80 columns have no room for a device and two times.
+    when = ("device", "start (UTC)", "time") if has_device else ("start (UTC)", "end (UTC)")
+    table = plain_table("attempt", "worker", *when, "outcome", wrap=("worker",))  # host names may be long
     for attempt in attempts:
         start, end = attempt.started_at, attempt.ended_at
         cells = [_format_time(start), _format_time(end) if end else ""]
-        if several:
+        if has_device:
             cells = [
                 attempt.device or "",
                 _format_time(start),
@@ -305,7 +303,7 @@ def _format_time(moment: datetime.datetime) -> str:
 
 
 def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
-    """Return the values of each epoch, from 1, with the rungs of successive halving that the trial reached there."""
+    """Return the values of each epoch, counted from 1, with the rungs that the trial reached."""
     rungs, spec = _find_reached_rungs(study, trial), study.spec
     names = list(spec.ways) if spec.several else [f"val {spec.metric}"]
     others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.several else {}
@@ -318,7 +316,7 @@ def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
 
 
 def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
-    """Return the rungs that the trial noted a value at, each with its epoch from 0."""
+    """Return the rungs at which the trial has stored a value, each with its epoch, counted from 0."""
     halving = study.spec.pruner.halving(study.spec.name, trial.number)
     rungs: dict[int, int] = {}
     while halving is not None and get_rung_key(len(rungs)) in trial.system_attrs:
@@ -326,14 +324,21 @@ def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int
     return rungs
 
 
-_LAST = 20
-_WIDE = 100  # columns, from which on there is room for more
+_LAST_TRIALS = 20
+_WIDE_COLUMNS = 100  # with fewer, only essential columns are shown
 
 
 def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
-    """Print all there is to know about a study; of its trials the last ones, or `every` one."""
-    told = {"metric", "direction"} if study.spec.several else set()  # by the directions
-    for key, value in study.spec.model_dump(exclude={"name", "version", *told}).items():
+    """Print the spec, trials and result of a study.
+
+    Args:
+        console: console to print on.
+        study: the study.
+        dashboard_url: address of the dashboard; None prints no link.
+        every: whether to print all trials and forecasts instead of the last trials and the best forecasts.
+    """
+    redundant = {"metric", "direction"} if study.spec.several else set()  # `directions` has both
+    for key, value in study.spec.model_dump(exclude={"name", "version", *redundant}).items():
         if value is None:
             continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
@@ -357,15 +362,15 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
 
 
 def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
-    # A narrow terminal has room for reasons alone: who ran a trial is told by `show --trial`.
-    worker = ("worker",) if console.width >= _WIDE else ()
+    # A narrow terminal has no room for workers, which `show --trial` prints too.
+    worker = ("worker",) if console.width >= _WIDE_COLUMNS else ()
     values = tuple(study.spec.ways) if study.spec.several else ("value",)
     columns = ("trial", "state", "epochs", *values, *worker, "reason")
     table = plain_table(*columns, right=("trial", "epochs", *values), wrap=("reason",))
     trials, waiting = study.trials(), find_waiting_reasons(study)
-    for trial in trials if every else trials[-_LAST:]:
+    for trial in trials if every else trials[-_LAST_TRIALS:]:
         attrs = trial.user_attrs
-        again = f"trial {attrs[PARENT_TRIAL]} again" if PARENT_TRIAL in attrs else None
+        again = f"retrains trial {attrs[PARENT_TRIAL]}" if PARENT_TRIAL in attrs else None
         reason = "; ".join(filter(None, [attrs.get(ORIGIN), again, waiting.get(trial.number) or attrs.get(REASON)]))
         table.add_row(
             str(trial.number),
@@ -375,6 +380,6 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
             *[attrs.get(WORKER, "") for _ in worker],
             reason.splitlines()[0] if reason else "",
         )
-    if not every and len(trials) > _LAST:
-        console.print(f"the last {_LAST} of {len(trials)} trials; all of them with --all")
+    if not every and len(trials) > _LAST_TRIALS:
+        console.print(f"the last {_LAST_TRIALS} of {len(trials)} trials; --all prints all of them")
     console.print(table)

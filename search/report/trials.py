@@ -1,4 +1,4 @@
-"""The table of trials, with the epochs that they spent."""
+"""The trials of the report: rows of the table, and the use of epochs over time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hpsearch.search.study.summary import broken_bounds, format_seconds, format_
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
 from hpsearch.storage.trials.history import Stretch, read_stretches
 
-MAX_SHOWN_TRIALS = 500  # trials at most: a page of thousands opens slowly, and nobody reads them
+MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 
 
 def format_state(trial: FrozenTrial) -> str:
-    """Return a trial's state in the words of the page."""
+    """Return the state of a trial as the page shows it."""
     if trial.user_attrs.get(INFEASIBLE):
         return "infeasible"
     return "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
 
 
 def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials that the page shows, complete ones first and the best of them first, then the latest.
+    """Return the trials that the page shows: complete ones, best first, then the latest others.
 
-    Of several metrics the front is first. What is out of bounds comes after all that is within.
+    The Pareto front of a multi-objective study comes first. Complete trials out of bounds follow the others.
     """
     within = [*study.front(), *study.best_trials()] if study.spec.several else study.best_trials()
     order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
@@ -39,18 +39,18 @@ def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
 
 
 def list_parameter_names(trials: list[FrozenTrial]) -> list[str]:
-    """Return the names of all parameters, those that the first trial has first."""
+    """Return the names of all parameters, in the order of their first use."""
     return list(dict.fromkeys(name for t in sorted(trials, key=lambda t: t.number) for name in t.params))
 
 
 def make_trial_rows(
     study: StoredStudy, trials: list[FrozenTrial], names: list[str], forecasts: Mapping[int, Forecast]
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table: what is shown, and beside it what it is sorted by."""
+    """Return the rows of the table, with formatted values and with sort keys."""
     seconds, waiting = seconds_run(study, trials), find_waiting_reasons(study)
     rows = []
     for trial in trials:
-        forecast = f"foreseen {found}" if (found := forecasts.get(trial.number)) else ""
+        forecast = f"forecast {found}" if (found := forecasts.get(trial.number)) else ""
         reason = "; ".join(filter(None, [waiting.get(trial.number) or trial.user_attrs.get(REASON), forecast]))
         rows.append(_make_trial_row(study, trial, names, seconds.get(trial._trial_id), reason))
     return rows
@@ -60,7 +60,7 @@ def _make_trial_row(
     study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
 ) -> dict[str, Any]:
     values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.ways)
-    form = format_value if study.spec.several else "{:.4f}".format  # several metrics differ in size
+    form = format_value if study.spec.several else "{:.4f}".format  # metrics may differ in magnitude
     return {
         "number": trial.number,
         "state": format_state(trial),
@@ -83,13 +83,13 @@ def _make_trial_row(
 
 @dataclass(frozen=True)
 class EpochUsage:
-    """What epochs were spent on.
+    """The epochs of all trials in the order of time.
 
     Attributes:
-        epochs: that were trained in the whole study, those of pruned and failed trials too.
-        best: each value that was the best when it came: after how many epochs of the study, it, trial, epoch from 1.
-        pauses: epochs, from 1, after which trials waited, by number of the trial.
-        order: trial and epoch (from 0) of all that were trained, in the order in which they ended.
+        epochs: number of epochs of all trials, including pruned and failed ones.
+        best: each new best value, as (epochs of the study so far, value, trial, epoch of the trial from 1).
+        pauses: epochs, from 1, after which a trial paused, by trial number.
+        order: (trial, epoch from 0) of all epochs, in the order in which they ended.
     """
 
     epochs: int
@@ -99,12 +99,12 @@ class EpochUsage:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """What the page's script draws, fit for JSON."""
+        """The JSON data of the figure."""
         return {"epochs": self.epochs, "best": [(at, float(f"{v:.6g}"), *which) for at, v, *which in self.best]}
 
 
 def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
-    """Return what the epochs of a study were spent on."""
+    """Return the epochs of all trials of a study in the order of time."""
     rungs = study_rungs(study.spec)
     by_trial: dict[int, list[Stretch]] = defaultdict(list)
     for stretch in read_stretches(study.engine, study.study_id):
@@ -128,7 +128,7 @@ def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
 
 
 def find_eligible_trials(study: StoredStudy) -> set[int]:
-    """Return the numbers of the trials whose reports count: none failed or diverged, and none is out of bounds."""
+    """Return the numbers of the trials that neither failed nor diverged, and violate no constraint."""
     return {
         trial.number
         for trial in study.trials()
@@ -141,15 +141,15 @@ def find_eligible_trials(study: StoredStudy) -> set[int]:
 def estimate_epoch_ends(
     trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[int]
 ) -> Iterator[tuple[float, int]]:
-    """When a trial's epochs ended, in unix seconds: those between two pauses are taken to be as long as each other.
+    """Estimate when the epochs of a trial ended; epochs between two pauses are assumed to have equal durations.
 
     Args:
-        trial: of Optuna; its own begin and end are taken where no worker of ours ran it.
-        stretches: in which it was run.
-        rungs: epochs after which it may have been paused.
+        trial: trial with its start and end, which are used if no worker of hpsearch ran it.
+        stretches: periods in which it ran.
+        rungs: epochs after which it may have paused.
 
     Yields:
-        The moment, and the epoch, from 0.
+        The end in Unix seconds, and the epoch, counted from 0.
     """
     steps = sorted(trial.intermediate_values)
     times: list[tuple[float, float]] = []

@@ -87,7 +87,7 @@ def test_the_report_draws_the_front(page: Page, cli: Cli, two: Front, width: int
     front.locator(f'.dot.best[data-trial="{number}"]').hover()
     told = page.locator("#tip")
     expect(told).to_contain_text(f"trial {number} · complete")
-    expect(told).to_contain_text("on the front")
+    expect(told).to_contain_text("on the Pareto front")
     for name, value in zip(("accuracy", "cost"), two.trials[number].values, strict=True):
         expect(told).to_contain_text(f"{name} {float(f'{value:.4g}'):g}")
     for name in ("lr", "width"):

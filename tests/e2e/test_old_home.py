@@ -37,7 +37,7 @@ def test_a_home_of_before_the_namespace_opens_and_resumes(
         listed = cli("studies")
         assert re.search(r"cut +breast_cancer +0/4", listed)
         assert "kept@champion (trial 1)" in listed
-        assert "it is the next to be taken" in cli("show", "cut")
+        assert "a free worker resumes the trial next" in cli("show", "cut")
         before = epochs(cli)
         assert [len(trial) for trial in before] == [9, 1, 1, 1]
 

@@ -57,7 +57,7 @@ def test_it_tells_what_workers_are_at_and_how_they_left(arena: Arena) -> None:
     shown = arena.start("top", arena.name, "--once", COLUMNS="120")
     wait_for(lambda: arena.reap() or shown.ended, "hpsearch top")
     said = shown.log.read_text()
-    for part in ("2/2 trials: 2 complete", "0 workers there, 3 gone", "slurm 77_3", "lost", "left: told to go"):
+    for part in ("2/2 trials: 2 complete", "0 active workers, 3 gone", "slurm 77_3", "lost", "left: told to go"):
         assert part in said, said
 
 

@@ -50,7 +50,7 @@ def test_machines_that_do_not_know_where_to_meet_are_told(
 def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(WorkerOptions(device="cpu", devices=8))
     check_devices(WorkerOptions(device="cuda:1"))
-    with pytest.raises(SearchError, match="--device cuda:1 is one device"):
+    with pytest.raises(SearchError, match="--device cuda:1 selects one device"):
         check_devices(WorkerOptions(device="cuda:1", devices=2))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(SearchError, match="--devices 2 needs as many CUDA devices, and this machine has 1"):

@@ -37,12 +37,12 @@ def page_of(study: StoredStudy, folder: Path) -> tuple[str, dict[str, Any]]:
 
 def test_the_page_tells_the_front_in_place_of_the_best(study: StoredStudy, tmp_path: Path) -> None:
     page, data = page_of(study, tmp_path)
-    assert "The front in accuracy and latency_ms has 2 of 5 trials" in page
+    assert "The Pareto front in accuracy and latency_ms has 2 of 5 trials" in page
     assert "maximize accuracy, minimize latency_ms · latency_ms &lt;= 5 · model_mb &lt;= 10" in page
     assert "Parameters of the best" not in page
     assert data["front"]["trials"] == [0, 1]
     assert data["front"]["bounds"] == [{"metric": 1, "limit": 5.0, "text": "latency_ms <= 5"}]
-    assert "keeps to model_mb &lt;= 10 as well" in page
+    assert "The bounds model_mb &lt;= 10 apply too" in page
     assert data["chosen"] == 0, "not trial 3, which is out of bounds"
     assert [t["values"] for t in data["trials"]] == [list(t.values) for t in TRIALS]
     ways = re.findall(r'<th data-best="(\w+)">([\w ]+)</th>', page)
@@ -84,8 +84,8 @@ def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresSt
     made = study_of(storage, [trial(0, (0.8, 2.0))])
     assert compute_hypervolume_history(made, compute_epoch_usage(made).order) is None
     page, _ = page_of(made, tmp_path)
-    assert "Shown once complete trials within bounds differ in every metric." in page
-    assert "The front in accuracy and latency_ms is trial 0 alone, out of 1 trial." in page
+    assert "Shown when complete trials within bounds differ in every metric." in page
+    assert "The Pareto front in accuracy and latency_ms has one of 1 trial: trial 0." in page
 
 
 def test_each_metric_has_importances_of_its_own(storage: PostgresStorage) -> None:
@@ -103,15 +103,15 @@ def test_a_better_trial_out_of_bounds_is_marked_and_not_the_best(storage: Postgr
     assert "Trial 0 is the best of 3 trials: validation accuracy 0.8000." in page
     assert '<span class="broken" title="model_mb 12, not &lt;= 10">out of bounds</span>' in page
     assert (data["chosen"], data["best"], data["front"]) == (0, [[0, 0.8]], None)
-    assert [value for _, value, *_ in data["spent"]["best"]] == [0.4, 0.8]
+    assert [value for _, value, *_ in data["epoch_usage"]["best"]] == [0.4, 0.8]
     assert [t["broken"] for t in data["trials"]] == [[], ["model_mb 12, not <= 10"], []]
-    assert "complete, but not within model_mb &lt;= 10" in page
+    assert "complete, but out of bounds: model_mb &lt;= 10" in page
 
 
 def test_where_all_break_a_bound_the_head_says_so(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 9.0), broken=["latency_ms 9, not <= 5"])], constraints=BOUNDS)
     page, _ = page_of(made, tmp_path)
-    assert "No trial has run to its end within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
+    assert "No complete trial is within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
     assert 'id="front"' in page, "which shows how far they are"
     assert 'id="on-front"' not in page
 

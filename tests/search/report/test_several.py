@@ -42,8 +42,8 @@ def test_a_study_has_a_column_for_each_metric(study: StoredStudy) -> None:
 
 def test_a_trial_has_all_its_values_by_epoch_and_the_bounds_that_it_breaks(study: StoredStudy) -> None:
     lines = [line.split() for line in lines_of(lambda console: print_trial(console, study, 4))]
-    assert ["values", "accuracy", "0.5,", "latency_ms", "6,", "of", "its", "last", "epoch"] in lines
-    assert ["bounds", "broken:", "latency_ms", "6,", "not", "<=", "5"] in lines
+    assert ["values", "accuracy", "0.5,", "latency_ms", "6", "(last", "epoch)"] in lines
+    assert ["bounds", "violated:", "latency_ms", "6,", "not", "<=", "5"] in lines
     at = lines.index(["epoch", "accuracy", "latency_ms"])
     assert lines[at + 1 : at + 3] == [["1", "0.25", "12"], ["2", "0.5", "6"]]
 

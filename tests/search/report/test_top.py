@@ -31,7 +31,7 @@ def test_every_column_of_what_ended_fits_however_long_its_reason(width: int) -> 
         console.print(render_status(standing(), 1.0, width=width))
     lines = capture.get().splitlines()
     [head] = [line for line in lines if line.startswith("ended")]
-    assert head.split() == ["ended", "trial", "how", "why"]
+    assert head.split() == ["ended", "trial", "outcome", "reason"]
     rows = lines[lines.index(head) + 1 :]
     assert [row.split("ago")[1].split()[0] for row in rows] == ["140", "139"]
     assert "median pruner" in rows[0]

@@ -104,20 +104,20 @@ def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
 
 def test_what_runs_and_waits_is_foreseen(say: Say, paused: StoredStudy, tmp_path: Path) -> None:
     shown = say("show", "s").splitlines()
-    table = shown[shown.index("foreseen after epoch 20") + 1 :]
-    assert table[0].split() == ["trial", "epochs", "best", "so", "far", "foreseen", "nine", "of", "ten", "between"]
-    assert re.match(r" +0 +runs +19 +0\.68 +0\.\d+ +0\.68 to [01]", table[1])
+    table = shown[shown.index("forecast after epoch 20") + 1 :]
+    assert table[0].split() == ["trial", "state", "epochs", "best", "so", "far", "forecast", "90", "%", "interval"]
+    assert re.match(r" +0 +running +19 +0\.68 +0\.\d+ +0\.68 to [01]", table[1])
     assert max(map(len, table[:11])) <= 80
-    assert re.search(r"^ foreseen  0\.\d+ \(0\S* to 0\.\d+\)$", say("show", "s", "--trial", "3"), re.MULTILINE)
+    assert re.search(r"^ forecast  0\.\d+ \(0\S* to 0\.\d+\)$", say("show", "s", "--trial", "3"), re.MULTILINE)
     note = study_note(paused, summarise(paused))
-    assert re.search(r"^- trial 0, which runs, is foreseen to end with accuracy 0\.", note, re.MULTILINE)
+    assert re.search(r"^- trial 0 \(running\): forecast of the final accuracy: 0\.", note, re.MULTILINE)
     page = write_report(paused, tmp_path / "report.html", dashboard_url=None).read_text()
     data = json.loads(re.search(r'id="data">(.*)</script>', page)[1])
-    assert data["foreseen"][0]["trial"] == 0
+    assert data["forecasts"][0]["trial"] == 0
     assert [data["trials"][number]["pauses"] for number in (0, 9)] == [[1], [1]]
-    assert data["spent"]["epochs"] == 28
-    assert data["spent"]["best"][-1] == [28, 0.68, 0, 19]
-    assert "1 went on, 9 waiting" in page
+    assert data["epoch_usage"]["epochs"] == 28
+    assert data["epoch_usage"]["best"][-1] == [28, 0.68, 0, 19]
+    assert "1 promoted, 9 paused" in page
 
 
 def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
@@ -132,12 +132,12 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
         return found
 
     monkeypatch.setattr("hpsearch.search.curves.forecast.forecasts", end_meanwhile)
-    assert str(format_best_forecast(paused)).startswith("trial 0, which runs, is foreseen to end with")
+    assert str(format_best_forecast(paused)).startswith("trial 0 (running): forecast of the final")
     with paused.engine.begin() as connection:
         connection.execute(sa.text("UPDATE trials SET state = 'RUNNING' WHERE number = 0"))
     table = make_forecast_table(paused, every=True)
     assert table is not None
-    assert next(iter(table.columns[1].cells)) == "runs"
+    assert next(iter(table.columns[1].cells)) == "running"
 
 
 def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:
