@@ -20,7 +20,7 @@ from hpsearch.search.curves.learning import FITTED, Lesson, believing, posterior
 from hpsearch.search.curves.points import Seen, losses
 from hpsearch.search.curves.process import Points, Posterior
 from hpsearch.search.curves.space import TOPS, Space, best_candidate
-from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
+from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
 
@@ -355,7 +355,7 @@ def violation(trial: FrozenTrial) -> float:
     to keep.
     """
     ended = trial.state == TrialState.COMPLETE
-    place = PLACE.partition(":")[2]
+    place = RANK_CONSTRAINT.partition(":")[2]
     known = {name for name, metric in MODEL_METRICS.items() if metric.is_constant}
     broken = (value for name, value in trial.constraints.items() if name != place and (ended or name in known))
     return max(broken, default=np.nan)

@@ -20,7 +20,7 @@ from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.fork import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
-from hpsearch.storage.attributes import RELEASE, STOPPED
+from hpsearch.storage.attributes import STOPPED, VERSION
 from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.home import HOME_VARIABLE
@@ -274,7 +274,7 @@ def _check_study(study: StoredStudy) -> Finding:
 
 def _check_release(study: StoredStudy) -> Finding:
     check_release(study)
-    made = study.attrs.get(RELEASE)
+    made = study.attrs.get(VERSION)
     return Finding("ok", f"made by hpsearch {made or 'of an early release'}, this is {version('hpsearch')}")
 
 

@@ -31,7 +31,7 @@ from hpsearch.storage.attributes import (
     REMOVED,
     RUN_ID,
     RUN_URL,
-    SOURCE,
+    SOURCE_SHA256,
     SPEC,
     STOPPED,
     TRACKING_URI,
@@ -91,7 +91,9 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
 def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     """Return what the study is to have: what its workers need of the search's attributes, a folder, and its spec."""
     theirs = study.attrs
-    shared = {key: theirs[key] for key in (SOURCE, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in theirs}
+    shared = {
+        key: theirs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in theirs
+    }
     return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 

@@ -20,7 +20,7 @@ from hpsearch.search.promotion.weights import late_model
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
+from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
@@ -109,7 +109,7 @@ def promote(
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
     chosen = find_trial(study, number)
     _check_promotable(study, chosen)
-    if not infeasible and (lines := chosen.user_attrs.get(BROKEN)):
+    if not infeasible and (lines := chosen.user_attrs.get(VIOLATIONS)):
         raise SearchError(
             f"--trial {chosen.number}: it is out of bounds ({', '.join(lines)}): promote another, or this one all the "
             "same with --infeasible"

@@ -46,7 +46,7 @@ from hpsearch.search.study.devices import devices_line, devices_of
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
-from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE
+from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 from hpsearch.storage.rungs.rungs import read_rung_counts
@@ -136,7 +136,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=study.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
-        smoke=study.attrs.get(SMOKE),
+        smoke=study.attrs.get(SMOKE_TEST),
         made_at=format_utc(datetime.datetime.now(datetime.UTC)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.curves.multi_objective import worth
-from hpsearch.storage.attributes import PLACE, VALUES
+from hpsearch.storage.attributes import RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import sort_by_front
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # of all metrics, by the trial's id and step
@@ -59,7 +59,7 @@ class SampledStudy(optuna.Study):
             found.append(_changed(trial, system_attrs=trial.system_attrs | ({VALUES: attrs} if attrs else {})))
         pruned = [trial for trial in found if trial.state == TrialState.PRUNED and not _breaks(trial)]
         for place, index in enumerate(self._order(pruned), 1):
-            pruned[index].system_attrs[PLACE] = place * _LEAST
+            pruned[index].system_attrs[RANK_CONSTRAINT] = place * _LEAST
         return found
 
     def _order(self, pruned: Sequence[FrozenTrial]) -> list[int]:

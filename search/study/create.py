@@ -38,7 +38,7 @@ from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.enqueue import Configurations, default_params, read_rows, require_room, waiting_trial
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study
-from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
+from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
@@ -204,7 +204,7 @@ def _created(
     earlier, trials = told_by_earlier(storage, spec, objective), _first_trials(spec, objective, enqueued)
     folder = f"{spec.name}-{secrets.token_hex(8)}"
     release = version("hpsearch")
-    attrs = {SOURCE: source_hash(objective), FOLDER: folder, RELEASE: release, SPEC: spec.model_dump()}
+    attrs = {SOURCE_SHA256: source_hash(objective), FOLDER: folder, VERSION: release, SPEC: spec.model_dump()}
 
     def fill(connection: sa.Connection, study_id: int) -> None:
         if spec.metered:

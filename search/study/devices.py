@@ -9,7 +9,7 @@ from itertools import groupby
 
 from hpsearch.search.console import pluralize
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import PACE
+from hpsearch.storage.attributes import DEVICE_SPEED
 from hpsearch.storage.trials.history import TIMES, read_devices
 
 _NAMED = 3  # trials that changed devices, of many
@@ -40,7 +40,7 @@ def devices_of(study: StoredStudy) -> Devices | None:
     }
     if not any(_count(device) > 1 for devices in found.values() for device in devices):
         return None
-    paces = [trial.user_attrs[PACE] for trial in study.trials() if PACE in trial.user_attrs]
+    paces = [trial.user_attrs[DEVICE_SPEED] for trial in study.trials() if DEVICE_SPEED in trial.user_attrs]
     return Devices(
         trials=dict(Counter(devices[-1] for devices in found.values()).most_common()),
         rate=_median([pace[_RATE] for pace in paces if _RATE in pace]),
@@ -57,7 +57,7 @@ def pace_of(epochs: list[dict[str, float]]) -> dict[str, object]:
     """
     medians = {name: _median([each[name] for each in epochs if name in each]) for name in (_RATE, _EFFICIENCY)}
     told = {name: float(f"{value:.4g}") for name, value in medians.items() if value is not None}
-    return {PACE: told} if told else {}
+    return {DEVICE_SPEED: told} if told else {}
 
 
 def devices_line(devices: Devices) -> str:

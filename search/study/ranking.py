@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.storage.attributes import BROKEN
+from hpsearch.storage.attributes import VIOLATIONS
 from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.fronts import to_losses
 
@@ -52,7 +52,7 @@ def first_value(trial: FrozenTrial) -> float | None:
 
 def in_bounds(trial: FrozenTrial) -> bool:
     """Whether a trial breaks no constraint."""
-    return not trial.user_attrs.get(BROKEN)
+    return not trial.user_attrs.get(VIOLATIONS)
 
 
 def _ended(trials: Iterable[FrozenTrial], *, infeasible: bool = False) -> list[FrozenTrial]:

@@ -18,7 +18,7 @@ from hpsearch.search.curves.process import Points, Posterior
 from hpsearch.search.curves.space import AROUND, DRAWN, TOPS, Space
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import FORESEEN
+from hpsearch.storage.attributes import EXPECTED_GAIN
 from hpsearch.storage.trials.budget import GivenUp, give_up
 
 FUNCTIONS = 500  # drawn from the process
@@ -140,7 +140,7 @@ class Rest:
             return None
         trials = self._study.trials()
         ended = sum(trial.state.is_finished() for trial in trials)
-        judged = (attrs.get(FORESEEN) or {}).get("ended", 0)
+        judged = (attrs.get(EXPECTED_GAIN) or {}).get("ended", 0)
         if ended < max(FIRST, AGAIN * judged) or (left := self._left(len(trials))) < 1:
             return None
         seed = derive_seed(self._study.spec.seed, "rest", ended)
@@ -152,7 +152,7 @@ class Rest:
             engine, study_id = self._study.engine, self._study.study_id
             if given_up := give_up(engine, study_id, gain=gain, threshold=threshold, foreseen=judged_now):
                 return given_up
-        self._study.set_attr(FORESEEN, judged_now)
+        self._study.set_attr(EXPECTED_GAIN, judged_now)
         return None
 
     def _left(self, begun: int) -> float:

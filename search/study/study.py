@@ -21,7 +21,7 @@ from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
+from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -130,7 +130,7 @@ class StoredStudy:
 
     def source_warning(self, objective: BaseObjective) -> str | None:
         """Return a warning when the objective's code is no longer what the study was created with."""
-        if self.attrs.get(SOURCE, source_hash(objective)) == source_hash(objective):
+        if self.attrs.get(SOURCE_SHA256, source_hash(objective)) == source_hash(objective):
             return None
         return (
             f"the code of {self.spec.objective} has changed since study {self.spec.name!r} was created: "
@@ -298,7 +298,7 @@ def check_release(study: StoredStudy) -> None:
     Raises:
         SearchError: it names both.
     """
-    made, own = study.attrs.get(RELEASE), version("hpsearch")
+    made, own = study.attrs.get(VERSION), version("hpsearch")
     if made is not None and _series(made) != _series(own):
         raise SearchError(
             f"study {study.spec.name!r} was made by hpsearch {made}, whose trials may come to other numbers than those "

@@ -12,7 +12,7 @@ from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import front_of, in_bounds
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import BROKEN, INFEASIBLE, RUNG, TRACKING
+from hpsearch.storage.attributes import INFEASIBLE, RUNG, TRACKING, VIOLATIONS
 from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
@@ -29,7 +29,7 @@ def broken_bounds(spec: StudySpec, trial: FrozenTrial) -> list[str]:
     """Return a line for each constraint that a finished trial breaks: ``model_mb 12.5, not <= 10``."""
     if not spec.constraints or not trial.state.is_finished():
         return []
-    if lines := trial.user_attrs.get(BROKEN):
+    if lines := trial.user_attrs.get(VIOLATIONS):
         return [str(line) for line in lines]
     # One that was pruned while it waited at a rung was settled by another: by how much is there, as Optuna has it.
     over = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}

@@ -25,7 +25,7 @@ from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.ranks import Job, fit_together
 from hpsearch.search.worker.session import TrialSession, violations
-from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
+from hpsearch.storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
 from hpsearch.storage.rungs.rungs import RungRank
 from hpsearch.storage.trials.claims import Claim
@@ -206,7 +206,7 @@ class Attempt:
             untold = [line for line in out_of_bounds if line not in reason]
             reason += f"; out of bounds: {', '.join(untold)}" if untold else ""
             self._tracked.tag_bounds(out_of_bounds)
-        attrs = {REASON: reason, TRACKING: self._tracked.pending(), BROKEN: out_of_bounds or None, **(attrs or {})}
+        attrs = {REASON: reason, TRACKING: self._tracked.pending(), VIOLATIONS: out_of_bounds or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
         system = {} if metrics is None else violations(spec, metrics)
         self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)

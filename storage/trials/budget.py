@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.studies import set_attrs_in
@@ -165,7 +165,7 @@ class GivenUp:
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> GivenUp | None:
         """What a study's user attributes say; None while nothing was given up."""
-        told = attrs.get(GIVEN_UP)
+        told = attrs.get(EARLY_TERMINATION)
         return None if told is None else cls(**told)
 
 
@@ -204,7 +204,7 @@ def give_up(
         if trials.enqueued or started >= trials.opens:
             return None
         told = GivenUp(gain, threshold, started, study.n_trials)
-        set_attrs_in(connection, study_id, {GIVEN_UP: asdict(told), FORESEEN: dict(foreseen)})
+        set_attrs_in(connection, study_id, {EARLY_TERMINATION: asdict(told), EXPECTED_GAIN: dict(foreseen)})
         return told
 
     return Database(engine).run_transaction(once)
@@ -212,7 +212,7 @@ def give_up(
 
 def take_up(connection: sa.Connection, study_id: int) -> bool:
     """Let a study go on with what it had given up; return whether it had."""
-    if connection.execute(_TAKE_UP, {"study": study_id, "given_up": GIVEN_UP}).rowcount != 1:
+    if connection.execute(_TAKE_UP, {"study": study_id, "given_up": EARLY_TERMINATION}).rowcount != 1:
         return False
-    connection.execute(_JUDGED_NOW, {"study": study_id, "foreseen": FORESEEN})
+    connection.execute(_JUDGED_NOW, {"study": study_id, "foreseen": EXPECTED_GAIN})
     return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import GIVEN_UP, GOT_ON, SPEC, STOPPED
+from hpsearch.storage.attributes import EARLY_TERMINATION, LAST_PROGRESS, SPEC, STOPPED
 from hpsearch.storage.database.locks import IDLE_TIMEOUT
 from hpsearch.storage.database.trial_rows import FENCE, NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
@@ -37,7 +37,7 @@ SELECT_CLAIM = sa.text("""
 _COUNT_FAILURES = f"""
     (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = {{trial}} AND b.outcome IN ('lost', 'failed')
         AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
-                                    WHERE g.trial_id = b.trial_id AND g.key = '{GOT_ON}'), 1))
+                                    WHERE g.trial_id = b.trial_id AND g.key = '{LAST_PROGRESS}'), 1))
 """  # noqa: S608 the part is a constant
 
 # A lease that ran out while the server itself was down says nothing about the worker.
@@ -75,7 +75,7 @@ _SELECT_CANDIDATES = f"""
            (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
              WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running,
            least(:n_trials, (SELECT (value_json::jsonb ->> 'started')::int FROM study_user_attributes
-                              WHERE study_id = :study AND key = '{GIVEN_UP}')) AS opens
+                              WHERE study_id = :study AND key = '{EARLY_TERMINATION}')) AS opens
 """  # noqa: S608 the part is a constant
 SELECT_CANDIDATES = sa.text(_SELECT_CANDIDATES.format(which=""))
 SELECT_CANDIDATES_EXCEPT_PAUSED = sa.text(_SELECT_CANDIDATES.format(which=EXCEPT_PAUSED))
@@ -132,7 +132,7 @@ _RENEW_OWN_LEASE = f"""
 # The attempt after which failures count from the beginning.
 _PROGRESS = f"""
     INSERT INTO trial_user_attributes (trial_id, key, value_json)
-    SELECT trial_id, '{GOT_ON}', attempt::text FROM mine WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
+    SELECT trial_id, '{LAST_PROGRESS}', attempt::text FROM mine WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
 """  # noqa: S608 the part is a constant
 _PROGRESS_AGAIN = """
     ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json

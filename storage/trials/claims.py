@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, WORKER
+from hpsearch.storage.attributes import ATTEMPT, BUDGET_CUT, PRUNING, REASON, RUNG, WORKER
 from hpsearch.storage.database.connect import open_autocommit
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
@@ -244,7 +244,7 @@ class Claims:
         at = connection.execute(sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
         epochs = 0 if at.step is None else at.step + 1
         reason = f"after epoch {epochs} of {self._metered}: {spending.why}"
-        finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, CUT: True})
+        finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, BUDGET_CUT: True})
         return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, cut=True)
 
     def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> PrunedTrial | None:

@@ -9,7 +9,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import BROKEN, GIVEN_UP, SPEC
+from hpsearch.storage.attributes import EARLY_TERMINATION, SPEC, VIOLATIONS
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.budget import Spending, done
@@ -186,7 +186,7 @@ _COUNTS = sa.text("""
 _BEST = f"""
     SELECT t.number AS best_number, v.value AS best_value FROM trials t JOIN trial_values v USING (trial_id)
      WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE' AND v.objective = 0
-       AND NOT EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{BROKEN}')
+       AND NOT EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{VIOLATIONS}')
      ORDER BY v.value {{order}}, t.number LIMIT 1
 """  # noqa: S608 the part is a constant
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
@@ -214,7 +214,7 @@ def read_progress(
         patience: seconds to wait for a database that is away.
     """
     database = Database(engine, retry_seconds)
-    [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
+    [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": EARLY_TERMINATION})
     counts = {**row._mapping, "budget": row.budget or 0, "waiting": row.waiting - row.paused}
     spending = counts.pop("spending")
     best = [best._mapping for best in database.fetch_rows(_BEST_OF[direction], {"study": study_id})]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, TRACKING
+from hpsearch.storage.attributes import BUDGET_CUT, INFEASIBLE, PRUNING, REASON, TRACKING
 from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs
 from hpsearch.storage.trials.claim_sql import LOCK_STUDY
@@ -19,7 +19,8 @@ _FORGET_RESULT = f"""
         DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
     ), said AS (
         DELETE FROM trial_user_attributes a USING mine
-         WHERE a.trial_id = mine.trial_id AND a.key IN ('{INFEASIBLE}', '{CUT}', '{PRUNING}', '{REASON}', '{TRACKING}')
+         WHERE a.trial_id = mine.trial_id
+           AND a.key IN ('{INFEASIBLE}', '{BUDGET_CUT}', '{PRUNING}', '{REASON}', '{TRACKING}')
     )
 """  # noqa: S608 the parts are constants
 
@@ -97,7 +98,7 @@ _GO_ON_AGAIN = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
           FROM trial_user_attributes a
-         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = '{CUT}'
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = '{BUDGET_CUT}'
         RETURNING t.trial_id
     ), {_FORGET_RESULT}
     SELECT count(*) FROM mine

@@ -14,7 +14,7 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.study.stop_when import FIRST
-from hpsearch.storage.attributes import FORESEEN, GIVEN_UP
+from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.harness import Arena
 from tests.faults.invariants import assert_attempts, read_promotions, read_trials
@@ -65,22 +65,22 @@ def test_killed_before_and_after_it_is_written(arena: Arena, undisturbed: Callab
     begin(quiet)
     quiet.work(1)
     expected = attrs_of(quiet)
-    started = expected[GIVEN_UP]["started"]
+    started = expected[EARLY_TERMINATION]["started"]
     assert ADDED + 3 < started < BUDGET
 
     begin(arena)
     killed(arena, "before")
     found = attrs_of(arena)
-    assert not {GIVEN_UP, FORESEEN} & found.keys(), "who dies has not judged"
+    assert not {EARLY_TERMINATION, EXPECTED_GAIN} & found.keys(), "who dies has not judged"
     waiting = [t.number for t in read_trials(arena.storage_url, arena.name) if t.state == "WAITING"]
     assert waiting, "some wait at rungs"
     killed(arena, "after")  # the next judges again: nothing says that it was judged already
     found = attrs_of(arena)
-    assert found[GIVEN_UP] == expected[GIVEN_UP]
-    assert found[FORESEEN] == expected[FORESEEN], "written together"
+    assert found[EARLY_TERMINATION] == expected[EARLY_TERMINATION]
+    assert found[EXPECTED_GAIN] == expected[EXPECTED_GAIN], "written together"
     assert len(read_trials(arena.storage_url, arena.name)) == started
     arena.work(1)
-    assert attrs_of(arena)[GIVEN_UP] == expected[GIVEN_UP]
+    assert attrs_of(arena)[EARLY_TERMINATION] == expected[EARLY_TERMINATION]
 
     trials, others = (read_trials(each.storage_url, each.name) for each in (arena, quiet))
     assert [(t.number, t.state, t.values, t.value, t.outcomes) for t in trials] == [

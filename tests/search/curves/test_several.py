@@ -17,7 +17,7 @@ from hpsearch.search.curves.learning import FITTED
 from hpsearch.search.curves.multi_objective import Several, log_improvement, others_by_epoch, undominated, violation
 from hpsearch.search.curves.sampler import CurvesSampler
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
-from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
+from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import compute_hypervolume
 from tests.factories import X
 from tests.search.curves.support import EPOCHS
@@ -169,7 +169,7 @@ def test_where_a_front_is_at_the_corner_of_the_box_the_corner_is_what_is_left():
 
 
 def trial(values: dict[int, tuple[float, float]], /, **shape: object) -> FrozenTrial:
-    attrs = {VALUES: {str(step): list(each) for step, each in values.items()}, PLACE: 1e-300}
+    attrs = {VALUES: {str(step): list(each) for step, each in values.items()}, RANK_CONSTRAINT: 1e-300}
     first = {step: each[0] for step, each in values.items()}
     kind = {"state": TrialState.PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}}
     return create_trial(**{**kind, "intermediate_values": first, "system_attrs": attrs, **shape})

@@ -14,7 +14,7 @@ import pytest
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
-from hpsearch.storage.attributes import RELEASE, SOURCE, SPEC, STOPPED, TRACKING_URI
+from hpsearch.storage.attributes import SOURCE_SHA256, SPEC, STOPPED, TRACKING_URI, VERSION
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -58,7 +58,7 @@ def path(tmp_path: Path, storage: PostgresStorage, stack: StackInfo) -> Path:
     write_template(path)
     study_id = optuna.create_study(study_name="s", storage=storage)._study_id
     spec = {**spec_of(name="none").model_dump(), "objective": str(path), "metric": "accuracy"}
-    attrs = {SPEC: spec, SOURCE: source_hash(load_objective(str(path))), TRACKING_URI: stack.tracking_uri}
+    attrs = {SPEC: spec, SOURCE_SHA256: source_hash(load_objective(str(path))), TRACKING_URI: stack.tracking_uri}
     for key, value in attrs.items():
         storage.set_study_user_attr(study_id, key, value)
     return path
@@ -197,7 +197,7 @@ def test_what_keeps_a_worker_from_a_study_is_told(
 ) -> None:
     study_id = storage.get_study_id_from_name("s")
     storage.set_study_user_attr(study_id, STOPPED, "by me")
-    storage.set_study_user_attr(study_id, RELEASE, "99.0")
+    storage.set_study_user_attr(study_id, VERSION, "99.0")
     path.write_text("print('to be loaded')\n" + path.read_text())
     code, checks = look("s", "--storage-url", database_url)
     assert code == 1

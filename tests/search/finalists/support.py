@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, create_trial
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
+from hpsearch.storage.attributes import FRESH, INFEASIBLE, REFIT, SPEC, VIOLATIONS
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
@@ -54,7 +54,7 @@ def search_several(
 def ended(number: int, *values: float, like: int | None = None, broken: str | None = None) -> FrozenTrial:
     """A trial of several metrics: with the parameters of another where it is `like` that, and maybe out of bounds."""
     given = params(number if like is None else like)
-    attrs = {} if broken is None else {BROKEN: [broken]}
+    attrs = {} if broken is None else {VIOLATIONS: [broken]}
     return create_trial(values=values, params=given, distributions=SPACE, user_attrs=attrs)
 
 

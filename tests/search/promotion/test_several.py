@@ -18,7 +18,7 @@ from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study, study_note, tell_confirmation
-from hpsearch.storage.attributes import BROKEN, REASON, RUN_ID, SPEC
+from hpsearch.storage.attributes import REASON, RUN_ID, SPEC, VIOLATIONS
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import open_storage
@@ -46,7 +46,7 @@ def several(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Trac
     for values, run in zip(VALUES, _left.runs, strict=True):
         attrs: dict[str, object] = {RUN_ID: run, REASON: "why"}
         if values is not None and values[1] > 10:
-            attrs[BROKEN] = [OUT]
+            attrs[VIOLATIONS] = [OUT]
         state = TrialState.PRUNED if values is None else TrialState.COMPLETE
         study.add_trial(create_trial(state=state, values=values, user_attrs=attrs))
     yield Tracked(load_study(storage, name), tracking, name)

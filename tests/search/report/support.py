@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import BROKEN, SPEC
+from hpsearch.storage.attributes import SPEC, VIOLATIONS
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import SPACE, WAYS
 
@@ -31,7 +31,7 @@ def trial(
         params={"lr": 1e-3 * (number + 1), "kind": ("cnn", "mlp")[number % 2]},
         distributions=SPACE,
         intermediate_values={0: values[0] / 2, 1: values[0]},
-        user_attrs={BROKEN: list(broken)} if broken else {},
+        user_attrs={VIOLATIONS: list(broken)} if broken else {},
         system_attrs={f"constraints:{name}": by for name, by in (over or {}).items()},
     )
 

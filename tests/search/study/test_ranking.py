@@ -8,7 +8,7 @@ import pytest
 from optuna.trial import FrozenTrial, create_trial
 
 from hpsearch.search.study.ranking import best_first, front_of, is_among_best, is_on_front, rank_trials
-from hpsearch.storage.attributes import BROKEN
+from hpsearch.storage.attributes import VIOLATIONS
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -41,7 +41,7 @@ def several(*vectors: list[float], broken: tuple[int, ...] = ()) -> list[FrozenT
     """COMPLETE trials of two metrics, of which some break a constraint."""
     trials = []
     for number, values in enumerate(vectors):
-        attrs = {BROKEN: ["it is"]} if number in broken else {}
+        attrs = {VIOLATIONS: ["it is"]} if number in broken else {}
         trial = create_trial(values=values, user_attrs=attrs)
         trial.number = number
         trials.append(trial)

@@ -16,7 +16,7 @@ from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
 from hpsearch.search.study.ranking import front_of, rank_trials
 from hpsearch.search.worker.session import violations
-from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
+from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.trials.history import read_epoch_values, read_progress
@@ -110,7 +110,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert reason(large) == "best score 0.55 at epoch 2; out of bounds: parameters 200, not <= 100"
     assert reason(costly) == f"best score 0.55 at epoch 2; out of bounds: {OUT}"
     assert (reason(nan), nan.user_attrs[INFEASIBLE], nan.values) == ("cost is nan at epoch 2", True, None)
-    assert [trial.user_attrs.get(BROKEN) for trial in (good, large, costly)] == [
+    assert [trial.user_attrs.get(VIOLATIONS) for trial in (good, large, costly)] == [
         None,
         ["parameters 200, not <= 100"],
         [OUT],
@@ -161,7 +161,7 @@ def test_one_metric_with_constraints(ran: Ran) -> None:
     assert [trial.values for trial in study.trials] == [[0.55], [pytest.approx(0.35)], [0.55]]
     assert reason(costly).endswith(f"; out of bounds: {OUT}")
     assert costly.constraints == {"parameters": -90.0, "cost": 10.0}
-    assert large.user_attrs[BROKEN] == ["parameters 200, not <= 100"]
+    assert large.user_attrs[VIOLATIONS] == ["parameters 200, not <= 100"]
     assert [trial.number for trial in rank_trials(study.trials, (True,))] == [small.number]
     stored, summary = study._stored, study.summary()
     assert (summary.best, summary.out_of_bounds) == (small, 2), "though others are better"

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from hpsearch.search.spec.spec import MOST_TRIALS
-from hpsearch.storage.attributes import CUT, REASON, SPEC
+from hpsearch.storage.attributes import BUDGET_CUT, REASON, SPEC
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
@@ -75,7 +75,7 @@ def test_a_trial_is_cut_where_the_budget_ends_and_pruned_with_a_reason_that_name
     assert not claims.has_trials_left()
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.5, retired.reason)
-    assert trial.user_attrs[CUT] is True
+    assert trial.user_attrs[BUDGET_CUT] is True
     assert spent(engine, study_id) == 6
 
 
@@ -156,7 +156,7 @@ def test_with_a_larger_budget_trials_go_on_that_were_cut(
     again = take(claims)
     trial = storage.get_trial(again.trial_id)
     assert (again.number, again.attempt, trial.value) == (0, 2, None)
-    assert not {CUT, REASON} & trial.user_attrs.keys()
+    assert not {BUDGET_CUT, REASON} & trial.user_attrs.keys()
     assert run(claims, again, first=2)
     assert not run(claims, take(claims))
     assert spent(engine, study_id) == 5
@@ -282,6 +282,6 @@ def test_many_processes_some_of_them_killed_spend_exactly_the_budget(
     trials = storage.get_all_trials(study_id)
     assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
     assert all(len(t.intermediate_values) == 5 for t in trials if t.state == TrialState.COMPLETE)
-    cut = [t for t in trials if CUT in t.user_attrs]
+    cut = [t for t in trials if BUDGET_CUT in t.user_attrs]
     assert all(t.user_attrs[REASON].endswith("the budget of 203 epochs was spent") for t in cut)
     assert storage.get_study_user_attrs(study_id)[SPEC]["n_trials"] == 1000

@@ -15,7 +15,7 @@ from hpsearch.search.spec.spec import MOST_TRIALS
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import CUT, SPEC
+from hpsearch.storage.attributes import BUDGET_CUT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import open_spending
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
@@ -66,7 +66,7 @@ def test_what_is_spent_is_told_in_its_unit(
     assert "1 trial, 2/2 epochs" in say("studies")
     [row] = list_studies({"storage_url": database_url})
     assert row.done == "1 trial, 2/2 epochs"
-    assert storage.get_trial(retired.trial_id).user_attrs[CUT] is True
+    assert storage.get_trial(retired.trial_id).user_attrs[BUDGET_CUT] is True
 
 
 def test_an_extended_budget_lets_the_study_go_on(say: Say, claims: Claims, storage: PostgresStorage) -> None:

@@ -26,7 +26,7 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import study_note
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
@@ -63,7 +63,7 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST - 1))
     assert rest(stored).given_up() is None
-    assert FORESEEN not in stored.attrs, "before there are enough trials nothing is judged"
+    assert EXPECTED_GAIN not in stored.attrs, "before there are enough trials nothing is judged"
     ran(study, np.array([0.69]))
     running = take(claims)
     given_up = rest(stored).given_up()
@@ -110,18 +110,18 @@ def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
         kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}
         study.add_trial(create_trial(**kind, value=value, intermediate_values={0: value, 1: value}))
     assert rest(stored).given_up() is None
-    told = stored.attrs[FORESEEN]
+    told = stored.attrs[EXPECTED_GAIN]
     assert told["ended"] == FIRST
     assert told["gain"] > 0.01
     ran(study, np.array([0.7]))
     assert rest(stored).given_up() is None
-    assert stored.attrs[FORESEEN] == told, "one trial more changes little"
+    assert stored.attrs[EXPECTED_GAIN] == told, "one trial more changes little"
 
 
 def test_a_search_that_got_on_lately_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
     ran(study, np.linspace(0, 0.7, FIRST))
     assert rest(stored).given_up() is None
-    assert stored.attrs[FORESEEN]["gain"] > 0.1, "the later half of the trials gained a tenth"
+    assert stored.attrs[EXPECTED_GAIN]["gain"] > 0.1, "the later half of the trials gained a tenth"
 
 
 def test_a_search_that_can_hardly_be_better_is_stopped_though_it_got_on(
@@ -158,7 +158,7 @@ def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: Stor
             pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
         )
     assert sum(one is not None for one in written) == 1
-    assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{GIVEN_UP}'")) == 1
+    assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{EARLY_TERMINATION}'")) == 1
 
 
 def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
@@ -170,7 +170,7 @@ def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
         with stored.engine.begin() as connection:
             connection.execute(LOCK_STUDY, {"study": stored.study_id})
             given_up = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
-            set_attrs_in(connection, stored.study_id, {GIVEN_UP: given_up})
+            set_attrs_in(connection, stored.study_id, {EARLY_TERMINATION: given_up})
             claim = pool.submit(claims.claim)
             while not rows(database_url, waits):
                 assert not claim.done()
