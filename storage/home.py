@@ -1,4 +1,4 @@
-"""The folder where the embedded stack, the runs and the logs live."""
+"""The home folder: data of the embedded stack, run folders and logs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _REMEDY = f"set {HOME_VARIABLE} to a folder that you may write to"
 
 
 def prepare_home(value: str | None = None) -> Path:
-    """Return the home folder, created where it is missing.
+    """Return the home folder, and create it if it is missing.
 
-    It is `value`, else $HPSEARCH_HOME, else the user's data directory (for root: /var/lib/hpsearch). A new one is open
-    to its owner alone; root's lets others pass through it, not look into it, because Postgres refuses to run as root
-    and needs a way to its own folder.
+    The folder is `value`, else $HPSEARCH_HOME, else the user's data directory (for root: /var/lib/hpsearch). A new
+    folder has mode 0700. Root's folder has mode 0711, because Postgres refuses to run as root, and its user needs
+    access to the data directory below.
 
     Raises:
-        StorageError: It cannot be created, is no folder, or cannot be written.
+        StorageError: the folder cannot be created or written, or is not a folder.
     """
     home = _resolve_home(value)
     try:
@@ -38,7 +38,7 @@ def prepare_home(value: str | None = None) -> Path:
 
 
 def check_writable(home: Path) -> None:
-    """Raise StorageError unless this user may write to `home` and what is kept there is this user's."""
+    """Check that this user may write to `home` and owns the stack there; raises StorageError."""
     if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not writable for this user: {_REMEDY}")
     state = home / "stack.json"
@@ -50,7 +50,7 @@ def check_writable(home: Path) -> None:
 
 
 def make_private_folder(path: Path) -> Path:
-    """Create `path` (and missing parents) for its owner alone and return it."""
+    """Create `path` and missing parents with mode 0700, and return it."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
 
@@ -60,7 +60,7 @@ def _resolve_home(value: str | None) -> Path:
     if chosen:
         try:
             return Path(chosen).expanduser().absolute()
-        except RuntimeError:  # ~somebody who does not exist
+        except RuntimeError:  # ~USER with an unknown user
             raise StorageError(f"{HOME_VARIABLE} {chosen!r} names an unknown user: {_REMEDY}") from None
     if os.geteuid() == 0:
         return Path("/var/lib/hpsearch")

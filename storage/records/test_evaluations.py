@@ -1,7 +1,7 @@
-"""Openings of sealed test sets: one for each study, kept by the database.
+"""Evaluations on the test set, one per study.
 
-A row is written before the test data is looked at, and a trigger keeps it as it is: nobody opens a study's test set
-twice, with whatever program. Only the scores are filled in later, once.
+The row is committed before the test data is read, and a database trigger rejects changes, so that no program can
+evaluate twice. Only the scores are filled in later, once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hpsearch.storage.errors import StorageError
 
 @dataclass(frozen=True)
 class TestEvaluation:
-    """The opening of a study's test set.
+    """Evaluation of a trial's model on the test set of its study.
 
     Attributes:
-        trial_number: for which trial of the study.
-        model_sha256: of the file of weights that was scored.
-        opened_at: by the database's clock.
+        trial_number: number of the trial.
+        model_sha256: SHA-256 of the file with the evaluated weights.
+        opened_at: time of the first access to the test set, by the database clock.
         opened_by: user and host.
-        scores: loss and metrics on the test split; None while whoever opened it has not written them.
-        finalists: name of the study whose finalists made the choice; None: the choice was not confirmed by any.
-        refit: name of the study that holds the refit which was scored; None: the trial's own model was.
+        scores: loss and metrics on the test split; None until they are written.
+        finalists: name of the study of the finalists behind the choice; None if there were none.
+        refit: name of the study with the evaluated refit; None if the trial's own model was evaluated.
     """
 
     trial_number: int
@@ -42,18 +42,18 @@ class TestEvaluation:
 
     @property
     def description(self) -> str:
-        """When, by whom and for which trial: ``on 2026-05-01 at 12:00 UTC by ann@host for trial 7``."""
+        """Time, user and model: ``on 2026-05-01 at 12:00 UTC by ann@host for trial 7``."""
         when = self.opened_at.astimezone(UTC)
         return f"on {when:%Y-%m-%d} at {when:%H:%M} UTC by {self.opened_by} for {self.model_description}"
 
     @property
     def model_description(self) -> str:
-        """Whose model was scored: ``trial 7``, or ``the refit of trial 7``."""
+        """Evaluated model: ``trial 7``, or ``the refit of trial 7``."""
         return f"{'' if self.refit is None else 'the refit of '}trial {self.trial_number}"
 
 
 class AlreadyEvaluatedError(StorageError):
-    """The test set was opened before."""
+    """Test set that was evaluated before."""
 
     def __init__(self, opening: TestEvaluation) -> None:
         super().__init__(f"the test set was opened {opening.description}, and it opens once")
@@ -78,7 +78,7 @@ _FILL = sa.text("""
 
 
 def read_test_evaluation(engine: sa.Engine, study_id: int) -> TestEvaluation | None:
-    """Return the opening of a study's test set, or None while it is sealed."""
+    """Return the evaluation on a study's test set; None if there is none."""
     rows = Database(engine).fetch_rows(_READ, {"study": study_id})
     return TestEvaluation(**{**rows[0]._mapping, "scores": _restore_nan(rows[0].scores)}) if rows else None
 
@@ -93,22 +93,22 @@ def record_test_evaluation(
     finalists: str | None,
     refit: str | None = None,
 ) -> TestEvaluation:
-    """Write, and commit, that a study's test set is opened; look at the data only when this has returned.
+    """Commit the evaluation of a study's test set; the caller reads the test data only afterwards.
 
-    An opening without scores, for the same trial and the same weights, is taken up: nothing new is to be learnt from
-    it, and whoever made it may have died.
+    An existing evaluation of the same trial and weights that has no scores is continued: its process may have died,
+    and it revealed nothing.
 
     Args:
-        engine: of the study's database.
-        study_id: the study.
-        trial_number: the trial whose weights are scored.
-        model_sha256: of the file that holds them.
-        opened_by: for a person to read.
-        finalists: name of the study whose finalists made the choice, or None.
-        refit: name of the study that holds the refit whose weights they are, or None.
+        engine: engine of the study's database.
+        study_id: id of the study.
+        trial_number: number of the trial.
+        model_sha256: SHA-256 of the file with the weights.
+        opened_by: user and host.
+        finalists: name of the study of the finalists behind the choice, or None.
+        refit: name of the study with the refit that the weights are from, or None.
 
     Raises:
-        AlreadyEvaluatedError: it was opened for another trial or other weights, or it has its scores.
+        AlreadyEvaluatedError: the test set was evaluated for another trial or other weights, or has scores.
         StorageError: the study was deleted.
     """
     arguments = {
@@ -131,10 +131,10 @@ def record_test_evaluation(
 def write_scores(
     engine: sa.Engine, study_id: int, opening: TestEvaluation, scores: Mapping[str, float]
 ) -> TestEvaluation:
-    """Fill in the scores of an opening, once, and return it.
+    """Write the scores of an evaluation, once, and return the stored evaluation.
 
     Raises:
-        AlreadyEvaluatedError: somebody else was faster.
+        AlreadyEvaluatedError: another process has written them.
         StorageError: the study was deleted.
     """
     arguments = {
@@ -153,7 +153,7 @@ def write_scores(
 
 
 def _restore_nan(scores: dict[str, float | None] | None) -> dict[str, float] | None:
-    """JSON has no NaN: a score that is not finite, such as that of a class nobody has, is kept as null."""
+    """Replace null by NaN, which JSON lacks; the score of a class without samples is not finite."""
     if scores is None:
         return None
     return {name: math.nan if value is None else value for name, value in scores.items()}
