@@ -166,8 +166,8 @@ def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
 
 WAYS: dict[str, Callable[[Case, str], Trace]] = {
     BASELINE: hpsearch("tpe", "median"),
-    "hpsearch curves + asha": hpsearch("curves", "asha"),
-    "hpsearch curves + median": hpsearch("curves", "median"),
+    "hpsearch freeze_thaw + asha": hpsearch("freeze_thaw", "asha"),
+    "hpsearch freeze_thaw + median": hpsearch("freeze_thaw", "median"),
     "hpsearch random + asha": hpsearch("random", "asha"),
     "hpsearch tpe + asha": hpsearch("tpe", "asha"),
     "Optuna TPE + median": plain_optuna,

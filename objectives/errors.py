@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
+from hpsearch.former_names import RENAMED
+
 # Where the package that brings a module has another name than the module.
 _PACKAGE_BY_MODULE = {
     "Bio": "biopython",
@@ -76,7 +78,9 @@ class MetricError(ObjectiveError):
 
 
 def format_name_hint(name: str, known: list[str]) -> str:
-    """The hint after an unknown name: `did you mean 'cosine'?`, or the list of the known names."""
+    """Return the hint after an unknown name: its new name, the nearest ones, or the list of all."""
+    if (renamed := RENAMED.get(name)) in known:
+        return f"it is now {renamed!r}"
     close = get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(match) for match in close) + "?"

@@ -46,7 +46,7 @@ class BaseObjective(ABC):
         directions: several metrics that a study is to optimise at once, each with its direction; the first of them is
             `metric`, by which the best epoch is chosen. Empty: one metric.
         constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
-        reported: what beside `metric` the study asks every epoch to report: see `also_report`.
+        reported: what beside `metric` the study asks every epoch to report: see `set_reported_metrics`.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
         defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
@@ -95,7 +95,7 @@ class BaseObjective(ABC):
         with wrap_user_errors(f"{type(self).__name__}.suggest"):
             return self.configure(FixedTrial(self.defaults))
 
-    def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
+    def set_metric(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.
 
         Raises:
@@ -104,11 +104,11 @@ class BaseObjective(ABC):
         """
         self.metric, self.direction = metric, direction
 
-    def also_report(self, names: Collection[str]) -> None:
+    def set_reported_metrics(self, names: Collection[str]) -> None:
         """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
 
-        Call it after `judge_by`. What is named is in each epoch's record: see `objectives.model_metrics.value_of`. What
-        cannot be known here to be missing is found by the first evaluation, before training.
+        Call it after `set_metric`. Each epoch's record has the metrics: see `objectives.model_metrics.get_metric_value`.
+        What cannot be known here to be missing is found by the first evaluation, before training.
 
         Raises:
             MetricError: a name is known to be none that the objective can report.
@@ -184,7 +184,7 @@ class Objective(BaseObjective):
         directions: several metrics that a study is to optimise at once, each with its direction: the first of them is
             `metric`, and any other may be one of validation, of `objectives.model_metrics.MEASURED`, or of `measures`.
         constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
-        reported: what beside `metric` the study asks every epoch to report: see `also_report`.
+        reported: what beside `metric` the study asks every epoch to report: see `set_reported_metrics`.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
         defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
@@ -267,7 +267,7 @@ class Objective(BaseObjective):
 
     def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 for those who override it
         """What draws the order of an epoch: a torch sampler of rows, such as `WeightedRandomSampler`, or of batches of
-        rows, such as `ByLength`; None, unless overridden, for each sample once, at random.
+        rows, such as `LengthGroupedSampler`; None, unless overridden, for each sample once, at random.
 
         It draws from torch's global generator, which is seeded for each epoch, and has a length.
         """
@@ -316,7 +316,7 @@ class Objective(BaseObjective):
         """
         return {}
 
-    def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
+    def set_metric(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.
 
         Raises:
@@ -332,9 +332,9 @@ class Objective(BaseObjective):
                 raise MetricError(metric, f"is not known: {format_name_hint(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
-        super().judge_by(metric, direction)
+        super().set_metric(metric, direction)
 
-    def also_report(self, names: Collection[str]) -> None:
+    def set_reported_metrics(self, names: Collection[str]) -> None:
         """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
 
         Raises:
@@ -343,7 +343,7 @@ class Objective(BaseObjective):
         """
         from hpsearch.objectives.training.evaluation.metrics import list_default_metrics
 
-        super().also_report(names)
+        super().set_reported_metrics(names)
         if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
             return
         known = [*list_default_metrics(self.metric), *MODEL_METRICS]

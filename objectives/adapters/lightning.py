@@ -193,7 +193,7 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
         metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
         state = {"checkpoint": self._memory.checkpoint, "logged": logged}
         self._trial.report(metrics, state=state, best=pl_module.state_dict())
-        if self._trial.ended:
+        if self._trial.should_stop:
             trainer.should_stop = True
 
 

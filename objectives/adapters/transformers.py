@@ -109,7 +109,7 @@ class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not lo
         self._trial.report(metrics, folder=folder, best=self._model.state_dict())
         if not self._trial.rank:
             shutil.rmtree(folder)  # the trial's checkpoint has it
-        if self._trial.ended:
+        if self._trial.should_stop:
             control.should_training_stop = True
 
 

@@ -53,7 +53,7 @@ class LoopObjective(BaseObjective):
         """Trains the trial to its end, or to where `trial.epochs()` ends it."""
 
     def test(self, best: Any, config: Any, device: torch.device, seed: int) -> Mapping[str, float]:
-        """Scores on the test set, the study's metric among them, for `open-test`.
+        """Scores on the test set, the study's metric among them, for `evaluate-test`.
 
         Args:
             best: what `trial.report` was given as `best`, or as `state`, in the best epoch.

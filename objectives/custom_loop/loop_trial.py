@@ -98,7 +98,7 @@ class LoopTrial:
         return self._checkpoint
 
     @property
-    def ended(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether no epoch is left: all are done, or the last report was answered by an end."""
         return self.verdict != Verdict.CONTINUE or self._curve.next_epoch >= self.total_epochs
 
@@ -108,7 +108,7 @@ class LoopTrial:
         Raises:
             ObjectiveError: an epoch was not reported.
         """
-        while not self.ended:
+        while not self.should_stop:
             epoch = self._curve.next_epoch
             set_seed(self.seed, "epoch", epoch, *self._ranks.purpose())
             self._epoch, self._started, self._within = epoch, time.perf_counter(), True
@@ -146,7 +146,7 @@ class LoopTrial:
             raise ObjectiveError("trial.report was called outside of trial.epochs(): report each epoch once, within it")
         saved = None if folder is None else Path(folder)
         try:
-            self.meet(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
+            self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
             files = {} if saved is None else self._packed(saved)
             record = self._ranks.led(lambda: self._recorded(epoch, metrics, state, best))
             tested = state if best is None else best
@@ -227,7 +227,7 @@ class LoopTrial:
             )
         return {} if self.rank else {"folder": pack_folder(folder)}
 
-    def meet(self, doing: str) -> None:
+    def barrier(self, doing: str) -> None:
         """Waits for the other ranks, who have to be at the same place of their loops.
 
         Raises:

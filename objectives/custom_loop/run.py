@@ -190,7 +190,7 @@ class LoopRun(BaseLoopRun):
         try:
             self.objective.run(trial)
             if trial.failure is None:
-                trial.meet(f"ends after epoch {self.curve.next_epoch}")
+                trial.barrier(f"ends after epoch {self.curve.next_epoch}")
         except Exception as error:  # whatever the user's code raises
             if trial.failure is None:
                 self._raise(error)

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
+from hpsearch.former_names import current_training
 from hpsearch.objectives.errors import ObjectiveError, format_name_hint
 
 # What builds them is in `hpsearch.objectives.training.optimizers`, under the same names.
@@ -76,7 +77,9 @@ class TrainConfig:
     lookahead_alpha: Annotated[float, about('of "lookahead": share of the way to the fast weights', gt=0, le=1)] = 0.5
     sam_rho: Annotated[float, about("how far SAM looks for the worst loss around the weights", gt=0)] = 0.05
     batch_size: Annotated[int, about("samples in one micro-batch, over all devices together", ge=1)] = 64
-    accumulate: Annotated[int, about("micro-batches per optimizer step; the loss is the mean of all samples", ge=1)] = 1
+    gradient_accumulation_steps: Annotated[
+        int, about("micro-batches per optimizer step; the loss is the mean of all samples", ge=1)
+    ] = 1
     drop_last: Annotated[bool, about("omit the short last micro-batch of an epoch, unless it is the only one")] = True
     num_workers: Annotated[
         int | None, about("loader processes; 0 loads in this one; None keeps the data on the device", ge=0)
@@ -125,7 +128,7 @@ class TrainConfig:
     strategy: Annotated[str, one_of(STRATEGIES, "how several devices train one model; one device needs none")] = "ddp"
     lr_scaling: Annotated[str, one_of(LR_SCALINGS, "factor on `lr`: number of devices, or its root")] = "none"
     cpu_offload: Annotated[bool, about('of "fsdp": keep weights, gradients and optimizer state in CPU memory')] = False
-    shard_above: Annotated[
+    shard_checkpoint_above_gib: Annotated[
         float, about('of "fsdp": GiB of state above which devices write checkpoints in parts', ge=0)
     ] = 4.0
     model: Annotated[
@@ -208,7 +211,7 @@ class TrainConfig:
         Raises:
             ObjectiveError: an unknown field (with the nearest name) or a value that is not valid.
         """
-        return cls(**{str(name): value for name, value in values.items()})
+        return cls(**current_training({str(name): value for name, value in values.items()}))
 
 
 FIELDS: dict[str, FieldInfo] = vars(TrainConfig)["__pydantic_fields__"]

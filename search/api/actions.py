@@ -17,7 +17,7 @@ from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.api.opening import notice_promotions, tell_mlflow
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion.open_test import Candidate, choose_candidate, open_for
+from hpsearch.search.promotion.evaluate_test import Candidate, choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import refresh_evidence
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import find_waiting_reasons
@@ -138,10 +138,10 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: b
     try:
         return choose_candidate(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     except AlreadyEvaluatedError as error:
-        raise _opened(study, error) from None
+        raise _as_search_error(study, error) from None
 
 
-def open_test_set(
+def evaluate_test_set(
     services: Services, study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False
 ) -> dict[str, float]:
     """Open the test set, once in the life of a study; return the scores of the winner's best weights by their metrics.
@@ -152,9 +152,9 @@ def open_test_set(
     """
     candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     try:
-        opening = open_for(study, candidate, tracking_of(services, study))
+        opening = evaluate_on_test_set(study, candidate, tracking_of(services, study))
     except AlreadyEvaluatedError as error:
-        raise _opened(study, error) from None
+        raise _as_search_error(study, error) from None
 
     def tell(tracking: Tracking) -> None:
         close_study(study, summarise(study), tracking)
@@ -164,7 +164,7 @@ def open_test_set(
     return opening.scores or {}
 
 
-def _opened(study: StoredStudy, error: AlreadyEvaluatedError) -> SearchError:
+def _as_search_error(study: StoredStudy, error: AlreadyEvaluatedError) -> SearchError:
     name = study.spec.name
     return SearchError(f"study {name!r}: {error}; see it with: {format_command('show', name)}")
 

@@ -11,7 +11,7 @@ import optuna
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.promotion.registry_watch import notice
 from hpsearch.search.services import Services, find_services, resolve_addresses
-from hpsearch.search.spec.spec import parse_spec
+from hpsearch.search.spec.spec import parse_stored_spec
 from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
@@ -136,7 +136,7 @@ def list_studies(where: Addresses) -> list[StudyRow]:
 def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
     if (stored := frozen.user_attrs.get(SPEC)) is None:
         return StudyRow(frozen.study_name, ours=False)
-    spec, engine = parse_spec(stored), storage.engine
+    spec, engine = parse_stored_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
     held = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(

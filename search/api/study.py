@@ -142,8 +142,8 @@ class Study:
 
         Args:
             workers: number of processes; 0 only prepares the study.
-            how: options of the workers: `lease`, `grace`, `save_every`, `stall`, `system_metrics`, and `devices` that
-                train each trial together with their `collective_timeout`.
+            how: options of the workers: `lease`, `grace`, `save_every`, `stall_factor`, `system_metrics`, and `devices`
+                that train each trial together with their `collective_timeout`.
 
         Raises:
             SearchError: the study is stopped, or its workers gave up before the budget was spent.
@@ -178,7 +178,7 @@ class Study:
         with keys_in_errors():
             return options.WorkerOptions(**self._services.addresses, device=device, **how)
 
-    def work(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
+    def run_worker(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
 
         It logs at level INFO. An interrupt ends the epoch, saves, releases the trial and raises KeyboardInterrupt; in a
@@ -193,19 +193,19 @@ class Study:
 
         Example:
             study.extend("+1")
-            assert study.work().finished == 3
+            assert study.run_worker().finished == 3
         """
         from hpsearch.search import process
         from hpsearch.search.worker.join import work_on
 
         if (devices := how.get("devices", 1)) != 1:
-            raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
-        options = self._worker_options(self.work, how, device)
+            raise SearchError(f"run_worker(devices={devices}): this process is one device: use run(devices={devices})")
+        options = self._worker_options(self.run_worker, how, device)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
             code = work_on(self.name, options, stop)
-        why = f"the worker gave up (exit code {code}): see its log, and `why` of the trials"
+        why = f"the worker gave up (exit code {code}): see its log, and `describe_trial` of the trials"
         _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
         return self.summary()
 
@@ -305,11 +305,11 @@ class Study:
 
         return summarise(self._stored)
 
-    def why(self, trial: int) -> str:
+    def describe_trial(self, trial: int) -> str:
         """Return all records of a trial, in lines: parameters, attempts, epochs, and the reason of its end.
 
         Example:
-            print(study.why(0))
+            print(study.describe_trial(0))
         """
         import io
 
@@ -542,7 +542,7 @@ class Study:
             top=top, seeds=seeds, new_set=new_set, infeasible=infeasible, workers=workers, console=PlainConsole(),
         )  # fmt: skip
 
-    def open_test(
+    def evaluate_test(
         self, *, trial: int | None = None, unconfirmed: bool = False, refit: bool = False
     ) -> dict[str, float]:
         """Score the best weights of the finalists' winner on the test set, once in the life of a study.
@@ -555,12 +555,12 @@ class Study:
             refit: open it for the model that `promote(refit=True)` trained.
 
         Example:
-            scores = study.open_test()
+            scores = study.evaluate_test()
             assert 0 <= scores["accuracy"] <= 1
         """
-        from hpsearch.search.api.actions import open_test_set
+        from hpsearch.search.api.actions import evaluate_test_set
 
-        return open_test_set(self._services, self._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+        return evaluate_test_set(self._services, self._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 
     def promote(  # noqa: PLR0913 a keyword for each option of the command
         self,

@@ -64,7 +64,7 @@ def finalists(
 
 
 @register(CONFIRM)
-def open_test(
+def evaluate_test(
     name: o.StudyName,
     *,
     trial: Annotated[
@@ -94,7 +94,7 @@ def open_test(
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
         raise typer.Abort
-    for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
+    for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
     for line in confirmation_lines(study._stored):
         typer.echo(line)

@@ -77,7 +77,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         else:
             values[key] = value
     with as_search_error("--set: " if given else "", ObjectiveError):
-        return TrainConfig.from_dict(values)
+        return TrainConfig(**values)
 
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
@@ -141,7 +141,7 @@ def train(
             return super().report(record)
 
     found = load_objective(objective)
-    found.also_report([*found.directions, *found.constraints])
+    found.set_reported_metrics([*found.directions, *found.constraints])
     config = configured(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
@@ -11,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
 import typer
 from pydantic.fields import FieldInfo
 
+from hpsearch.former_names import VARIABLES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import Kind
@@ -106,14 +108,21 @@ def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]
         flags = [flags.pop([flag.name for flag in flags].index("objective")), _parameter("spec", _Spec), *flags]
         return flags, lambda values: gather_settings(values.pop("spec"), values)
     if kind is WorkerOptions:
-        return [_worker_flag(name) for name in WorkerOptions.model_fields], lambda values: WorkerOptions(**values)
+        return [_worker_flag(name) for name in WorkerOptions.model_fields], _worker_options
     if is_typeddict(kind):
         return [_worker_flag(name) for name in kind.__annotations__], _checked
     return None
 
 
+def _worker_options(values: dict[str, Any]) -> WorkerOptions:
+    for former, current in VARIABLES.items():
+        if former in os.environ:
+            raise SearchError(f"{former}={os.environ[former]} is not read any more; set {current}")
+    return WorkerOptions(**values)
+
+
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    WorkerOptions(**values)
+    _worker_options(values)
     return values
 
 

@@ -1,4 +1,4 @@
-"""The `curves` sampler with several objectives: expected hypervolume improvement."""
+"""The `freeze_thaw` sampler with several objectives: expected hypervolume improvement."""
 
 from __future__ import annotations
 

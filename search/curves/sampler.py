@@ -27,7 +27,7 @@ from hpsearch.search.curves.process import Points, log_expected_improvement
 from hpsearch.search.curves.space import TOPS, best_candidate
 
 
-class CurvesSampler(BaseSampler):
+class FreezeThawSampler(BaseSampler):
     """Suggests where a trial's value after its last epoch is expected to improve most on the best that is foreseen.
 
     Of several metrics: where it is expected to add most to the hypervolume that the front dominates (`several`).

@@ -75,7 +75,7 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "n_trials": len(of.trials) * len(of.seeds),
         "sampler": Random().model_dump(),
         "warm_start": None,
-        "stop_when": None,
+        "min_expected_gain": None,
         "pruner": NoPruning().model_dump(),
         "timeout": None,
         "budget_epochs": None,

@@ -238,7 +238,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     facts: list[tuple[str, object]] = [
         ("given by", attrs.get(ORIGIN)),
         ("forecast", forecast_trials(study, study.trials(), of={trial.number}).get(trial.number)),
-        ("curves", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
+        ("freeze_thaw", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
         ("reason", reason),
         ("pruning", _format_pruning(attrs.get(PRUNING))),
     ]

@@ -1,4 +1,4 @@
-"""The sampler `curves`, and Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
+"""The sampler `freeze_thaw`, and Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
     return Fitting(seed=seed, warn_independent_sampling=False, **options)
 
 
-class Curves(SamplerSpec):
+class FreezeThaw(SamplerSpec):
     """Learn from every epoch, of trials that run or wait too, what a configuration ends with.
 
     A Gaussian process over configurations and epochs (after Swersky et al. 2014), and the expected improvement at the
@@ -190,7 +190,7 @@ class Curves(SamplerSpec):
     the trials is drawn at random (after Falkner et al. 2018): the process alone can dwell on what it believes in.
     """
 
-    name: Literal["curves"] = "curves"
+    name: Literal["freeze_thaw"] = "freeze_thaw"
     n_startup_trials: int = Field(default=10, ge=1)
     random_fraction: Number = Field(default=0.3, ge=0, le=1)
 
@@ -198,6 +198,6 @@ class Curves(SamplerSpec):
     repeats: ClassVar[bool] = True  # two workers at once, at the ends of ranges
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from hpsearch.search.curves.sampler import CurvesSampler
+        from hpsearch.search.curves.sampler import FreezeThawSampler
 
-        return CurvesSampler(seed=seed, epochs=epochs, **self.options)
+        return FreezeThawSampler(seed=seed, epochs=epochs, **self.options)

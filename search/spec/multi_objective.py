@@ -13,7 +13,7 @@ Direction = Literal["maximize", "minimize"]
 
 # For several metrics: median compares one number, and where asha prunes tpe came to less than drawing at random does
 # (benchmarks/search_quality).
-USUAL = {"sampler": "curves", "pruner": "asha"}
+USUAL = {"sampler": "freeze_thaw", "pruner": "asha"}
 
 _BOUND = re.compile(r"(<=|>=)\s*(\S+)")
 _NAMED_BOUND = re.compile(r"([^<>=]+?)\s*((?:<=|>=|<|>|=).*)")

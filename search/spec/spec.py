@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
+from hpsearch.former_names import current_spec
 from hpsearch.objectives.loading import normalize_reference
 from hpsearch.objectives.model_metrics import get_metric_value
 from hpsearch.search.errors import SearchError, format_name_hint
@@ -152,7 +153,8 @@ class StudySpec(Options):
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     warm_start: Annotated[list[str] | None, BeforeValidator(_study_names)] = Field(
         default=None,
-        description="Earlier studies in this database, separated by commas, whose trials inform the sampler curves",
+        description="Earlier studies in this database, separated by commas, whose trials inform the sampler "
+        "freeze_thaw",
     )
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
     default_first: bool = Field(
@@ -188,7 +190,7 @@ class StudySpec(Options):
         le=1_000_000_000,
         description="Budget: seconds of training, summed over all trials, after which no epoch starts",
     )
-    stop_when: Number | None = Field(
+    min_expected_gain: Number | None = Field(
         default=None,
         gt=0,
         description="Expected gain of the remaining budget, in units of the metric, below which the study stops early",
@@ -292,8 +294,8 @@ class StudySpec(Options):
         if self.several:
             self.sampler.for_several()
             self.pruner.for_several()
-            if self.stop_when is not None:
-                raise ValueError("--stop-when: what several metrics gain is no one number: leave it out")
+            if self.min_expected_gain is not None:
+                raise ValueError("--min-expected-gain: what several metrics gain is no one number: leave it out")
         known = [self.metric, *self.also_reported]
         if (named := self.pruner.names_metric()) is not None and named not in known:
             raise ValueError(
@@ -339,7 +341,7 @@ class Settings(Addresses, total=False):
     timeout: float | None
     budget_epochs: int | None
     budget_seconds: float | None
-    stop_when: float | None
+    min_expected_gain: float | None
     models: str | None
     top_models: int | None
     tensorboard: Path | str | None
@@ -372,6 +374,15 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         return StudySpec.model_validate(values)
     except ValidationError as error:
         raise SearchError(_first_line(error)) from None
+
+
+def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
+    """Validate a spec as a database has it, which an earlier version may have written.
+
+    Raises:
+        SearchError: a setting is invalid.
+    """
+    return parse_spec(current_spec(values))
 
 
 def _first_line(error: ValidationError) -> str:

@@ -37,7 +37,7 @@ from hpsearch.search.spec.spec import StudySpec, searched_by
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.enqueue import Configurations, default_params, read_rows, require_room, waiting_trial
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
-from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study
+from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
@@ -307,7 +307,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     settings = {**settings, "objective": objective_reference(reference)}
     spec = StudySpec.model_construct(**metrics_given(settings, objective))  # the rest may be that of a stored study
     with _metric_named(objective, spec):
-        judge_by_metrics(objective, spec)
+        set_metrics(objective, spec)
     _check_ways(objective, spec)
     return settings, objective
 

@@ -16,7 +16,7 @@ from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, TextFixedTrial
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError, as_search_error
-from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import ORIGIN
 from hpsearch.storage.study_storage.creating import insert_missing_in
@@ -201,7 +201,7 @@ def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
     made: list[int] = []
 
     def insert(connection: sa.Connection, spec: dict[str, Any]) -> None:
-        made.append(add(connection, study.study_id, parse_spec(spec), trials))
+        made.append(add(connection, study.study_id, parse_stored_spec(spec), trials))
 
     change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=insert)
     return made[-1]

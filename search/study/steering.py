@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.study_pruner import study_rungs
-from hpsearch.search.spec.spec import parse_spec, typed
+from hpsearch.search.spec.spec import parse_stored_spec, typed
 from hpsearch.search.study.enqueue import add
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
@@ -59,7 +59,7 @@ def start_study(study: StoredStudy) -> str | None:
 
 def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
     """Take the rest of the budget up, in which who waited at a rung in vain may have a place again."""
-    spec = parse_spec(values)
+    spec = parse_stored_spec(values)
     if take_up(connection, study.study_id) and (rungs := study_rungs(spec)) is not None:
         wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
@@ -132,10 +132,10 @@ def extend_study(
                 "give a larger number, or +N for N more"
             )
         changed.append(Extended(before, after, started, unit))
-        return parse_spec({**spec, setting: after}).model_dump()
+        return parse_stored_spec({**spec, setting: after}).model_dump()
 
     def then(connection: sa.Connection, values: dict[str, Any]) -> None:
-        spec = parse_spec(values)
+        spec = parse_stored_spec(values)
         take_up(connection, study.study_id)
         changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
         if (rungs := study_rungs(spec)) is not None:

@@ -19,7 +19,7 @@ from hpsearch.objectives.training.trainer import device_named
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.services import Services, probe_tracking
-from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import front_of, rank_trials
 from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
@@ -125,7 +125,7 @@ class StoredStudy:
             ObjectiveError: it cannot be loaded, or does not have such a metric.
         """
         objective = load_objective(self.spec.objective)
-        judge_by_metrics(objective, self.spec)
+        set_metrics(objective, self.spec)
         return objective
 
     def source_warning(self, objective: BaseObjective) -> str | None:
@@ -173,7 +173,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
         raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch; choose another name")
-    return StoredStudy(parse_spec(stored), storage, study_id)
+    return StoredStudy(parse_stored_spec(stored), storage, study_id)
 
 
 def find_study(storage: PostgresStorage, name: str) -> int | None:
@@ -312,14 +312,14 @@ def _series(release: str) -> list[str]:
     return parts[:2] if parts[0] == "0" else parts[:1]
 
 
-def judge_by_metrics(objective: BaseObjective, spec: StudySpec) -> None:
+def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
     """Let the objective report all metrics that the study optimises or bounds.
 
     Raises:
         ObjectiveError: it does not have such a metric.
     """
-    objective.judge_by(spec.metric, spec.direction)
-    objective.also_report(spec.also_reported)
+    objective.set_metric(spec.metric, spec.direction)
+    objective.set_reported_metrics(spec.also_reported)
 
 
 def require_measurable(spec: StudySpec, device: str | None) -> None:

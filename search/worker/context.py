@@ -106,7 +106,7 @@ class WorkerContext:
         self.lease = LeaseKeeper(self.claims)
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)
         self.register = Register(study.engine, study.study_id, worker_identity(options.device, options.world))
-        self.pulse = Pulse(Path(options.heartbeat) if options.heartbeat else None, stall=options.stall)
+        self.pulse = Pulse(Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor)
         self.fleet_gone: Callable[[], bool] | None = None
         self.failed_before: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):

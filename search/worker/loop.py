@@ -9,7 +9,7 @@ import time
 import optuna
 
 from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
-from hpsearch.search.study.stop_when import Rest
+from hpsearch.search.study.terminator import Terminator
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.storage.attributes import RUNG
@@ -27,7 +27,7 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._rest = None if context.spec.stop_when is None else Rest(context.study, context.sampled)
+        self._rest = None if context.spec.min_expected_gain is None else Terminator(context.study, context.sampled)
         self._left = context.options.max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
@@ -109,7 +109,7 @@ class Worker:
     def _idle_too_long(self, running: int) -> bool:
         self._idle_since = min(self._idle_since, time.monotonic())
         idle = time.monotonic() - self._idle_since
-        patience = self._context.options.leave_when_idle
+        patience = self._context.options.idle_timeout
         if patience is None or idle < patience:
             return False
         log.info("nothing to take for %.0f s, while others run %d trials: leaving", idle, running)

@@ -16,7 +16,7 @@ MOST_DEVICES = 1024
 GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
 
 # Options of one worker, which a fleet does not pass on by the environment.
-SINGLE = {"device", "tracking_required", "leave_when_idle", "max_trials", "max_time", "heartbeat", "nodes"}
+SINGLE = {"device", "tracking_required", "idle_timeout", "max_trials", "max_time", "heartbeat", "nodes"}
 
 
 class Working(TypedDict, total=False):
@@ -26,7 +26,7 @@ class Working(TypedDict, total=False):
     collective_timeout: float | None
     grace: float
     save_every: float | None
-    stall: float | None
+    stall_factor: float | None
     lease: float
     system_metrics: bool
 
@@ -72,14 +72,14 @@ class WorkerOptions(Options):
         description="Minutes between mid-epoch checkpoints of long epochs  [default: none, only at the "
         "end of each epoch]",
     )
-    leave_when_idle: Number | None = Field(
+    idle_timeout: Number | None = Field(
         default=None,
         ge=0,
         description="Exit after N seconds without a trial to run while other workers run theirs",
     )
     max_trials: int | None = Field(default=None, ge=1, description="Exit after N trials")
     max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds, as after SIGTERM")
-    stall: Number | None = Field(
+    stall_factor: Number | None = Field(
         default=None,
         gt=1,
         description="Restart a worker and release its trial when a step takes N times as long as its "

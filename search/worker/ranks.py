@@ -15,7 +15,7 @@ from hpsearch.objectives.training.ranks import RankLostError, Ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.study import judge_by_metrics
+from hpsearch.search.study.study import set_metrics
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
             with ranks.together():
                 name = job.spec.objective
                 objective = loaded[name] = loaded.get(name) or load_objective(name)
-                judge_by_metrics(objective, job.spec)
+                set_metrics(objective, job.spec)
                 fit(objective, job.config, job.plan, device=device)
         except RankLostError:
             raise

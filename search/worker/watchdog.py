@@ -26,11 +26,11 @@ class Pulse:
 
     Args:
         heartbeat: a file that is touched then, at most each second.
-        stall: how many times the longest pause of the attempt so far makes one too long; None looks after nothing.
+        stall_factor: multiple of the longest pause of the attempt so far at which a pause is too long; None: no limit.
     """
 
-    def __init__(self, heartbeat: Path | None = None, *, stall: float | None = None) -> None:
-        self._file, self._stall = heartbeat, stall
+    def __init__(self, heartbeat: Path | None = None, *, stall_factor: float | None = None) -> None:
+        self._file, self._stall_factor = heartbeat, stall_factor
         self._touched_at = -_TOUCHED
         self._last = time.monotonic()
         self._longest = 0.0
@@ -55,7 +55,7 @@ class Pulse:
         """Begin to look after an attempt; `give_back` leaves its trial to others."""
         self._beats, self._longest, self._last = 0, 0.0, time.monotonic()
         self._give_back = give_back
-        if self._stall is not None and self._watch is None:
+        if self._stall_factor is not None and self._watch is None:
             self._watch = threading.Thread(target=self._look, name="stall", daemon=True)
             self._watch.start()
 
@@ -64,11 +64,11 @@ class Pulse:
         self._give_back = None
 
     def _look(self) -> None:
-        assert self._stall is not None
+        assert self._stall_factor is not None
         while True:
             time.sleep(min(1.0, LEAST / 4))  # it looks for what does not come: nothing could wake it
             give_back, pause = self._give_back, time.monotonic() - self._last
-            if give_back is None or not self._beats or pause <= max(LEAST, self._stall * self._longest):
+            if give_back is None or not self._beats or pause <= max(LEAST, self._stall_factor * self._longest):
                 continue
             log.error(
                 "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",

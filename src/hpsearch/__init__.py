@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.data.dataset import Batch as Batch
     from hpsearch.objectives.training.data.dataset import Dataset as Dataset
     from hpsearch.objectives.training.data.preprocess import Standardize as Standardize
-    from hpsearch.objectives.training.data.samplers import ByLength as ByLength
+    from hpsearch.objectives.training.data.samplers import LengthGroupedSampler as LengthGroupedSampler
     from hpsearch.objectives.training.data.samples import fingerprint_files as fingerprint_files
-    from hpsearch.objectives.training.data.samples import padded as padded
+    from hpsearch.objectives.training.data.samples import pad_collate as pad_collate
     from hpsearch.objectives.training.data.split_rows import Blocks as Blocks
     from hpsearch.objectives.training.data.splits import Splits as Splits
     from hpsearch.objectives.training.evaluation.evaluate import evaluate as evaluate
@@ -57,8 +57,8 @@ _NAMES_BY_MODULE = {
     "objectives.training.data.dataset": ("Batch", "Dataset"),
     "objectives.training.data.split_rows": ("Blocks",),
     "objectives.training.data.preprocess": ("Standardize",),
-    "objectives.training.data.samplers": ("ByLength",),
-    "objectives.training.data.samples": ("fingerprint_files", "padded"),
+    "objectives.training.data.samplers": ("LengthGroupedSampler",),
+    "objectives.training.data.samples": ("fingerprint_files", "pad_collate"),
     "objectives.training.data.splits": ("Splits",),
     "objectives.training.evaluation.evaluate": ("evaluate",),
     "objectives.training.evaluation.metrics": ("Metrics", "classification"),

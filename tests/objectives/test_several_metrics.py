@@ -69,7 +69,7 @@ def test_a_function_has_them_as_attributes(tmp_path):
 
 
 def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
-    wine.also_report(["accuracy", "latency_ms", "macro_f1", "latency_ms", "loss"])
+    wine.set_reported_metrics(["accuracy", "latency_ms", "macro_f1", "latency_ms", "loss"])
     assert wine.reported == ("latency_ms", "macro_f1", "loss")
     assert Wine.reported == ()
 
@@ -79,7 +79,7 @@ def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
 )
 def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
     with pytest.raises(MetricError) as error:
-        wine.also_report([name])
+        wine.set_reported_metrics([name])
     assert f"metric {name!r} is none that comes with accuracy, nor measured" in str(error.value)
     assert near in str(error.value)
     assert "\n" not in str(error.value)
@@ -87,16 +87,16 @@ def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
 
 def test_what_nobody_can_know_yet_is_not_refused(objective_with):
     own = objective_with(metrics=lambda self, train: None)
-    own.also_report(["whatever"])
+    own.set_reported_metrics(["whatever"])
     measuring = objective_with(measures=lambda self, model, config: {})
-    measuring.also_report(["sparsity"])
+    measuring.set_reported_metrics(["sparsity"])
     assert (own.reported, measuring.reported) == (("whatever",), ("sparsity",))
 
 
 @pytest.mark.parametrize("name", MODEL_METRICS)
 def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
     with pytest.raises(MetricError, match="does not tell the best epoch"):
-        wine.judge_by(name, "minimize")
+        wine.set_metric(name, "minimize")
 
 
 def test_the_value_of_a_metric_in_a_record():

@@ -65,7 +65,7 @@ def simulated(sampler: str, *, budget: int = 300, seed: int = 0) -> tuple[Watche
     return way, simulation
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2", "curves"])
+@pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2", "freeze_thaw"])
 def test_a_search_is_a_function_of_its_seed(sampler: str) -> None:
     first, second, other = (simulated(sampler, seed=seed, budget=80)[0].told for seed in (1, 1, 2))
     assert first == second

@@ -106,7 +106,7 @@ def _disable_regularization(config: TrainConfig, lr: float, samples: int) -> Tra
         config,
         lr=lr,
         batch_size=samples,
-        accumulate=1,
+        gradient_accumulation_steps=1,
         weight_decay=0.0,
         label_smoothing=0.0,
         ema_decay=None,

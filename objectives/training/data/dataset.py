@@ -103,7 +103,7 @@ def as_tree(values: Any, name: str) -> Tree:
             raise ObjectiveError(f"{name} holds what is no number: {error}") from error
         raise ObjectiveError(
             f"{name} is ragged: sample 0 has shape {list(shapes[0])} and sample {odd} {list(shapes[odd])}; "
-            "give collate=, which makes a batch of a list of samples, such as `padded`"
+            "give collate=, which makes a batch of a list of samples, such as `pad_collate`"
         ) from error
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Sampler = torch_data.Sampler[int] | torch_data.Sampler[list[int]]
 
 
-class ByLength(torch_data.Sampler[list[int]]):
+class LengthGroupedSampler(torch_data.Sampler[list[int]]):
     """A sampler for `Objective.sampler` that batches samples of similar length, which reduces padding.
 
     It shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches.
@@ -74,13 +74,13 @@ class EpochOrder:
             batches = math.ceil(self._length / config.batch_size)
             if config.drop_last and batches > 1 and self._length % config.batch_size:
                 batches -= 1
-        return math.ceil(batches / config.accumulate)
+        return math.ceil(batches / config.gradient_accumulation_steps)
 
     def iterate_steps(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Iterate over the optimizer steps of an epoch, each a tuple of the rows of its micro-batches."""
         batches = self._batches(epoch, device)
-        for start in range(0, len(batches), self._config.accumulate):
-            yield tuple(batches[start : start + self._config.accumulate])
+        for start in range(0, len(batches), self._config.gradient_accumulation_steps):
+            yield tuple(batches[start : start + self._config.gradient_accumulation_steps])
 
     def _batches(self, epoch: int, device: torch.device) -> Sequence[Tensor]:
         if self._sampler is None:

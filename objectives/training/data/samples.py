@@ -80,7 +80,7 @@ def _split_targets(batch: Any) -> tuple[Tree, Tree]:
     raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}: give collate=")
 
 
-def padded(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+def pad_collate(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     """A collate for sequences of different lengths: pairs of ids [t] and a target.
 
     Returns:

@@ -53,10 +53,10 @@ def check_epoch(config: TrainConfig, samples: int, total_steps: int, epoch_steps
         ObjectiveError: it says which setting, and what would do.
     """
     batches = max(samples // config.batch_size if config.drop_last else -(-samples // config.batch_size), 1)
-    if config.accumulate > batches:
+    if config.gradient_accumulation_steps > batches:
         raise ObjectiveError(
-            f"accumulate {config.accumulate} with batch_size {config.batch_size} is more than an epoch of {samples} "
-            f"samples: set accumulate to at most {batches}"
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps} with batch_size {config.batch_size} is "
+            f"more than an epoch of {samples} samples: set gradient_accumulation_steps to at most {batches}"
         )
     check_length(config, total_steps=total_steps, epoch_steps=epoch_steps)
 

@@ -158,7 +158,8 @@ def _summary(run: Run, result: FitResult) -> list[str]:
     lines = [
         f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.plan.epochs} planned",
         f"- seed {run.plan.seed}, split seed {run.plan.split_seed}, split {result.split_hash[:12]}",
-        f"- {run.step} optimizer steps of {run.config.batch_size * run.config.accumulate} samples on {run.device}",
+        f"- {run.step} optimizer steps of {run.config.batch_size * run.config.gradient_accumulation_steps} samples "
+        f"on {run.device}",
     ]
     if result.memory is not None:
         lines.append(f"- peak device memory {result.memory / 2**20:.0f} MiB")

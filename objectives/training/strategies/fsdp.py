@@ -134,7 +134,7 @@ class Sharded(Strategy):
         """What a checkpoint has of a state: where it is large, each rank writes its own part to `place`."""
         from hpsearch.objectives.training.strategies import shards  # only here: see `Strategy.restored`
 
-        if place is not None and shards.size(parts) > self._config.shard_above * 2**30:
+        if place is not None and shards.size(parts) > self._config.shard_checkpoint_above_gib * 2**30:
             written = shards.write(parts, place, self._ranks)
             if written is not None:
                 return written

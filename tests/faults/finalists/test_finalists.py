@@ -131,14 +131,14 @@ def assert_tracked(arena: Arena, study: StoredStudy, found: Finalists) -> None:
 
 
 def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> None:
-    said = arena.run("open-test", NAME, "--yes")
+    said = arena.run("evaluate-test", NAME, "--yes")
     opening = read_test_evaluation(stored.storage.engine, stored.study_id)
     assert opening is not None
     assert (opening.trial_number, opening.finalists) == (found.winner, HELD)
     assert opening.scores is not None
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
     assert "unconfirmed" not in said
-    again = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
+    again = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
     assert re.search(rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}, and it opens once", again)
     run_id = stored.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
     metrics = mlflow.MlflowClient(arena.tracking_uri).get_run(run_id).data.metrics
@@ -165,27 +165,27 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: Store
     runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in study.trials()]
     other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
     client.log_artifact(runs[0], other, "checkpoints")
-    opening = ("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
+    opening = ("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
     assert "is of another training (seed" in arena.run(*opening, code=2)
     Path(other).write_bytes(Path(other).read_bytes()[:-9])
     client.log_artifact(runs[0], other, "checkpoints")
     assert "its checksum does not fit; nothing was opened" in arena.run(*opening, code=2)
     assert read_test_evaluation(study.storage.engine, study.study_id) is None
-    said = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
+    said = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
     assert "unconfirmed by finalists" in said
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)
 def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study: StoredStudy) -> None:
     write(arena.orders, [Order("evaluate test set", "kill", trial=OUTSIDE, attempt=0)])
-    arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
+    arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
     write(arena.orders, [])
     opening = read_test_evaluation(study.storage.engine, study.study_id)
     assert opening is not None
     assert opening.scores is None
     other = next(t.number for t in study.trials() if t.number != opening.trial_number)
-    assert "was opened" in arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
-    arena.run("open-test", NAME, "--yes")
+    assert "was opened" in arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
+    arena.run("evaluate-test", NAME, "--yes")
     again = read_test_evaluation(study.storage.engine, study.study_id)
     assert again is not None
     assert (again.opened_at, again.trial_number) == (opening.opened_at, opening.trial_number)

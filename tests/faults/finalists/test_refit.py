@@ -121,13 +121,13 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
 
 def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     """The test set opens for the refit, and then for nobody else."""
-    said = arena.run("open-test", NAME, "--refit", "--yes")
+    said = arena.run("evaluate-test", NAME, "--refit", "--yes")
     opening = read_test_evaluation(study.engine, study.study_id)
     assert opening is not None
     assert (opening.trial_number, opening.finalists, opening.refit) == (refit.of, f"{NAME}.finalists", MADE)
     assert opening.scores is not None
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
-    again = arena.run("open-test", NAME, "--yes", code=2)
+    again = arena.run("evaluate-test", NAME, "--yes", code=2)
     assert re.search(rf"opened on .* for the refit of trial {refit.of}, and it opens once", again)
     client = mlflow.MlflowClient(arena.tracking_uri)
     version = client.get_model_version_by_alias(NAME, "champion")

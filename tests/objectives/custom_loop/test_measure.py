@@ -45,7 +45,7 @@ class Loop(LoopObjective):
 
 def asked(*names, **attributes):
     objective = type("Asked", (Loop,), attributes)()
-    objective.also_report(names)
+    objective.set_reported_metrics(names)
     return objective
 
 

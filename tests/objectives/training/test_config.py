@@ -53,7 +53,9 @@ def test_the_model_settings_are_a_copy():
         ({"lr": True}, "lr must be a number, not True"),
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
-        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+        ({"accumulate": 2}, "unknown training setting 'accumulate': it is now 'gradient_accumulation_steps'"),
+        ({"shard_above": 1.0}, "unknown training setting 'shard_above': it is now 'shard_checkpoint_above_gib'"),
         ({"patience": 0}, "patience must be at least 1, not 0"),
         ({"patience": 1.5}, "patience must be a whole number or None, not 1.5"),
         ({"weight_decay": -1}, "weight_decay must be at least 0"),
@@ -92,6 +94,13 @@ def test_a_bad_value_is_refused_in_one_line(values, message):
 def test_an_unknown_setting_is_refused_with_the_nearest_name(made):
     with pytest.raises(ObjectiveError, match="unknown training setting 'batchsize': did you mean 'batch_size'"):
         made({"batchsize": 8})
+
+
+def test_former_names_are_read_from_what_was_stored():
+    named = TrainConfig(gradient_accumulation_steps=3, shard_checkpoint_above_gib=1.0)
+    assert TrainConfig.from_dict({"accumulate": 3, "shard_above": 1.0}) == named
+    with pytest.raises(ObjectiveError, match="unknown training setting 'accumulate'"):
+        TrainConfig.from_dict({**named.to_dict(), "accumulate": 3})
 
 
 def test_a_changed_copy_is_validated_and_itself_does_not_change():

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
-from hpsearch.objectives.training.data.samplers import ByLength, EpochOrder
+from hpsearch.objectives.training.data.samplers import EpochOrder, LengthGroupedSampler
 from tests.objectives.training.support import Memory, Wine, built, fit, same_result
 
 CPU = torch.device("cpu")
@@ -34,12 +34,13 @@ def test_a_weighted_sampler_draws_by_its_weights_anew_each_epoch():
 
 def test_batches_by_length_pad_little_and_take_each_sample_once():
     lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
-    found = _order(ByLength(lengths, 10), samples=1000, accumulate=3)
+    found = _order(LengthGroupedSampler(lengths, 10), samples=1000, gradient_accumulation_steps=3)
     batches = [rows for window in found for rows in window]
     assert sorted(torch.cat(batches).tolist()) == list(range(1000))
     spread = torch.stack([lengths[rows].max() - lengths[rows].min() for rows in batches]).float()
     assert spread.mean() < 25
-    assert len(found) == 34 == EpochOrder(1000, TrainConfig(accumulate=3), 0, ByLength(lengths, 10)).steps
+    config = TrainConfig(gradient_accumulation_steps=3)
+    assert len(found) == 34 == EpochOrder(1000, config, 0, LengthGroupedSampler(lengths, 10)).steps
     assert [len(window) for window in found[:-1]] == [3] * 33
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from hpsearch import Objective, ObjectiveError, Splits, TrainConfig, Trainer
 from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
-from hpsearch.objectives.training.data.samples import padded
+from hpsearch.objectives.training.data.samples import pad_collate
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.exportable import exportable
@@ -20,7 +20,7 @@ from tests.objectives.training.support import Memory, built, exact, fit, same_re
 VARIANTS = (
     {},
     {"num_workers": 2},
-    {"accumulate": 2, "ema_decay": 0.9},
+    {"gradient_accumulation_steps": 2, "ema_decay": 0.9},
     {"optimizer": "sam"},
     {"swa_fraction": 0.5},
     {"precision": "bf16"},
@@ -36,7 +36,7 @@ class Text(Objective):
     def data(self, seed):
         rng = np.random.default_rng(0)
         texts = [rng.integers(1, 30, int(rng.integers(3, 20))) for _ in range(160)]
-        return Splits.make(texts, [int((text < 15).mean() > 0.5) for text in texts], seed=seed, collate=padded)
+        return Splits.make(texts, [int((text < 15).mean() > 0.5) for text in texts], seed=seed, collate=pad_collate)
 
     def model(self, config, train):
         return _Bag()

@@ -73,10 +73,10 @@ def test_what_is_returned_may_be_changed(study: Study) -> None:
 def test_the_best_trial_and_why_another_ended(study: Study) -> None:
     assert study.best_trial.number == study.optuna_study.best_trial.number == 1
     assert study.summary().infeasible == 1
-    assert "trial 2 of s: infeasible" in study.why(2)
-    assert "the loss is nan" in study.why(2)
+    assert "trial 2 of s: infeasible" in study.describe_trial(2)
+    assert "the loss is nan" in study.describe_trial(2)
     with pytest.raises(SearchError, match="--trial 3: study 's' has no such trial"):
-        study.why(3)
+        study.describe_trial(3)
 
 
 def test_a_row_for_each_study(study: Study, database_url: str) -> None:

@@ -242,7 +242,7 @@ MISTAKES = [
     (["train", "digits", "--set", "optimizer=adamm"], ["'adamm'", "'adam'"]),
     (["train", "digits", "--set", "model.widht=3"], ["model.widht", "'width'"]),
     (["train", "digits", "--set", "model.kind=transformer"], ["transformer"]),
-    (["train", "digits", "--set", "accumulate=99"], ["accumulate 99", "at most 16"]),
+    (["train", "digits", "--set", "gradient_accumulation_steps=99"], ["gradient_accumulation_steps 99", "at most 16"]),
     (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps 9999"]),
     (["train", "digits", "--epochs", "0"], ["--epochs", "0"]),
     (["train", "digits", "--device", "toaster"], ["'toaster'"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.curves.sampler import CurvesSampler
+from hpsearch.search.curves.sampler import FreezeThawSampler
 from tests.factories import X
 
 EPOCHS = 9
@@ -31,6 +31,6 @@ def pruned(params: dict, distributions: dict, values: dict, **shape: object) -> 
 
 
 def suggestion(study: optuna.Study, seed: int = 0, **options: object) -> float:
-    study.sampler = CurvesSampler(seed=seed, epochs=EPOCHS, **{"random_fraction": 0.0, **options})
+    study.sampler = FreezeThawSampler(seed=seed, epochs=EPOCHS, **{"random_fraction": 0.0, **options})
     trial = study.ask()
     return trial.suggest_float("x", 0.0, 1.0)

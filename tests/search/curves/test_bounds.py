@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.curves.forecast import Forecast, forecasts, told
 from hpsearch.search.curves.points import least_loss
-from hpsearch.search.study.stop_when import Left, expected_gain
+from hpsearch.search.study.terminator import Left, expected_gain
 from tests.factories import X
 
 LEFT = Left(trials=500, epochs=4)

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from hpsearch.search.curves.forecast import CHOSEN, band, chosen_line
 from hpsearch.search.curves.learning import FITTED, REFIT
 from hpsearch.search.curves.points import Seen
-from hpsearch.search.curves.sampler import CurvesSampler
+from hpsearch.search.curves.sampler import FreezeThawSampler
 from tests.factories import X
 from tests.search.curves.support import EPOCHS, curve, pruned, study_of, suggestion
 
@@ -42,7 +42,7 @@ def test_a_search_by_it_ends_nearer_than_one_at_random():
             study.tell(trial, value)
         return study.best_value
 
-    chosen = best(lambda number: CurvesSampler(seed=number, epochs=EPOCHS, random_fraction=0.0))
+    chosen = best(lambda number: FreezeThawSampler(seed=number, epochs=EPOCHS, random_fraction=0.0))
     assert chosen < 0.2 * best(optuna.samplers.RandomSampler)
 
 
@@ -101,7 +101,7 @@ def test_a_parameter_that_comes_later_is_taken_up():
     suggestion(study)
     for lr in np.geomspace(1e-4, 1, 10):
         study.add_trial(pruned({"x": 0.7, "lr": lr}, {"x": X, "lr": LR}, curve(0.7 + abs(np.log10(lr) + 2))))
-    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
+    study.sampler = FreezeThawSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
     assert study.ask().relative_params.keys() == {"lr", "x"}
     kept = study._storage.get_study_system_attrs(study._study_id)[FITTED]
     assert kept["names"] == ["lr", "x"]
@@ -149,7 +149,7 @@ def test_of_what_it_did_not_choose_alone_it_notes_nothing():
         params = {"x": x, "lr": 10 ** -(number % 4)}
         study.add_trial(pruned(params, {"x": X, "lr": LR}, curve(x)))
     study.enqueue_trial({"x": 0.25})
-    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
+    study.sampler = FreezeThawSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
     for given in (True, False):
         trial = study.ask()
         trial.suggest_float("lr", 1e-4, 1.0, log=True)  # chosen, before what is given is asked for

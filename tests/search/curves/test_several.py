@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpsearch.search.curves.forecast import CHOSEN, chosen_line
 from hpsearch.search.curves.learning import FITTED
 from hpsearch.search.curves.multi_objective import Several, log_improvement, others_by_epoch, undominated, violation
-from hpsearch.search.curves.sampler import CurvesSampler
+from hpsearch.search.curves.sampler import FreezeThawSampler
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import compute_hypervolume
@@ -60,8 +60,8 @@ class Search:
         return compute_hypervolume(np.array(losses), (0.0, 1.0))
 
 
-def curves(seed: int) -> CurvesSampler:
-    return CurvesSampler(seed=seed, epochs=EPOCHS, random_fraction=0.0)
+def curves(seed: int) -> FreezeThawSampler:
+    return FreezeThawSampler(seed=seed, epochs=EPOCHS, random_fraction=0.0)
 
 
 def test_its_fronts_are_wider_than_those_at_random():

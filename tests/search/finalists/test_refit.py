@@ -8,7 +8,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
 from hpsearch.search.finalists.table import finalist_sets
-from hpsearch.search.promotion.open_test import choose_candidate
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, division_seed, training_seed
 from hpsearch.search.study.study import StoredStudy, parent_of
 from hpsearch.storage.attributes import PARENT_TRIAL
@@ -70,7 +70,7 @@ def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
     assert "s.refit (refit)" in say("studies")
     assert "holds the refit of 's', no more than were chosen" in say("extend", "s.refit", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.refit", code=2)
-    assert "open the test set of 's'" in say("open-test", "s.refit", code=2)
+    assert "open the test set of 's'" in say("evaluate-test", "s.refit", code=2)
     assert "hpsearch promote s --refit" in say("start", "s.refit")
     gone = say("delete", "s", "--yes").splitlines()
     assert gone == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s.refit", "s")]

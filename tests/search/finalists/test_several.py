@@ -12,8 +12,8 @@ from hpsearch.search.finalists.choose import best_configurations, create_or_join
 from hpsearch.search.finalists.refit import create_or_join_refit, read_refit
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table, ranked
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.evidence import Confirmation
-from hpsearch.search.promotion.open_test import choose_candidate
 from hpsearch.search.promotion.promote import parse_preference, preferred
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.publish import table_record

@@ -12,7 +12,7 @@ from hpsearch import ObjectiveError, load_objective
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import best_configurations, create_or_join, passed_over
 from hpsearch.search.finalists.text import confirmation_lines
-from hpsearch.search.promotion.open_test import choose_candidate
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, suggest, training_seed
 from hpsearch.search.study.study import StoredStudy, load_study, parent_of
 from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED

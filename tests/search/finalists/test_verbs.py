@@ -19,7 +19,7 @@ def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.finalists", code=2)
-    assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
+    assert "open the test set of 's'" in say("evaluate-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
     shown = say("show", "s")
@@ -66,16 +66,16 @@ def test_no_search_takes_the_place_of_finalists(say: Say, study: StoredStudy) ->
 
 
 def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:
-    assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
-    assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
+    assert "'s' has no finalists" in say("evaluate-test", "s", "--yes", code=2)
+    assert "--trial 77" in say("evaluate-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
     chosen, _ = create_or_join(study, top=2, seeds=1)
-    assert "are not done, 2 are left" in say("open-test", "s", "--yes", code=2)
+    assert "are not done, 2 are left" in say("evaluate-test", "s", "--yes", code=2)
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert (
         "is trial 3: leave it out, or open the test set for an unconfirmed trial with --unconfirmed --trial 1"
-        in say("open-test", "s", "--yes", "--trial", "1", code=2)
+        in say("evaluate-test", "s", "--yes", "--trial", "1", code=2)
     )
-    assert "names no tracking server" in say("open-test", "s", "--yes", code=2)
+    assert "names no tracking server" in say("evaluate-test", "s", "--yes", code=2)
 
 
 def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, say: Say) -> None:
@@ -83,8 +83,8 @@ def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, sa
     opening = record_test_evaluation(
         engine, study.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
     )
-    assert "opened on" in say("open-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
+    assert "opened on" in say("evaluate-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
     write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
     assert "test set: accuracy 0.8750, opened on " in say("show", "s")
-    refused = say("open-test", "s", "--yes", code=2)
+    refused = say("evaluate-test", "s", "--yes", code=2)
     assert "by ann@host for trial 1, and it opens once; see it with: hpsearch show s" in refused

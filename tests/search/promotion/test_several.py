@@ -11,7 +11,7 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion.open_test import choose_candidate
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.promote import promote, refresh_evidence
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.cleanup import find_garbage

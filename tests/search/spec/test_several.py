@@ -20,7 +20,7 @@ def test_the_first_of_several_is_the_metric(given: Any) -> None:
     assert made.several
     assert made.maximized == (True, False)
     assert made.also_reported == ("latency_ms",)
-    assert (made.sampler.name, made.pruner.name) == ("curves", "asha")
+    assert (made.sampler.name, made.pruner.name) == ("freeze_thaw", "asha")
 
 
 def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
@@ -37,7 +37,7 @@ def test_one_direction_is_one_metric() -> None:
 def test_options_without_a_name_are_those_of_the_usual_kind() -> None:
     options: Any = {"sampler": {"n_startup_trials": 5}, "pruner": {"min_resource": 3}}
     made = spec(directions=WAYS, **options)
-    assert made.sampler.model_dump().items() >= {"name": "curves", "n_startup_trials": 5}.items()
+    assert made.sampler.model_dump().items() >= {"name": "freeze_thaw", "n_startup_trials": 5}.items()
     assert made.pruner.model_dump().items() >= {"name": "asha", "min_resource": 3}.items()
     made = spec(directions={"loss": "minimize"}, sampler=options["sampler"], pruner={"n_warmup_steps": 3})
     assert made.sampler.model_dump().items() >= {"name": "tpe", "n_startup_trials": 5}.items()
@@ -76,8 +76,8 @@ def test_bounds(given: Any) -> None:
         ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median knows one metric only"),
         ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband knows one metric only"),
         ({"directions": WAYS, "sampler": {"name": "cmaes"}}, "--sampler cmaes knows one metric only"),
-        ({"directions": WAYS, "stop_when": 0.1}, "--stop-when"),
-        ({"directions": WAYS, "sampler": {"name": "curves"}, "warm_start": "other"}, "--warm-start"),
+        ({"directions": WAYS, "min_expected_gain": 0.1}, "--min-expected-gain"),
+        ({"directions": WAYS, "sampler": {"name": "freeze_thaw"}, "warm_start": "other"}, "--warm-start"),
         (
             {"directions": WAYS, "pruner": {"name": "threshold", "metric": "model_mb", "upper": 1}},
             "pruner.metric 'model_mb'",

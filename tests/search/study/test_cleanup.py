@@ -10,7 +10,7 @@ from mlflow.exceptions import MlflowException
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion.open_test import choose_candidate, open_for
+from hpsearch.search.promotion.evaluate_test import choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import promote
 from hpsearch.search.study.cleanup import Garbage, find_garbage
 from hpsearch.search.study.study import load_study, runs_folder
@@ -64,7 +64,7 @@ def test_models_beyond_the_best_go_with_their_files(
     with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
         promote(again, own_tracked.tracking, trial=2)
     with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
-        open_for(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
+        evaluate_on_test_set(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
 
 
 def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:

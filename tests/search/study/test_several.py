@@ -166,7 +166,7 @@ def test_options_without_a_name_are_those_of_the_usual_kind_or_of_the_study_that
     options: dict[str, Any] = {"sampler": {"random_fraction": 0.1}, "pruner": {"min_complete": 2}}
     study, created = made(database_url, **options)
     assert created
-    assert study.spec.sampler.model_dump().items() >= {"name": "curves", "random_fraction": 0.1}.items()
+    assert study.spec.sampler.model_dump().items() >= {"name": "freeze_thaw", "random_fraction": 0.1}.items()
     assert study.spec.pruner.model_dump().items() >= {"name": "asha", "min_complete": 2}.items()
     assert not made(database_url, **options)[1]
     assert "sampler.random_fraction: 0.1 -> 0.2" in refused(database_url, sampler={"random_fraction": 0.2})

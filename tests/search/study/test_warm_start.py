@@ -39,7 +39,7 @@ def made(storage: PostgresStorage, objective, name: str, **settings: object) -> 
     given = {
         "objective": "wine.py",
         "name": name,
-        "sampler": {"name": "curves", "random_fraction": 0},
+        "sampler": {"name": "freeze_thaw", "random_fraction": 0},
         "default_first": False,
         **settings,
     }
@@ -125,11 +125,11 @@ def test_finalists_are_refused_as_an_earlier_study_and_have_none_themselves(stor
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--warm-start", "a"], "the sampler tpe learns from its own study alone: use --sampler curves"),
+        (["--warm-start", "a"], "the sampler tpe learns from its own study alone: use --sampler freeze_thaw"),
         (["--sampler", "gp", "--warm-start", "a"], "the sampler gp learns from its own study alone"),
-        (["--sampler", "curves", "--warm-start", "a,a"], "a is named twice"),
-        (["--sampler", "curves", "--warm-start", "a,"], "'' cannot name a study"),
-        (["--sampler", "curves", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
+        (["--sampler", "freeze_thaw", "--warm-start", "a,a"], "a is named twice"),
+        (["--sampler", "freeze_thaw", "--warm-start", "a,"], "'' cannot name a study"),
+        (["--sampler", "freeze_thaw", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def ran(database_url: str, stack: StackInfo, tmp_path: Path) -> Ran:
             tracking_uri=stack.tracking_uri,
             home=str(tmp_path / "home"),
         )
-        study.work()
+        study.run_worker()
         return study
 
     return run
@@ -178,7 +178,7 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
     study.extend("+2")
     (tmp_path / "rows.jsonl").write_text('{"kind": "poor"}\n{"kind": "poorer"}\n')
     assert study.enqueue_trial(tmp_path / "rows.jsonl") == 2
-    study.work()
+    study.run_worker()
     memory, *others = study.trials
     assert (memory.state, memory.user_attrs[INFEASIBLE]) == (TrialState.PRUNED, True)
     assert reason(memory).startswith("out of memory on cpu")

@@ -23,7 +23,7 @@ def test_regularisation_is_out_of_the_way():
         label_smoothing=0.4,
         weight_decay=1.0,
         ema_decay=0.999,
-        accumulate=4,
+        gradient_accumulation_steps=4,
         schedule="step",
         decay_epochs=7,
         model={"kind": "mlp", "layers": 2, "width": 64, "dropout": 0.8},

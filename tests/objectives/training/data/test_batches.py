@@ -24,7 +24,7 @@ def _augmented(objective_with):
 
 
 def _fit(objective, workers, **settings):
-    settings = {"lr": 0.02, "batch_size": 16, "accumulate": 2, **settings}
+    settings = {"lr": 0.02, "batch_size": 16, "gradient_accumulation_steps": 2, **settings}
     return Trainer(objective, TrainConfig(num_workers=workers, **settings), epochs=3, seed=3).fit()
 
 

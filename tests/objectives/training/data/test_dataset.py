@@ -136,17 +136,17 @@ def test_inputs_and_targets_must_have_one_length():
 
 
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 30, 32])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_windows_give_each_sample_once(samples, accumulate, drop_last):
-    settings = {"batch_size": 8, "accumulate": accumulate, "drop_last": drop_last}
+def test_windows_give_each_sample_once(samples, accumulation, drop_last):
+    settings = {"batch_size": 8, "gradient_accumulation_steps": accumulation, "drop_last": drop_last}
     order = EpochOrder(samples, TrainConfig(**settings), 5)
     found = list(order.iterate_steps(0, CPU))
     rows = torch.cat([batch for window in found for batch in window]).tolist()
     dropped = samples % 8 if drop_last and samples > 8 else 0
     assert len(rows) == len(set(rows)) == samples - dropped
     assert len(found) == order.steps
-    assert all(len(window) <= accumulate for window in found)
+    assert all(len(window) <= accumulation for window in found)
 
 
 def test_the_order_follows_from_the_seed_alone():

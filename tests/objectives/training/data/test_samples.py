@@ -9,14 +9,14 @@ import torch
 from torch.utils import data as torch_data
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize
-from hpsearch.objectives.training.data.samples import MemmapRows, fingerprint_files, padded
+from hpsearch.objectives.training.data.samples import MemmapRows, fingerprint_files, pad_collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 9, 40)
 SEQUENCES = [np.arange(1, length + 1) for length in LENGTHS]
 
 
 def _text(seed=0, **settings):
-    return Splits.make(SEQUENCES, np.arange(40) % 2, seed=seed, collate=padded, **settings)
+    return Splits.make(SEQUENCES, np.arange(40) % 2, seed=seed, collate=pad_collate, **settings)
 
 
 def test_ragged_sequences_are_padded_batch_by_batch():
@@ -35,7 +35,7 @@ def test_the_hash_sees_what_is_in_the_samples():
     changed[7][0] += 1
     hashes = {
         _text().hash(), _text().hash(), _text(seed=1).hash(),
-        Splits.make(changed, np.arange(40) % 2, seed=0, collate=padded).hash(),
+        Splits.make(changed, np.arange(40) % 2, seed=0, collate=pad_collate).hash(),
     }  # fmt: skip
     assert len(hashes) == 3
 
@@ -118,7 +118,7 @@ def _fails_at(number):
     ("make", "message"),
     [
         (lambda: Splits.make(SEQUENCES, np.arange(40), seed=0), r"x is ragged: sample 0 has shape \[7\] and sample 1 .*"
-         "give collate=, which makes a batch of a list of samples, such as `padded`"),
+         "give collate=, which makes a batch of a list of samples, such as `pad_collate`"),
         (lambda: Splits.make(_Endless(), seed=0), "_Endless cannot be divided: give Splits"),
         (lambda: Dataset.of(range(9)), "range needs a fingerprint=, such as fingerprint_files"),
         (lambda: Dataset.of([object()] * 3), "sample 0 holds a object: give fingerprint="),

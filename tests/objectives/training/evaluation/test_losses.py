@@ -167,7 +167,7 @@ def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_uneven
 
     found = []
     for window in ([list(range(24))], [list(range(8)), list(range(8, 14)), list(range(14, 24))]):
-        run = built(objective_with(data=data), optimizer="sgd", accumulate=2, batch_size=12)
+        run = built(objective_with(data=data), optimizer="sgd", gradient_accumulation_steps=2, batch_size=12)
         loss, _ = take_step(run, *window)
         found.append((float(loss), weights_of(run)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)

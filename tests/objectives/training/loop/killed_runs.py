@@ -36,7 +36,13 @@ MLP = {"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3}
 # Together: every kind of state there is, and 0 and 2 processes that load batches.
 CONFIGS = {
     "loader": TrainConfig(
-        lr=5e-3, schedule="one_cycle", ema_decay=0.9, accumulate=2, batch_size=32, num_workers=2, model=CNN
+        lr=5e-3,
+        schedule="one_cycle",
+        ema_decay=0.9,
+        gradient_accumulation_steps=2,
+        batch_size=32,
+        num_workers=2,
+        model=CNN,
     ),
     "sam": TrainConfig(
         optimizer="sam",

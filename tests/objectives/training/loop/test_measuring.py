@@ -36,7 +36,7 @@ class Noted(nn.Module):
 
 def asking(*names, **replaced):
     objective = type("Changed", (Wine,), replaced)()
-    objective.also_report(names)
+    objective.set_reported_metrics(names)
     return objective
 
 
@@ -281,9 +281,9 @@ class Stepping(Wine):
 
 def test_a_model_that_does_not_take_a_sample_is_told_before_training():
     objective = Stepping()
-    objective.also_report(["model_mb"])
+    objective.set_reported_metrics(["model_mb"])
     assert "model_mb" in fit(objective, epochs=1).history[0].metrics
-    objective.also_report(["latency_ms"])
+    objective.set_reported_metrics(["latency_ms"])
     with pytest.raises(ObjectiveError, match=r"Stepping\.model, called with 1 sample to measure latency_ms"):
         fit(objective, epochs=1)
 

@@ -12,7 +12,7 @@ from tests.objectives.training.support import built, take_step, weights_of
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_order_of_one_step(wine, monkeypatch, precision):
-    run = built(wine, precision=precision, batch_size=16, accumulate=2, ema_decay=0.9)
+    run = built(wine, precision=precision, batch_size=16, gradient_accumulation_steps=2, ema_decay=0.9)
     calls = []
 
     def spy(owner, name, label):
@@ -65,7 +65,7 @@ def test_accumulated_micro_batches_equal_one_batch(objective_with, reduction):
 def test_an_epoch_of_accumulated_steps_equals_large_batches_tail_included(wine):
     settings = {"optimizer": "sgd", "lr": 0.1, "drop_last": False}
     large = built(wine, batch_size=32, **settings)  # 106 samples: the tail has 10
-    small = built(wine, batch_size=8, accumulate=4, **settings)
+    small = built(wine, batch_size=8, gradient_accumulation_steps=4, **settings)
     scores = [train_epoch(run, 0) for run in (large, small)]
     assert large.step == small.step == 4
     torch.testing.assert_close(weights_of(small), weights_of(large))
@@ -123,7 +123,7 @@ def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
 def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others(wine, precision):
     """By plain SGD a clipped step is as long as rate times limit, so its length shows a gradient left as it was."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "drop_last": False}
-    run = built(wine, precision=precision, batch_size=8, accumulate=4, clip_grad_norm=1e-3, **plain)
+    run = built(wine, precision=precision, batch_size=8, gradient_accumulation_steps=4, clip_grad_norm=1e-3, **plain)
     lengths, original = [], run.optimizer.step
 
     def measured(*args, **kwargs):
@@ -150,7 +150,7 @@ def test_the_norm_that_is_recorded_is_the_mean_over_steps_before_clipping(wine):
 def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
     """Plain SGD, each step by the mean over its own samples: 32, 32, 32 and the 10 that are left."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip_grad_norm": None}
-    run = built(wine, batch_size=8, accumulate=4, drop_last=False, **plain)
+    run = built(wine, batch_size=8, gradient_accumulation_steps=4, drop_last=False, **plain)
     by_hand = copy.deepcopy(run.model)
     for window in run.batch_source.iterate_steps(0):
         x, y = (torch.cat(parts) for parts in zip(*(pending.get()[:2] for pending in window), strict=True))

@@ -120,9 +120,9 @@ def wine_with(metrics):
 
 
 @pytest.mark.parametrize("metrics", [Pooled, Spread, lambda: torchmetrics.classification.MulticlassAccuracy(3)])
-@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_whatever_metrics_gather_is_kept(metrics, accumulate, tmp_path):
-    config = TrainConfig(lr=0.02, batch_size=16, accumulate=accumulate, validate_every=2)
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_whatever_metrics_gather_is_kept(metrics, accumulation, tmp_path):
+    config = TrainConfig(lr=0.02, batch_size=16, gradient_accumulation_steps=accumulation, validate_every=2)
     whole = fit(wine_with(metrics)(), config, epochs=3)
     result, attempts = in_pieces(wine_with(metrics), config, tmp_path, steps=1)
     assert attempts > 3

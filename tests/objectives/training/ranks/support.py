@@ -98,7 +98,7 @@ class Sides(Objective):
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
 
-UNEVEN = TrainConfig(batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+UNEVEN = TrainConfig(batch_size=37, gradient_accumulation_steps=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
 
 
 class WideSides(Sides):
@@ -108,5 +108,7 @@ class WideSides(Sides):
         return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))
 
 
-SHARDED = TrainConfig(strategy="fsdp", batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+SHARDED = TrainConfig(
+    strategy="fsdp", batch_size=37, gradient_accumulation_steps=2, clip_grad_norm=0.5, drop_last=False, lr=0.01
+)
 AVERAGED = dataclasses.replace(SHARDED, ema_decay=0.9, activation_checkpointing=True)

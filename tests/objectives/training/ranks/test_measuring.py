@@ -19,7 +19,7 @@ class Measured(Sides):
 
 def _fit(ranks, strategy, names, folder=None, after=None):
     objective = Measured()
-    objective.also_report(names)
+    objective.set_reported_metrics(names)
     session = None if folder is None or not ranks.first else Stopped(folder, after)
     config = TrainConfig(strategy=strategy, batch_size=37, lr=0.01)
     return Trainer(objective, config, epochs=2, seed=0, session=session, device="cpu").fit()

@@ -15,7 +15,7 @@ from hpsearch.objectives.training.strategies.shards import read
 from tests.objectives.training.ranks.support import AVERAGED, WideSides, on_ranks, outcome
 
 EPOCHS = 3
-IN_PARTS = dataclasses.replace(AVERAGED, shard_above=0.0)
+IN_PARTS = dataclasses.replace(AVERAGED, shard_checkpoint_above_gib=0.0)
 LEFT = ("after", "within")
 
 

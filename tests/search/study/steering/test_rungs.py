@@ -83,7 +83,7 @@ def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: Po
     storage.set_trial_system_attr(chosen.trial_id, CHOSEN, note)
     line = "   curves  foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
     assert line in say("show", "s", "--trial", str(chosen.number)).splitlines()
-    assert "curves" not in say("show", "s", "--trial", str(drawn.number))
+    assert "freeze_thaw" not in say("show", "s", "--trial", str(drawn.number))
 
 
 @pytest.fixture

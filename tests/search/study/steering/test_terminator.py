@@ -21,9 +21,9 @@ from hpsearch.search.report.top import read_status
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.study.enqueue import waits_in_vain
-from hpsearch.search.study.stop_when import FIRST, Rest
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
+from hpsearch.search.study.terminator import FIRST, Terminator
 from hpsearch.search.tracking.publish import study_note
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
@@ -41,7 +41,7 @@ from tests.search.study.steering.support import Say, rows, take
 @pytest.fixture
 def study(storage: PostgresStorage) -> optuna.Study:
     study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
-    spec = {**spec_of(name="none", epochs=2).model_dump(), "n_trials": 100, "stop_when": 0.01}
+    spec = {**spec_of(name="none", epochs=2).model_dump(), "n_trials": 100, "min_expected_gain": 0.01}
     storage.set_study_user_attr(study._study_id, SPEC, spec)
     return study
 
@@ -54,8 +54,8 @@ def ran(study: optuna.Study, xs: np.ndarray, best: float = 0.8) -> None:
         study.add_trial(create_trial(**kind, intermediate_values={0: value - 0.2, 1: value}))
 
 
-def rest(stored: StoredStudy) -> Rest:
-    return Rest(stored, as_sampled(stored.open()))
+def rest(stored: StoredStudy) -> Terminator:
+    return Terminator(stored, as_sampled(stored.open()))
 
 
 def test_it_stops_where_all_is_known_and_its_running_trials_end(
@@ -212,7 +212,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
 def test_bad_input_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["run", "digits", "--stop-when", given]) == 2
+    assert run_command(["run", "digits", "--min-expected-gain", given]) == 2
     said = capsys.readouterr().err
-    assert "--stop-when" in said
+    assert "--min-expected-gain" in said
     assert said.count("\n") == 1, said

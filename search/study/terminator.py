@@ -118,11 +118,11 @@ FIRST = 20  # trials that have ended, before which nothing is judged; as many as
 AGAIN = 1.1  # times as many as when it was judged last, from which on it is judged again
 
 
-class Rest:
+class Terminator:
     """What a worker knows of the rest of its study's budget.
 
     Args:
-        study: has a `stop_when`.
+        study: has a `min_expected_gain`.
         sampled: the same as its sampler sees it.
     """
 
@@ -134,7 +134,7 @@ class Rest:
 
         It is judged by one worker or by another, and by two at once at worst: the first to write has it.
         """
-        threshold = self._study.spec.stop_when
+        threshold = self._study.spec.min_expected_gain
         attrs = self._study.attrs
         if threshold is None or GivenUp.of(attrs) is not None:
             return None

@@ -112,7 +112,7 @@ def _complete(study: StoredStudy, number: int) -> FrozenTrial:
     return trial
 
 
-def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> TestEvaluation:
+def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> TestEvaluation:
     """Open the test set of a study for a trial, score its best weights, and return the opening with the scores.
 
     Raises:

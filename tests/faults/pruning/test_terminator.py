@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.study.stop_when import FIRST
+from hpsearch.search.study.terminator import FIRST
 from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.harness import Arena
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 BUDGET = 60
 ADDED = FIRST - 3  # that somebody had run before: a few more have to end
-SETTINGS = "--pruner asha --pruner-option reduction_factor=2 --stop-when 1000"
+SETTINGS = "--pruner asha --pruner-option reduction_factor=2 --min-expected-gain 1000"
 SPACE = {"lr": FloatDistribution(1e-3, 1e-1, log=True), "weight_decay": FloatDistribution(1e-5, 1e-1, log=True)}
 
 _ATTRS = "SELECT key, value_json FROM study_user_attributes JOIN studies USING (study_id) WHERE study_name = :study"
