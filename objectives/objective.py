@@ -107,7 +107,7 @@ class BaseObjective(ABC):
     def set_reported_metrics(self, names: Collection[str]) -> None:
         """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
 
-        Call it after `set_metric`. Each epoch's record has the metrics: see `objectives.model_metrics.get_metric_value`.
+        Call it after `set_metric`. Each epoch's record has them: see `objectives.model_metrics.get_metric_value`.
         What cannot be known here to be missing is found by the first evaluation, before training.
 
         Raises:

@@ -133,7 +133,7 @@ def report(
     ] = None,
     where: o.Addresses,
 ) -> None:
-    """Write a study's report as one HTML page and log it to MLflow."""
+    """Write a study's HTML report and log it to MLflow."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
 
