@@ -1,4 +1,4 @@
-"""Connect to Postgres: engine settings, checks, and one-line connection errors."""
+"""Connections to Postgres: engine settings, checks, and connection errors in one line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL
 
 
-# A name that is misspelt; one that cannot be looked up now is another thing.
+# Misspelt host names; a name that cannot be resolved at the moment has another text.
 _UNKNOWN_HOST = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
 
-# The first pattern found in the text decides.
+# The first matching pattern decides.
 _EXPLANATIONS = (
     (
         "could not translate host name|name or service not known|nodename nor servname",
@@ -45,11 +45,11 @@ _EXPLANATIONS = (
     ),
     (
         "password authentication failed|no password supplied|authentication failed|no such user",
-        "Postgres at {where} refused the password of user {user!r}: correct the URL",
+        "Postgres at {where} rejected the password of user {user!r}: correct the URL",
     ),
     (
         r"no pg_hba\.conf entry",
-        "Postgres at {where} does not let user {user!r} in from here: allow it in pg_hba.conf",
+        "Postgres at {where} does not admit user {user!r} from this host: allow it in pg_hba.conf",
     ),
     (
         "permission denied for database",
@@ -62,7 +62,7 @@ _EXPLANATIONS = (
     (
         "server closed the connection unexpectedly|expected authentication request|connection reset by peer"
         "|invalid response to ssl negotiation|unsupported frontend protocol",
-        "what answers at {where} is not a Postgres server: check host and port",
+        "the server at {where} is not Postgres: check host and port",
     ),
     (
         "timeout expired|timed out",
@@ -76,16 +76,16 @@ _EXPLANATIONS = (
 
 
 def make_connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
-    """Return the error to show if `url` cannot be reached: `ServiceUnavailableError` if a retry may succeed.
+    """Return the error for a failed connection: `ServiceUnavailableError` if a retry may succeed.
 
     Args:
-        error: What psycopg2 or SQLAlchemy raised.
-        url: The parsed URL.
-        setting: Where the user gave the URL.
+        error: error of psycopg2 or SQLAlchemy.
+        url: parsed URL.
+        setting: name of the setting with the URL.
     """
     text = redact(format_error(error))
-    meaning = next((said for pattern, said in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
-    said = (meaning or "cannot connect: {text}").format(
+    explanation = next((found for pattern, found in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
+    message = (explanation or "cannot connect: {text}").format(
         where=f"{url.host or 'the local socket'}:{url.port or 5432}",
         host=url.host,
         user=url.username,
@@ -97,13 +97,13 @@ def make_connection_error(error: Exception, url: URL, *, setting: str) -> Storag
         if is_transient_connection_error(text) and not _UNKNOWN_HOST.search(text)
         else StorageError
     )
-    return kind(f"{setting} {redact(url.render_as_string())}: {said}")
+    return kind(f"{setting} {redact(url.render_as_string())}: {message}")
 
 
-STARTUP_RETRY_SECONDS = 10.0  # seconds that a command waits at its start: whoever mistyped an address is told soon
+STARTUP_RETRY_SECONDS = 10.0  # at the start of a command; short, so that a mistyped address is reported soon
 
-# A peer that vanished is noticed after about 35 s (libpq parameters; times in seconds, tcp_user_timeout in ms).
-# The server's half is set on the roles (see storage.database.roles): PgBouncer would refuse `options=` in the URL.
+# A dead peer is detected after about 35 s (libpq parameters in seconds, tcp_user_timeout in ms). The settings of the
+# server side belong to the roles (see storage.database.roles), because PgBouncer rejects `options=` in the URL.
 _CLIENT_SETTINGS = {
     "connect_timeout": 10,
     "keepalives": 1,
@@ -115,7 +115,7 @@ _CLIENT_SETTINGS = {
 
 
 def make_client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
-    """Return the libpq parameters for a URL; what the URL itself sets is left to it."""
+    """Return the libpq parameters for a URL, without those that the URL sets itself."""
     settings = {**_CLIENT_SETTINGS, "application_name": application_name}
     return {name: value for name, value in settings.items() if name not in url.query}
 
@@ -123,19 +123,19 @@ def make_client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[
 def make_engine(
     url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3, pre_ping: bool = True
 ) -> sqlalchemy.Engine:
-    """Return an engine whose connections are tested before use and notice a dead peer.
+    """Return an engine that tests connections before use and detects dead peers.
 
-    Safe behind PgBouncer in transaction mode: it keeps no state in the session.
+    The connections keep no session state, so PgBouncer in transaction mode works.
 
     Args:
-        url: A Postgres URL in any of its spellings.
-        application_name: What `pg_stat_activity` shows for the connections; Postgres cuts it at 63 bytes.
-        pool_size: Connections kept open.
-        max_overflow: Connections opened above that when all are in use.
-        pre_ping: Whether a connection is tested before use; whoever repeats what fails can do without.
+        url: Postgres URL in any form.
+        application_name: name of the connections in `pg_stat_activity`; Postgres cuts it at 63 bytes.
+        pool_size: number of connections that stay open.
+        max_overflow: number of additional connections while all are in use.
+        pre_ping: whether to test a connection before use; not needed by callers that retry.
 
     Raises:
-        StorageError: The URL is not one of Postgres.
+        StorageError: the URL is not a Postgres URL.
     """
     import sqlalchemy as sa
 
@@ -151,9 +151,9 @@ def make_engine(
 
 @contextmanager
 def open_autocommit(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
-    """Yield a connection on which each statement is a transaction of its own: one round trip, no BEGIN, no COMMIT.
+    """Yield a connection that commits each statement by itself, in one round trip without BEGIN and COMMIT.
 
-    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection goes back to
+    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection returns to
     its pool.
     """
     with engine.connect() as connection:
@@ -167,10 +167,10 @@ def open_autocommit(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection
 
 
 def connect(url: str, *, application_name: str, setting: str = "--storage-url") -> Connection:
-    """Return one plain psycopg2 connection.
+    """Open a psycopg2 connection.
 
     Raises:
-        StorageError: Why it could not be made, in one line.
+        StorageError: the connection failed.
     """
     import psycopg2
     from sqlalchemy.engine import make_url
@@ -190,16 +190,16 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
 def open_cursor(
     url: str, *, application_name: str, setting: str = "--storage-url", autocommit: bool = False
 ) -> Iterator[Any]:
-    """Yield a cursor on a connection of its own, in a transaction that is committed at the end.
+    """Yield a cursor on a new connection, in a transaction that is committed at the end.
 
     Args:
-        url: of the database.
-        application_name: what `pg_stat_activity` shows for the connection.
-        setting: where the user gave the URL.
-        autocommit: whether each statement is a transaction of its own instead.
+        url: URL of the database.
+        application_name: name of the connection in `pg_stat_activity`.
+        setting: name of the setting with the URL.
+        autocommit: whether to commit each statement by itself instead.
 
     Raises:
-        StorageError: the connection cannot be made.
+        StorageError: the connection failed.
     """
     with closing(connect(url, application_name=application_name, setting=setting)) as connection:
         connection.autocommit = autocommit
@@ -209,11 +209,11 @@ def open_cursor(
 
 @contextmanager
 def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
-    """Turn errors of psycopg2 into errors of one line without a password.
+    """Convert errors of psycopg2 to errors in one line without passwords.
 
     Raises:
-        ServiceUnavailableError: the database went away.
-        StorageError: it rejects a statement.
+        ServiceUnavailableError: the connection was lost.
+        StorageError: the database rejects a statement.
     """
     import psycopg2
 
@@ -227,27 +227,27 @@ def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
         ) from None
 
 
-def is_database_healthy(url: str, question: str = "SELECT true") -> bool:
-    """Whether the database lets this user in and the answer to `question` is true."""
+def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
+    """Whether a connection to the database succeeds and `query` returns true."""
     import psycopg2
 
     with suppress(StorageError, psycopg2.Error), open_cursor(url, application_name="hpsearch-health") as cursor:
-        cursor.execute(question)
+        cursor.execute(query)
         return bool(cursor.fetchone() == (True,))
     return False
 
 
 def check_database(url: str, *, retry_seconds: float | None = None) -> None:
-    """Check that studies can be kept at `url`, without changing anything there.
+    """Check that studies can be stored at `url`, without changes to the database.
 
     Args:
-        url: of the database.
-        patience: seconds in which one that is away, or cuts connections, may come back; `OPENING` by default.
+        url: URL of the database.
+        retry_seconds: time for retries while the database is unavailable; None means `STARTUP_RETRY_SECONDS`.
 
     Raises:
-        ServiceUnavailableError: it does not answer, or cuts connections.
-        StorageError: The server cannot be reached, refuses the user, is no Postgres or a read-only one, or the tables
-            are missing, of another version of Optuna, or may not be written.
+        ServiceUnavailableError: the database does not answer, or drops connections.
+        StorageError: the server cannot be reached, rejects the user, is not Postgres or is read-only, or the tables
+            are missing, have another revision, or are not writable.
     """
     from hpsearch.storage.database.retry import retrying
 
@@ -268,18 +268,20 @@ def _check_once(url: str) -> None:
             )
         cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
-            raise StorageError(f"{head}: a restore into it was cut off: run the same 'hpsearch restore' again")
+            raise StorageError(
+                f"{head}: an interrupted restore left it incomplete: run the same 'hpsearch restore' again"
+            )
         _check_tables(cursor, user, head)
         for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:
                 raise StorageError(
-                    f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
+                    f"{head}: the tables belong to another version of {owner} (schema {found}, this version needs {needed}): "
                     "run hpsearch migrate as the owner of the database"
                 )
 
 
 def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
-    """Return for each table that a worker uses its name, whether it is missing, and the rights that this user lacks."""
+    """Return per table that workers use: name, whether it is missing, and the privileges that this user lacks."""
     cursor.execute(
         """
         SELECT name, to_regclass(quote_ident(name)) IS NULL,
@@ -294,7 +296,7 @@ def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
 
 
 def read_schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
-    """Return whose tables they are, the revision that they have, and the one that this release needs."""
+    """Return for Optuna and hpsearch: name, revision of the tables, and required revision."""
     return [
         ("Optuna", read_revision(cursor, ALEMBIC_TABLE), OPTUNA_REVISION),
         ("hpsearch", read_revision(cursor, VERSION_TABLE), REVISION),
@@ -302,10 +304,10 @@ def read_schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
 
 
 def read_revision(cursor: Any, table: str) -> str | None:
-    """Return the revision of the schema that a version table of Alembic holds; None without table or revision."""
+    """Return the schema revision in a version table of Alembic; None without table or revision."""
     if not has_table(cursor, table):
         return None
-    cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
+    cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a constant name
     return next((str(revision) for (revision,) in cursor), None)
 
 
@@ -318,7 +320,7 @@ def has_table(cursor: Any, table: str) -> bool:
 def _check_tables(cursor: Any, user: str, head: str) -> None:
     rows = read_table_privileges(cursor)
     if all(is_missing for _, is_missing, _ in rows):
-        raise StorageError(f"{head}: there are no tables yet: run hpsearch migrate as the owner of the database")
+        raise StorageError(f"{head}: the tables do not exist: run hpsearch migrate as the owner of the database")
     if missing := ", ".join(name for name, is_missing, _ in rows if is_missing):
         raise StorageError(f"{head}: tables are missing ({missing}): run hpsearch migrate as the owner")
     if lacking := ", ".join(sorted({right for *_, rights in rows for right in rights})):

@@ -55,9 +55,9 @@ class TestEvaluation:
 class AlreadyEvaluatedError(StorageError):
     """Test set that was evaluated before."""
 
-    def __init__(self, opening: TestEvaluation) -> None:
-        super().__init__(f"the test set was opened {opening.description}, and it opens once")
-        self.evaluation = opening
+    def __init__(self, evaluation: TestEvaluation) -> None:
+        super().__init__(f"the test set was opened {evaluation.description}; it can be evaluated only once")
+        self.evaluation = evaluation
 
 
 _READ = sa.text("""
@@ -120,16 +120,19 @@ def record_test_evaluation(
         "refit": refit,
     }
     Database(engine).fetch_rows(_OPEN, arguments)
-    opening = read_test_evaluation(engine, study_id)
-    if opening is None:
+    evaluation = read_test_evaluation(engine, study_id)
+    if evaluation is None:
         raise StorageError("the study was deleted")
-    if opening.scores is not None or (opening.trial_number, opening.model_sha256) != (trial_number, model_sha256):
-        raise AlreadyEvaluatedError(opening)
-    return opening
+    if evaluation.scores is not None or (evaluation.trial_number, evaluation.model_sha256) != (
+        trial_number,
+        model_sha256,
+    ):
+        raise AlreadyEvaluatedError(evaluation)
+    return evaluation
 
 
 def write_scores(
-    engine: sa.Engine, study_id: int, opening: TestEvaluation, scores: Mapping[str, float]
+    engine: sa.Engine, study_id: int, evaluation: TestEvaluation, scores: Mapping[str, float]
 ) -> TestEvaluation:
     """Write the scores of an evaluation, once, and return the stored evaluation.
 
@@ -139,8 +142,8 @@ def write_scores(
     """
     arguments = {
         "study": study_id,
-        "trial": opening.trial_number,
-        "sha256": opening.model_sha256,
+        "trial": evaluation.trial_number,
+        "sha256": evaluation.model_sha256,
         "scores": json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()}),
     }
     filled = Database(engine).fetch_rows(_FILL, arguments)

@@ -110,7 +110,7 @@ def test_a_database_that_is_away_is_told_without_its_password(look: Look, stack:
 
 def test_a_refused_password_is_not_told(look: Look, database_url: str) -> None:
     _, checks = look("--storage-url", re.sub(r":[^:@/]+@", ":geheim@", database_url))
-    assert "refused the password" in checks["database"]["found"]
+    assert "rejected the password" in checks["database"]["found"]
     assert "geheim" not in str(checks)
 
 

@@ -87,4 +87,4 @@ def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, sa
     write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
     assert "test set: accuracy 0.8750, opened on " in say("show", "s")
     refused = say("evaluate-test", "s", "--yes", code=2)
-    assert "by ann@host for trial 1, and it opens once; see it with: hpsearch show s" in refused
+    assert "by ann@host for trial 1; it can be evaluated only once; see it with: hpsearch show s" in refused

@@ -89,7 +89,7 @@ def test_passwords_are_changed_by_calling_it_again(server: EmbeddedPostgres) -> 
     old = create_databases(_admin(server), **_PASSWORDS)
     new = create_databases(_admin(server), **_PASSWORDS | {"worker_password": "p@/:#?% '\""})
     _execute(new.worker_url, "SELECT 1")
-    with pytest.raises(StorageError, match="refused the password"):
+    with pytest.raises(StorageError, match="rejected the password"):
         connect(old.worker_url, application_name="test")
 
 

@@ -118,7 +118,7 @@ def test_no_write_gets_past_an_end_from_outside(
     other.set_trial_state_values(owned, TrialState.FAIL)
     before = other.read_trial(owned)
     assert storage.get_trial(owned).state == TrialState.RUNNING, "noticed at the next write"
-    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL by another program"):
         WRITES[write](storage, owned)
     assert other.read_trial(owned) == before
 
@@ -130,7 +130,7 @@ def test_an_attempt_that_never_was_or_has_ended_writes_nothing(storage: Postgres
     storage.acquire_trial(storage.get_trial(owned), 1)
     with storage.engine.begin() as connection:
         connection.execute(sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'gave back'"))
-    with pytest.raises(ClaimLostError, match="trial 0 was taken from this worker, which seemed dead"):
+    with pytest.raises(ClaimLostError, match="trial 0 was taken from this worker, whose lease expired"):
         storage.set_trial_user_attr(owned, "a", 1)
 
 

@@ -134,9 +134,9 @@ def test_a_trial_ended_from_outside_is_lost(storage: BaseStorage, engine: sa.Eng
     claims = join()
     claim = take(claims)
     storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
-    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL by another program"):
         claims.report(claim, 0, 0.5)
-    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL by another program"):
         claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
     claims.release(claim)
     assert outcomes(engine) == [(1, "cancelled")]
