@@ -275,7 +275,7 @@ def _check_once(url: str) -> None:
         for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:
                 raise StorageError(
-                    f"{head}: the tables belong to another version of {owner} (schema {found}, this version needs {needed}): "
+                    f"{head}: the tables belong to another version of {owner} (schema {found}, required {needed}): "
                     "run hpsearch migrate as the owner of the database"
                 )
 

@@ -91,7 +91,7 @@ def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
 def _check_known(name: str, found: str, known: Collection[str], url: str, setting: str) -> None:
     if found not in known:
         raise StorageError(
-            f"{setting} {redact(url)}: the tables belong to a newer version of {name} (schema {found}): install that version"
+            f"{setting} {redact(url)}: the tables belong to a newer {name} (schema {found}): install that version"
         )
 
 

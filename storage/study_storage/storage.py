@@ -111,10 +111,10 @@ class PostgresStorage(BaseStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         url = self.engine.url.render_as_string(hide_password=False)
-        return {"url": url, "patience": self._database.retry_seconds}
+        return {"url": url, "retry_seconds": self._database.retry_seconds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(make_engine(state["url"], application_name="hpsearch"), state["patience"])
+        self._start(make_engine(state["url"], application_name="hpsearch"), state["retry_seconds"])
 
     @property
     def engine(self) -> sa.Engine:

@@ -148,12 +148,12 @@ def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
     worker = Worker(database_url)
     with suggestion_lock(worker.storage.engine, worker.study._study_id) as take:
         assert take()
-        with suggestion_lock(worker.storage.engine, worker.study._study_id, patience=0.05) as take_too:
+        with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take_too:
             assert not take_too()
         assert "could not acquire the suggestion lock" in caplog.text
-        with suggestion_lock(worker.storage.engine, worker.study._study_id, patience=60.0) as take_too:
+        with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=60.0) as take_too:
             assert take_too(), "the server takes it from who does nothing with it"
-    with suggestion_lock(worker.storage.engine, worker.study._study_id, patience=0.05) as take:
+    with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take:
         assert take(), "the turn ends with its block"
 
 

@@ -28,7 +28,7 @@ from tests.storage.shaking import check, run_trials
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("shaken", patience=60)
+    return opened("shaken", retry_seconds=60)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ server_reset_query =
 
 def test_behind_pgbouncer_in_transaction_mode(bouncer: str, storage: PostgresStorage, study_id: int) -> None:
     """More clients than connections, each statement on whichever is free."""
-    shared = [open_storage(bouncer, application_name=f"b{n}", patience=30) for n in range(4)]
+    shared = [open_storage(bouncer, application_name=f"b{n}", retry_seconds=30) for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda s: run_trials(s, study_id, 4), shared))
     check(storage, study_id, made)

@@ -194,7 +194,7 @@ def test_why_it_ended_is_told(old: EmbeddedPostgres) -> None:
     kept = conf.read_bytes()
     with conf.open("a") as settings:
         settings.write("nonsense = yes\n")
-    with pytest.raises(StorageError, match=r"ended at its start: .*nonsense.* \(see .*postgres\.log\)") as raised:
+    with pytest.raises(StorageError, match=r"ended during its start: .*nonsense.* \(see .*postgres\.log\)") as raised:
         old.start(None)
     conf.write_bytes(kept)
     assert "\n" not in str(raised.value)
@@ -210,7 +210,7 @@ def test_a_server_on_another_machine_is_not_joined_by_a_second(
     # On a shared folder: its process id means nothing on this machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
     monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
-    with pytest.raises(StorageError, match=f"still runs on {os.uname().nodename}: run hpsearch down there"):
+    with pytest.raises(StorageError, match=f"still running on {os.uname().nodename}: run hpsearch down there"):
         old.start(port)
     pid_file.write_text(genuine)
     assert old.attach() == port
@@ -233,7 +233,7 @@ def test_a_server_that_nobody_waited_for_is_adopted(old: EmbeddedPostgres) -> No
 
 
 def test_a_server_that_is_stuck_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ADOPT_TIMEOUT", "_STOP_TIMEOUT"):
+    for name in ("_ATTACH_TIMEOUT", "_STOP_TIMEOUT"):
         monkeypatch.setattr(postgres_server, name, 0.2)
     monkeypatch.setitem(connect._CLIENT_SETTINGS, "connect_timeout", 2)
     port = old.read_port()

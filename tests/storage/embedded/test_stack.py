@@ -196,7 +196,7 @@ def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.M
     pid = _pids(home)["Optuna dashboard"]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+    for name in ("_ATTACH_TIMEOUT", "_REQUEST_TIMEOUT"):
         monkeypatch.setattr(web_service, name, 3.0)
     assert read_status(home)[2].state == "dead"
     assert "does not answer" in read_status(home)[2].detail
@@ -244,7 +244,7 @@ def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start
         taken = int(stack.dashboard_url.rsplit(":", 1)[1])
         with (
             socket.create_server(("127.0.0.1", taken)),
-            pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised,
+            pytest.raises(StorageError, match=r"^MLflow ended during its start: .*out-of-date.*mlflow\.log") as raised,
         ):
             up(home, dashboard=DASHBOARD_COMMAND)
         assert "\n" not in str(raised.value)

@@ -115,13 +115,13 @@ def test_what_hangs_is_started_again(small: Small, monkeypatch: pytest.MonkeyPat
     service = small.up()
     hanging = pid_of(service)
     os.kill(hanging, signal.SIGSTOP)
-    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+    for name in ("_ATTACH_TIMEOUT", "_REQUEST_TIMEOUT"):
         monkeypatch.setattr(web_service, name, 0.5)
     while not service._is_attached():  # else it is given the time that a start takes
         time.sleep(0.02)
     assert not service.is_healthy()
     monkeypatch.setattr(web_service, "_REQUEST_TIMEOUT", 60.0)
-    monkeypatch.setattr(web_service, "_ADOPT_TIMEOUT", 0.0)
+    monkeypatch.setattr(web_service, "_ATTACH_TIMEOUT", 0.0)
     assert pid_of(small.up()) != hanging
     assert len(small.running()) == 1
     assert service.is_healthy()
@@ -129,7 +129,7 @@ def test_what_hangs_is_started_again(small: Small, monkeypatch: pytest.MonkeyPat
 
 def test_what_cannot_start_says_why_and_is_started_as_soon_as_it_can(small: Small) -> None:
     small.refusing.append("the tables are out of date")
-    with pytest.raises(StorageError, match=r"^Small ended at its start: the tables are out of date \(see .*log\)$"):
+    with pytest.raises(StorageError, match=r"^Small ended during its start: the tables are out of date \(see .*log\)$"):
         small.up()
     assert small.running() == []
     small.refusing.clear()

@@ -37,7 +37,7 @@ def study_id(storage: BaseStorage) -> int:
 
 @pytest.fixture
 def claims(engine: sa.Engine, study_id: int) -> Claims:
-    return Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+    return Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
 
 
 def come(claims: Claims, claim: Claim, vector: Vector, rung: int = 0) -> RungRank:
@@ -174,7 +174,7 @@ def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_an
     engine: sa.Engine, storage: BaseStorage, study_id: int
 ) -> None:
     budget(storage, study_id, n_trials=2)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3))
     first, second = take(claims), take(claims)
     come(claims, first, [0.9, 9.0])
     assert isinstance(claims.claim(), NoTrialAvailable), "the other may yet be the complete one"

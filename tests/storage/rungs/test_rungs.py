@@ -27,7 +27,7 @@ Asha = Callable[[], Claims]
 
 @pytest.fixture
 def asha(engine: sa.Engine, study_id: int) -> Asha:
-    return lambda: Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+    return lambda: Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
 
 
 def pause(claims: Claims, value: float, rung: int = 0) -> Claim:
@@ -139,7 +139,7 @@ def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3))
     held = [take(claims) for _ in range(6)]
     for claim in held:
         claims.report_rung(claim, 0, 1 / (1 + claim.number))
@@ -164,7 +164,7 @@ def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3, complete=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3, complete=3))
     for number, claim in enumerate([take(claims) for _ in range(6)]):
         claims.report_rung(claim, 0, 1 / (1 + number))
     held = [take(claims) for _ in range(2)]  # the best third of six

@@ -20,12 +20,12 @@ X, KIND = FloatDistribution(0, 1), CategoricalDistribution(("a", "b"))
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("test", patience=5)
+    return opened("test", retry_seconds=5)
 
 
 @pytest.fixture
 def other(opened: Open) -> PostgresStorage:
-    return opened("other", patience=5)
+    return opened("other", retry_seconds=5)
 
 
 def begin_attempt(storage: PostgresStorage, trial_id: int, attempt: int) -> None:

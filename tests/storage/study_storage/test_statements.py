@@ -15,12 +15,12 @@ from tests.storage.statements import statements
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("test", patience=5)
+    return opened("test", retry_seconds=5)
 
 
 @pytest.fixture
 def other(opened: Open) -> PostgresStorage:
-    return opened("other", patience=5)
+    return opened("other", retry_seconds=5)
 
 
 def test_the_statements_of_each_call(storage: PostgresStorage, study_id: int) -> None:

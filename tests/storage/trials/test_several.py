@@ -33,7 +33,7 @@ def study_id(storage: BaseStorage) -> int:
 
 @pytest.fixture
 def claims(engine: sa.Engine, study_id: int) -> Claims:
-    return Claims(engine, study_id, worker="w", patience=10.0)
+    return Claims(engine, study_id, worker="w", retry_seconds=10.0)
 
 
 def known(engine: sa.Engine) -> list[tuple[int, int, list[float]]]:
@@ -70,7 +70,7 @@ def test_who_lost_the_trial_writes_none_of_them(claims: Claims, engine: sa.Engin
 def test_an_epoch_that_is_not_counted_leaves_no_values(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     with engine.begin() as connection:
         open_spending(connection, study_id, epochs=2, seconds=None)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, metered=4)
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, metered=4)
     claim = take(claims)
     counted = [claims.report(claim, step, 0.5, metrics=[0.5, float(step)]).counted for step in range(3)]
     assert counted == [True, True, False]
@@ -114,7 +114,7 @@ def test_an_end_with_a_nan_among_its_values_has_none(claims: Claims, storage: Ba
 def test_who_waited_in_vain_ends_with_all_values_of_its_last_epoch(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
     claim = take(claims)
     claims.report(claim, 0, 0.5, metrics=[0.5, 10.0])
     standing = claims.report_rung(claim, 0, [0.5, 10.0], system={"constraints:model_mb": 1.5})

@@ -38,7 +38,7 @@ def spend(storage: BaseStorage, engine: sa.Engine, study_id: int) -> Callable[..
 
 @pytest.fixture
 def claims(engine: sa.Engine, study_id: int) -> Claims:
-    return Claims(engine, study_id, worker="w", patience=10.0, metered=EPOCHS)
+    return Claims(engine, study_id, worker="w", retry_seconds=10.0, metered=EPOCHS)
 
 
 def spent(engine: sa.Engine, study_id: int) -> int:
