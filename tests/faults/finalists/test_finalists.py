@@ -139,7 +139,9 @@ def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> N
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
     assert "unconfirmed" not in said
     again = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
-    assert re.search(rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}; it can be evaluated only once", again)
+    assert re.search(
+        rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}; it can be evaluated only once", again
+    )
     run_id = stored.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
     metrics = mlflow.MlflowClient(arena.tracking_uri).get_run(run_id).data.metrics
     assert {f"test_{name}": value for name, value in opening.scores.items()}.items() <= metrics.items()
