@@ -1,4 +1,4 @@
-"""Training a configuration of an objective, by whichever loop it is made for, and what was kept of it."""
+"""Train a configuration of an objective with hpsearch's loop or a custom one, and restore the result."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def fit(
     device: str | None = None,
     instruments: Instruments = NONE,
 ) -> RunResult:
-    """Train a configuration to its end; for the parameters see `Trainer`.
+    """Train a configuration; see `Trainer` for the parameters.
 
-    An own loop divides its data itself, whatever `plan.division`, and is watched by no `instruments`.
+    A custom loop splits its data itself: `plan.division` is ignored. It does not use `instruments`.
 
     Raises:
-        ObjectiveError: the objective is wrong.
+        ObjectiveError: the objective has a fault.
         NonFiniteError: the configuration diverges.
-        DeviceMemoryError: it does not fit the device.
+        DeviceMemoryError: the configuration does not fit in the device's memory.
     """
-    where: Any = {"session": session, "run_dir": run_dir, "device": device}
+    options: Any = {"session": session, "run_dir": run_dir, "device": device}
     if isinstance(objective, LoopObjective):
         if plan.refit is not None:
             require_model_objective(objective, "a refit")
-        return LoopRun(objective, config, replace(plan, division=None), **where).fit()
-    where |= {**asdict(plan), "instruments": instruments}
-    return Trainer(require_model_objective(objective, "training"), config, **where).fit()
+        return LoopRun(objective, config, replace(plan, division=None), **options).fit()
+    options |= {**asdict(plan), "instruments": instruments}
+    return Trainer(require_model_objective(objective, "training"), config, **options).fit()
 
 
 def restore_model(objective: BaseObjective, best: Mapping[str, Any]) -> RestoredModel | RestoredLoop:
-    """What a `best.pt` holds, ready to be tested.
+    """Restore the model of a run from the content of its `best.pt`.
 
     Raises:
-        ObjectiveError: the objective does not give the data that the run was trained on, or a model that the weights
-            fit; or it has no `test`.
+        ObjectiveError: the objective's data has changed, the weights do not fit its model, or a custom loop has no
+            `test`.
     """
     if isinstance(objective, LoopObjective):
         return restore_loop(objective, best)
@@ -64,16 +64,16 @@ def restore_model(objective: BaseObjective, best: Mapping[str, Any]) -> Restored
 def rebuild_result(
     objective: BaseObjective, best: Mapping[str, Any], history: list[EpochRecord], path: Path
 ) -> RunResult:
-    """What a complete run came to, from what its last checkpoint has.
+    """Rebuild the result of a complete run from its last checkpoint.
 
     Args:
-        objective: of the run.
-        best: what `promotable` gives of the checkpoint.
-        history: of the run.
-        path: of a file with `best`.
+        objective: objective of the run.
+        best: result of `promotable` for the checkpoint.
+        history: records of the run's epochs.
+        path: path of a file with `best`.
 
     Raises:
-        ObjectiveError: today's code does not fit it.
+        ObjectiveError: the objective's code has changed so that it does not fit the checkpoint.
     """
     curve = Curve(objective.metric, maximize=objective.direction == "maximize")
     curve.history, curve.best = history, dict(best)
@@ -94,13 +94,13 @@ def rebuild_result(
 
 
 def require_model_objective(objective: BaseObjective, what: str) -> Objective:
-    """The objective, where it has data and a model.
+    """Return the objective if it is an `Objective`; the error message names the feature `what`.
 
     Raises:
-        ObjectiveError: it trains by a loop of its own, of which `what` can know nothing.
+        ObjectiveError: the objective has a custom training loop.
     """
     if isinstance(objective, Objective):
         return objective
     raise ObjectiveError(
-        f"{objective.name} trains by a loop of its own, and {what} needs data() and model(); hpsearch train tries it"
+        f"{objective.name} has a custom training loop, but {what} needs data() and model(); try it with hpsearch train"
     )

@@ -1,4 +1,4 @@
-"""What the training loop can measure of a model beside its metrics, by name: how fast it is, and how large."""
+"""Model metrics: latency, size and memory, which hpsearch measures beside the validation metrics."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ModelMetric:
-    """A number that is measured of any model.
+    """Metric that hpsearch measures for every model.
 
     Attributes:
-        unit: of the number; empty of a count.
-        description: what it is, in a line.
-        direction: how it is better.
-        is_constant: whether an epoch tells it for good, however long the training goes on.
+        unit: unit of the value; empty for a count.
+        description: description in one line.
+        direction: "maximize" or "minimize".
+        is_constant: whether the value does not change with further training.
     """
 
     unit: str
@@ -26,21 +26,21 @@ class ModelMetric:
 
 MODEL_METRICS: dict[str, ModelMetric] = {
     "latency_ms": ModelMetric(
-        "ms", "median time of a forward pass in evaluation mode, of one sample unless the objective says otherwise"
+        "ms", "median time of a forward pass in evaluation mode with `latency_batch` samples (default: 1)"
     ),
     "model_mb": ModelMetric("MB", "size of the weights and buffers that are served, in 10^6 bytes"),
-    "parameters": ModelMetric("", "number of the model's parameters, frozen ones among them"),
+    "parameters": ModelMetric("", "number of the model's parameters, including frozen ones"),
     "peak_memory_mb": ModelMetric(
-        "MB", "most memory of its accelerator that the trial held at once, in 10^6 bytes", is_constant=False
+        "MB", "peak memory of the accelerator that the trial allocated, in 10^6 bytes", is_constant=False
     ),
 }
 
 
 def get_metric_value(metrics: Mapping[str, float], name: str) -> float:
-    """Return a study's metric from the record of an epoch: the `val_NAME` of the validation, or the measured `NAME`.
+    """Return a metric from the record of an epoch: the validation metric `val_NAME`, or the model metric `NAME`.
 
     Raises:
-        KeyError: the record has neither; its argument is the name.
+        KeyError: the record has neither.
     """
-    validated = f"val_{name}"
-    return metrics[validated if validated in metrics else name]
+    validation_name = f"val_{name}"
+    return metrics[validation_name if validation_name in metrics else name]

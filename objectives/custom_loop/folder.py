@@ -1,4 +1,4 @@
-"""A folder of files as a part of a trial's state: what other libraries save on all ranks together."""
+"""Folders in a trial's state, for checkpoints that other libraries write from all ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpsearch.objectives.errors import ObjectiveError
 
 
 def list_files(folder: Path) -> dict[str, int]:
-    """The files of a folder with their sizes in bytes."""
+    """Return the files of a folder with their sizes in bytes."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def pack_folder(folder: Path) -> dict[str, Tensor]:
-    """The files of a folder, as bytes by name; they stay on the disk until they are written elsewhere."""
+    """Return the contents of a folder's files by name, as memory-mapped bytes."""
     return {
         name: torch.from_numpy(np.memmap(folder / name, np.uint8, mode="c") if size else np.empty(0, np.uint8))
         for name, size in list_files(folder).items()
@@ -29,21 +29,21 @@ def pack_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes what `pack_folder` gave into a folder.
+    """Write the result of `pack_folder` into a folder.
 
     Raises:
-        ObjectiveError: a name leads out of the folder.
+        ObjectiveError: a name is a path outside the folder.
     """
     for name, content in files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise ObjectiveError(f"the state names a file outside of its folder: {name}")
+            raise ObjectiveError(f"the state contains a file outside its folder: {name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         content.numpy().tofile(path)
 
 
 def choose_checkpoint_folder(run_dir: Path | None) -> Path:
-    """Where a trial's checkpoint folder is to be: within its run's directory, where that has one."""
+    """Return the path for a trial's checkpoint folder: in the run's directory, or a temporary one if that is None."""
     if run_dir is not None:
         return run_dir.resolve() / "checkpoint"
     return Path(tempfile.gettempdir()) / f"hpsearch-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""`LoopObjective`: an objective with its own training loop."""
+"""`LoopObjective`: an objective with a custom training loop."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class LoopObjective(BaseObjective):
-    """A learning problem whose training is a loop of one's own: a GAN, reinforcement learning, a script that exists.
+    """A learning problem with a custom training loop: a GAN, reinforcement learning, an existing script.
 
-    `run` is given a trial; it iterates over `trial.epochs()` and reports each epoch once. Around that all of a trial
-    holds: it is pruned, stopped and resumed, its budget is exact, its numbers and files go to MLflow. Each epoch is
-    seeded by (seed, epoch): what is drawn in it is the same after a resume. What is drawn before the first epoch is
-    drawn again then, from the same seed; nothing else of what is outside `epochs()` is looked after.
+    `run` receives a trial, iterates over `trial.epochs()` and reports each epoch once. hpsearch prunes, stops and
+    resumes the trial, counts its budget exactly, and logs its metrics and files to MLflow. Random generators are seeded
+    by (seed, epoch) at the start of each epoch, so that a resumed epoch draws the same numbers. Code before the first
+    epoch runs again after a resume, with the same seed. hpsearch manages nothing else outside `epochs()`.
 
     Example:
         >>> class Gan(LoopObjective):
@@ -46,41 +46,41 @@ class LoopObjective(BaseObjective):
 
     @abstractmethod
     def suggest(self, trial: TrialProtocol) -> Any:
-        """The configuration of one trial: a dictionary, or a dataclass, of plain values."""
+        """Return the configuration of one trial: a dictionary or dataclass of JSON values."""
 
     @abstractmethod
     def run(self, trial: LoopTrial) -> None:
-        """Trains the trial to its end, or to where `trial.epochs()` ends it."""
+        """Train the trial until `trial.epochs()` ends."""
 
     def test(self, best: Any, config: Any, device: torch.device, seed: int) -> Mapping[str, float]:
-        """Scores on the test set, the study's metric among them, for `evaluate-test`.
+        """Return scores on the test set, including the study's metric, for `evaluate-test`.
 
         Args:
-            best: what `trial.report` was given as `best`, or as `state`, in the best epoch.
-            config: of the trial.
-            device: to compute on.
-            seed: by which the study's data is divided, `trial.split_seed` in `run`.
+            best: the argument `best`, or else `state`, of `trial.report` in the best epoch.
+            config: configuration of the trial.
+            device: device to compute on.
+            seed: seed of the data split; the same as `trial.split_seed` in `run`.
         """
         raise NotImplementedError
 
     def export(self, best: Any, config: Any) -> tuple[nn.Module, Any]:
-        """A module on the CPU with the best weights, and a batch of at least two inputs for it, for `promote`.
+        """Return a module on the CPU with the best weights, and an example batch of at least two inputs, for `promote`.
 
         Args:
             best: as in `test`.
-            config: of the trial.
+            config: configuration of the trial.
         """
         raise NotImplementedError
 
     def defines(self, method: str) -> bool:
-        """Whether `test` or `export` is overridden."""
+        """Return whether the class overrides `test` or `export`."""
         return getattr(type(self), method) is not getattr(LoopObjective, method)
 
     def configure(self, trial: TrialProtocol) -> Any:
-        """`suggest`, with its answer checked.
+        """Call `suggest` and check its result.
 
         Raises:
-            ObjectiveError: it is not of plain values, which a checkpoint can hold.
+            ObjectiveError: the result is not a dictionary or dataclass of JSON values.
         """
         config = self.suggest(trial)
         config_to_json(config, f"{type(self).__name__}.suggest")
@@ -88,10 +88,10 @@ class LoopObjective(BaseObjective):
 
 
 def config_to_json(config: Any, what: str) -> Any:
-    """A configuration as JSON values.
+    """Convert a configuration to a dictionary of JSON values; error messages name `what`.
 
     Raises:
-        ObjectiveError: it holds something else.
+        ObjectiveError: the configuration contains other values.
     """
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
     if not isinstance(values, Mapping):
@@ -104,12 +104,12 @@ def config_to_json(config: Any, what: str) -> Any:
     return json.loads(json.dumps(values))
 
 
-class _TrainingReached(Exception):  # noqa: N818 no error: the function has asked for all that it wants to know
-    """The function begins to train."""
+class _TrainingReached(Exception):  # noqa: N818 not an error
+    """Raised when the function first uses the trial for something else than suggestions."""
 
 
 class _SuggestRecorder:
-    """A trial while it is only asked for values: the function is left where it begins to train."""
+    """Trial that records suggested values and raises `_TrainingReached` on any other access."""
 
     def __init__(self, space: TrialProtocol) -> None:
         self._space = space
@@ -118,41 +118,41 @@ class _SuggestRecorder:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("suggest_"):
             raise _TrainingReached
-        ask: Callable[..., Any] = getattr(self._space, name)
+        suggest: Callable[..., Any] = getattr(self._space, name)
 
-        def noted(parameter: str, *arguments: Any, **settings: Any) -> Any:
-            self.values[parameter] = ask(parameter, *arguments, **settings)
+        def record(parameter: str, *arguments: Any, **settings: Any) -> Any:
+            self.values[parameter] = suggest(parameter, *arguments, **settings)
             return self.values[parameter]
 
-        return noted
+        return record
 
 
 class FunctionObjective(LoopObjective):
-    """A function `main(trial)` as an objective: it asks `trial.suggest_float(...)` first, then trains.
+    """Objective that wraps a function `main(trial)`, which calls `trial.suggest_*` first and then trains.
 
-    To learn what it searches it is called up to where it first asks the trial for anything else: let what takes long
-    come after. Metric, direction or directions, constraints, epochs and number of trials are attributes of the
-    function, or the study's.
+    To get the search space, the function is called until its first other access to the trial, so slow code must come
+    later. `metric`, `direction`, `directions`, `constraints`, `epochs` and `n_trials` are attributes of the function or
+    settings of the study.
     """
 
     function: ClassVar[Callable[[Any], None]]
 
     def suggest(self, trial: TrialProtocol) -> dict[str, Any]:
-        """The values that the function asks for before it trains."""
-        asking = _SuggestRecorder(trial)
+        """Return the values that the function requests before it trains."""
+        recorder = _SuggestRecorder(trial)
         try:
-            type(self).function(asking)
+            type(self).function(recorder)
         except _TrainingReached:
-            return asking.values
-        raise ObjectiveError(f"{self.name} never trained: iterate over trial.epochs(), and report each of them")
+            return recorder.values
+        raise ObjectiveError(f"{self.name} does not train; iterate over trial.epochs() and report each epoch")
 
     def run(self, trial: LoopTrial) -> None:
-        """The function."""
+        """Call the function with the suggested values."""
         type(self).function(_ReplayTrial(trial))
 
 
 class _ReplayTrial:
-    """A trial that answers what it is asked for with what was suggested."""
+    """Trial whose `suggest_*` methods return the values of its configuration."""
 
     def __init__(self, trial: LoopTrial) -> None:
         self._trial = trial
@@ -160,22 +160,26 @@ class _ReplayTrial:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("suggest_"):
             return getattr(self._trial, name)
-        return self._told
+        return self._get_value
 
-    def _told(self, parameter: str, *_arguments: Any, **_settings: Any) -> Any:
+    def _get_value(self, parameter: str, *_arguments: Any, **_settings: Any) -> Any:
         if parameter not in self._trial.config:
-            raise ObjectiveError(f"{parameter!r} is asked for too late: ask for all parameters before trial.epochs()")
+            raise ObjectiveError(f"{parameter!r} is suggested too late; suggest all parameters before trial.epochs()")
         return self._trial.config[parameter]
 
 
 @cache
 def wrap_function(function: Callable[[Any], None]) -> type[FunctionObjective]:
-    """The objective that a function stands for, the same class each time."""
+    """Wrap a function `main(trial)` in an objective class; the result is cached.
+
+    Raises:
+        ObjectiveError: the function cannot be called with one argument.
+    """
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ObjectiveError(
-            f"{function.__name__} must take one argument, the trial: def {function.__name__}(trial)"
+            f"{function.__name__} must accept one argument, the trial; write def {function.__name__}(trial)"
         ) from error
     names = ("metric", "direction", "directions", "constraints", "epochs", "n_trials")
     given = {name: getattr(function, name) for name in names if hasattr(function, name)}
@@ -185,7 +189,7 @@ def wrap_function(function: Callable[[Any], None]) -> type[FunctionObjective]:
 
 @dataclass(frozen=True)
 class RestoredLoop:
-    """The best of an own loop, beside the objective that knows what to do with it."""
+    """Best state of a custom training loop, with its objective and configuration."""
 
     objective: LoopObjective
     config: Any
@@ -194,7 +198,7 @@ class RestoredLoop:
     split_seed: int
 
     def test(self) -> dict[str, float]:
-        """Scores on the test set, by the objective's own `test`: what is seen once cannot be unseen."""
+        """Return the scores of the objective's `test` on the test set. Call it only once per study."""
         import torch
 
         from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
@@ -206,28 +210,28 @@ class RestoredLoop:
             scores = {str(name): float(value) for name, value in found.items()}
         if objective.metric not in scores:
             hint = format_name_hint(objective.metric, list(scores))
-            raise MetricError(objective.metric, f"is none that {who}.test gives: {hint}")
+            raise MetricError(objective.metric, f"is missing in the result of {who}.test; {hint}")
         return scores
 
 
 def restore_loop(objective: LoopObjective, best: Mapping[str, Any]) -> RestoredLoop:
-    """What a `best.pt` holds, ready to be tested.
+    """Restore the best state of a custom loop from the content of a `best.pt`.
 
     Raises:
         ObjectiveError: the objective has no `test`.
     """
     if isinstance(objective, FunctionObjective):
         raise ObjectiveError(
-            f"{objective.name} is a function, which has no test(): make it the run() of a LoopObjective with a test()"
+            f"{objective.name} is a function and has no test(); move it into the run() of a LoopObjective with a test()"
         )
     if not objective.defines("test"):
-        raise ObjectiveError(f"{objective.name} has no test(): define it to score the best of a search on the test set")
+        raise ObjectiveError(f"{objective.name} has no test(); define it to evaluate the best trial on the test set")
     config = config_from_json(objective, best["config"])
     return RestoredLoop(objective, config, best["model"], best["seed"], best["split_seed"])
 
 
 def config_from_json(objective: LoopObjective, values: Mapping[str, Any]) -> Any:
-    """A configuration from its plain values, in the class that the objective gives it."""
-    made: Any = type(objective.default_config())
-    in_class = dataclasses.is_dataclass(made)
-    return made(**values) if in_class else dict(values)
+    """Convert JSON values to a configuration of the class that the objective's `suggest` returns."""
+    config_class: Any = type(objective.default_config())
+    is_dataclass = dataclasses.is_dataclass(config_class)
+    return config_class(**values) if is_dataclass else dict(values)

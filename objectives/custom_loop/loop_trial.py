@@ -1,4 +1,4 @@
-"""A trial as an own loop sees it: its configuration, its epochs, and where it reports them."""
+"""`LoopTrial`: configuration, epochs and reports of a trial with a custom training loop."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict
 from hpsearch.objectives.training.trainer import BaseTrainer, shown
 
-_MEASURABLE = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
+_MEASURABLE = {"latency_ms", "model_mb", "parameters"}  # the model metrics that `LoopTrial.measure` returns
 
 
 class BaseLoopRun(BaseTrainer):
-    """The part of an own loop's run that its trial uses; for the parameters see `BaseTrainer`.
+    """Part of a custom loop's run that `LoopTrial` uses; see `BaseTrainer` for the parameters.
 
     Attributes:
-        folder: of the run, the same on all ranks; None if it has none.
+        folder: folder of the run, the same on all ranks; None if it has none.
         checkpoint: path of the trial's checkpoint folder.
         resolved: identity and environment of the run.
-        logged: files that the loop gave to the session.
+        logged: files that the loop passed to `LoopTrial.log_artifact`.
     """
 
     curve: Curve
@@ -51,7 +51,7 @@ class BaseLoopRun(BaseTrainer):
         self.logged: list[Path] = []
 
     def save_and_report(self, record: EpochRecord, state: dict[str, Any], *, best: bool) -> Verdict:
-        """Save the state, then report, so that a death in between loses no reported epoch."""
+        """Save the state, then report: if the process dies in between, no reported epoch is lost."""
         if self.session is not None:
             self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
         self.files.log.info("epoch %d%s %s", record.epoch + 1, " (best)" if best else "", shown(record.metrics))
@@ -59,20 +59,20 @@ class BaseLoopRun(BaseTrainer):
 
 
 class LoopTrial:
-    """What an own loop is given, on each of its ranks: the processes that train the trial together.
+    """Trial of a custom training loop. With several ranks, each rank has its own object.
 
     Attributes:
-        config: what `suggest` returned.
-        seed: of the trial; finalists have fresh ones.
-        split_seed: of the study's data: divide them by it, the same for every trial.
-        device: to train on, of this rank.
-        rank: this process's number, from 0.
-        world: how many ranks there are.
-        total_epochs: of a full trial, for schedules.
-        resumed: whether epochs of it were trained before.
-        state: what was reported as `state` with the last epoch, on the CPU, where the trial is resumed; else None.
-        folder: of the trial, for files, the same on all ranks; None where a run keeps none.
-        verdict: the answer to the last report.
+        config: the result of `suggest`.
+        seed: seed of the trial; each finalist run has a new one.
+        split_seed: seed for splitting the data, the same for all trials of a study.
+        device: device of this rank.
+        rank: number of this process, from 0.
+        world: number of ranks.
+        total_epochs: number of epochs of a full trial, for schedules.
+        resumed: whether the trial has epochs from an earlier attempt.
+        state: the `state` that was reported with the last epoch, on the CPU; None if the trial is not resumed.
+        folder: folder for files of the trial, the same on all ranks; None if the run has no folder.
+        verdict: result of the last report: whether the trial continues.
     """
 
     def __init__(self, run: BaseLoopRun, state: Any) -> None:
@@ -82,28 +82,29 @@ class LoopTrial:
         self.resumed = bool(run.curve.history)
         self._run, self._ranks, self._curve, self._checkpoint = run, run.ranks, run.curve, run.checkpoint
         self.verdict = Verdict.CONTINUE
-        self._epoch: int | None = None  # that runs, until it is reported
+        self._epoch: int | None = None  # the current epoch, until it is reported
         self._started = 0.0
-        self._within = False  # the body of the loop over epochs
-        self._checked = False
-        self.failure: BaseException | None = None  # of a report, which ends the trial whatever the loop makes of it
+        self._is_in_epoch = False
+        self._is_state_checked = False
+        self.failure: BaseException | None = None  # ends the trial even if the loop catches the error of `report`
 
     @property
     def checkpoint(self) -> Path:
-        """A folder for what a library saves on all ranks together, the same on all ranks of a machine.
+        """Folder for checkpoints that a library writes from all ranks, the same on all ranks of a machine.
 
-        It is empty at first, and after each report that keeps it; in a trial that is resumed it is as it was kept.
+        It is empty at first and after each report with `folder=trial.checkpoint`. In a resumed trial it contains the
+        files of the last report.
         """
         self._checkpoint.mkdir(parents=True, exist_ok=True)
         return self._checkpoint
 
     @property
     def should_stop(self) -> bool:
-        """Whether no epoch is left: all are done, or the last report was answered by an end."""
+        """Whether the trial has no further epoch: all are trained, or the last report ended it."""
         return self.verdict != Verdict.CONTINUE or self._curve.next_epoch >= self.total_epochs
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, 0-based, each with its generators seeded; it ends where the trial does.
+        """Iterate over the remaining epochs (0-based) until the trial ends; seed the generators for each.
 
         Raises:
             ObjectiveError: an epoch was not reported.
@@ -111,66 +112,65 @@ class LoopTrial:
         while not self.should_stop:
             epoch = self._curve.next_epoch
             set_seed(self.seed, "epoch", epoch, *self._ranks.purpose())
-            self._epoch, self._started, self._within = epoch, time.perf_counter(), True
+            self._epoch, self._started, self._is_in_epoch = epoch, time.perf_counter(), True
             yield epoch
-            self._within = False
+            self._is_in_epoch = False
             if self._epoch is not None:
-                raise ObjectiveError(f"epoch {epoch + 1} was not reported: call trial.report once in each epoch")
+                raise ObjectiveError(f"epoch {epoch + 1} was not reported; call trial.report once in each epoch")
 
     def report(
         self, metrics: Mapping[str, float], *, state: Any = None, best: Any = None, folder: Path | str | None = None
     ) -> bool:
-        """Reports the epoch that runs, once, on every rank: what rank 0 gives counts.
+        """Report the current epoch. Call it once per epoch on every rank; the values of rank 0 are used.
 
         Args:
-            metrics: numbers by name: the study's metric, all else that it optimises or bounds, and what is of interest.
-                They are logged as `val_NAME`; those that begin with `train_`, and `lr`, as they are.
-            state: plain values and tensors, nested: what the next epoch goes on from, here or on another machine.
-                Without it, or a folder, a resumed trial begins anew.
-            best: likewise: what `test` and `export` take, kept of the best epoch; `state` unless given.
-            folder: whose files are kept in the trial's checkpoint; `checkpoint` has them when the trial is resumed.
-                All ranks may have written into it; they all have to see it. Where it is `checkpoint` it is emptied.
+            metrics: numbers by name: the study's metric, the other metrics that the study optimizes or bounds, and any
+                others. They are logged as `val_NAME`; `lr` and names that begin with `train_` are not prefixed.
+            state: nested plain values and tensors from which the next epoch continues, also on another machine. A
+                resumed trial without `state` and `folder` has no state to continue from.
+            best: like `state`: the argument for `test` and `export`, stored for the best epoch; `state` by default.
+            folder: folder whose files are stored in the trial's checkpoint; after a resume, `checkpoint` contains them.
+                All ranks may write into it, and all must see it. If it is `checkpoint`, it is emptied.
 
         Returns:
             Whether the epoch is the best so far.
 
         Raises:
-            ObjectiveError: no epoch runs, the metric is missing, the state is not plain, or the ranks report different
-                epochs.
-            NonFiniteError: the metric, or another that the study asks for, is NaN or infinite: the configuration
-                diverges.
+            ObjectiveError: no epoch is running, the metric is missing, the state contains objects that a checkpoint
+                cannot hold, or the ranks report different epochs.
+            NonFiniteError: the metric, or another one that the study optimizes or bounds, is NaN or infinite.
         """
         if (epoch := self._epoch) is None:
-            if self._within:
-                raise ObjectiveError(f"epoch {self._curve.next_epoch} is reported already: report each epoch once")
-            raise ObjectiveError("trial.report was called outside of trial.epochs(): report each epoch once, within it")
+            if self._is_in_epoch:
+                raise ObjectiveError(f"epoch {self._curve.next_epoch} is already reported; report each epoch once")
+            raise ObjectiveError("trial.report was called outside trial.epochs(); report each epoch once, in its loop")
         saved = None if folder is None else Path(folder)
         try:
             self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
             files = {} if saved is None else self._packed(saved)
-            record = self._ranks.led(lambda: self._recorded(epoch, metrics, state, best))
+            record = self._ranks.led(lambda: self._make_record(epoch, metrics, state, best))
             tested = state if best is None else best
             kept = self._curve.add(record, lambda: _copy_to_cpu(None if self.rank else tested))
         except BaseException as error:
-            if self.world > 1:  # the other ranks do not go on either
+            if self.world > 1:  # the other ranks cannot continue
                 self.failure = error
             raise
         self._epoch = None
         try:
             self.verdict = self._run.save_and_report(record, {"state": state, **files}, best=kept)
-            if saved is not None and saved.resolve() == self._checkpoint.resolve():  # another is not ours to remove
+            if saved is not None and saved.resolve() == self._checkpoint.resolve():  # other folders are the user's
                 self._ranks.led(lambda: shutil.rmtree(saved, ignore_errors=True))
-        except BaseException as error:  # also one that the loop would catch: a lost claim, a stop
+        except BaseException as error:  # also those that the loop may catch: a lost claim, a stop
             self.failure = error
             raise
         return kept
 
-    def _recorded(self, epoch: int, metrics: Any, state: Any, best: Any) -> EpochRecord:
-        """The epoch's record, of what was found to be right."""
+    def _make_record(self, epoch: int, metrics: Any, state: Any, best: Any) -> EpochRecord:
+        """Check the arguments of a report and return the record of the epoch."""
         numbers, metric = _to_floats(metrics), self._run.objective.metric
         if metric not in numbers:
-            near = format_name_hint(metric, list(numbers))
-            raise MetricError(metric, f"is none that was reported: {near}; or set the objective's metric")
+            hint = format_name_hint(metric, list(numbers))
+            raise MetricError(metric, f"is not reported; {hint}; or set the objective's metric")
         record = {_add_val_prefix(name): number for name, number in numbers.items()}
         if not math.isfinite(value := numbers[metric]):
             raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
@@ -178,60 +178,60 @@ class LoopTrial:
             try:
                 value = get_metric_value(record, name)
             except KeyError:
-                near = (
-                    "give what trial.measure(model, inputs) returns"
-                    if name in _MEASURABLE
-                    else format_name_hint(name, [*numbers])
-                )
-                raise MetricError(name, f"is asked for by the study, and none that was reported: {near}") from None
+                remedy = "report the result of trial.measure(model, inputs)"
+                hint = remedy if name in _MEASURABLE else format_name_hint(name, [*numbers])
+                raise MetricError(name, f"is required by the study but not reported; {hint}") from None
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}", epoch=epoch)
-        if not self._checked:
+        if not self._is_state_checked:
             check_serializable(state, "state")
             check_serializable(best, "best")
-            self._checked = True
+            self._is_state_checked = True
         return EpochRecord(epoch, time.time(), {**record, "epoch_seconds": time.perf_counter() - self._started})
 
     def measure(self, model: nn.Module, inputs: Tree) -> dict[str, float]:
-        """How fast a model is, and how large: numbers for `report`. Call it on every rank, with a whole model.
+        """Measure latency and size of a model, for `report`. Call it on every rank, with an unsharded model.
 
-        Once they were reported under these names they stay: later epochs, and a trial that is resumed, get the same.
+        After the values are reported under these names, later epochs and resumed trials get the same values.
 
         Args:
-            model: on the trial's device; it is measured in evaluation mode, without gradients.
-            inputs: a batch as the model takes it; of one sample, where a sample's time is what is wanted.
+            model: model on the trial's device; it is measured in evaluation mode, without gradients.
+            inputs: a batch as the model takes it; use one sample to get the latency per sample.
 
         Returns:
-            `latency_ms`, the median time of a forward pass; `latency_load`, the machine's load over its cores
-            meanwhile; `model_mb`, parameters and buffers in 10^6 bytes; `parameters`, their number.
+            `latency_ms`, the median time of a forward pass; `latency_load`, the load of the machine per core during the
+            measurement; `model_mb`, the size of parameters and buffers in 10^6 bytes; `parameters`, their number.
 
         Raises:
-            ObjectiveError: the model is spread over devices, or does not take the inputs.
+            ObjectiveError: the model is sharded over devices, or cannot be called with the inputs.
         """
         history = self._curve.history
-        before = history[-1].metrics if history else {}
-        kept = {name: before[f"val_{name}"] for name in (*_MEASURABLE, "latency_load") if f"val_{name}" in before}
-        if kept.keys() >= _MEASURABLE:
-            return kept
+        last = history[-1].metrics if history else {}
+        reported = {name: last[f"val_{name}"] for name in (*_MEASURABLE, "latency_load") if f"val_{name}" in last}
+        if reported.keys() >= _MEASURABLE:
+            return reported
         return self._ranks.led(lambda: plain_measures(model, inputs, self.device))
 
     def _packed(self, folder: Path) -> dict[str, Any]:
-        """The files of a folder that all ranks see, on rank 0."""
+        """Return the files of a folder on rank 0, after a check that all ranks see the same files."""
         found = self._ranks.each(list_files(folder))
         if not found[0]:
-            raise ObjectiveError(f"trial.report: no file is in folder {folder}: save into it before the report")
+            raise ObjectiveError(f"trial.report: folder {folder} has no files; save into it before the report")
         if others := [rank for rank, files in enumerate(found) if files != found[0]]:
             raise ObjectiveError(
-                f"trial.report: rank {others[0]} sees other files in folder {folder} than rank 0: "
-                "let all ranks give the same folder, on several machines one that they share"
+                f"trial.report: rank {others[0]} sees other files in folder {folder} than rank 0; pass the same folder "
+                "on all ranks, and a shared one if they are on several machines"
             )
         return {} if self.rank else {"folder": pack_folder(folder)}
 
     def barrier(self, doing: str) -> None:
-        """Waits for the other ranks, who have to be at the same place of their loops.
+        """Wait for the other ranks, and check that they are at the same point of their loops.
+
+        Args:
+            doing: description of the point, such as "reports epoch 3"; it must be equal on all ranks.
 
         Raises:
-            ObjectiveError: one of them is elsewhere.
+            ObjectiveError: a rank is at another point.
         """
         if self.world == 1:
             return
@@ -240,12 +240,12 @@ class LoopTrial:
             self._ranks.on_told_to_go()
         if others := [rank for rank, (did, _) in enumerate(found) if did != found[0][0]]:
             raise ObjectiveError(
-                f"the ranks' loops went apart: rank 0 {found[0][0]}, rank {others[0]} {found[others[0]][0]}: "
-                "let every rank call trial.report once in each epoch, alike"
+                f"the loops of the ranks differ: rank 0 {found[0][0]}, rank {others[0]} {found[others[0]][0]}; "
+                "call trial.report once per epoch on every rank"
             )
 
     def log_artifact(self, path: Path | str) -> None:
-        """Keeps a file for the trial's run in MLflow; it is sent when the trial ends."""
+        """Log a file to the trial's MLflow run; it is sent when the trial ends."""
         self._run.logged.append(Path(path))
 
 
@@ -254,18 +254,18 @@ def _add_val_prefix(name: str) -> str:
 
 
 def _copy_to_cpu(tree: Any) -> Any:
-    """The tree with its tensors on the CPU, apart from those that go on training."""
+    """Copy the tensors to the CPU, so that training does not change them."""
     return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
 
 def _to_floats(metrics: Any) -> dict[str, float]:
-    """Metrics as floats.
+    """Convert metrics to floats.
 
     Raises:
-        ObjectiveError: they are no dictionary, or one of them is no number.
+        ObjectiveError: `metrics` is not a dictionary, or a value is not one number.
     """
     if not isinstance(metrics, Mapping):
-        raise ObjectiveError(f"trial.report takes a dictionary of numbers by name, not {type(metrics).__name__}")
+        raise ObjectiveError(f"trial.report needs a dictionary of numbers by name, not {type(metrics).__name__}")
     found = {}
     for name, value in metrics.items():
         size = value.numel() if isinstance(value, Tensor) else np.size(value)
@@ -277,13 +277,13 @@ def _to_floats(metrics: Any) -> dict[str, float]:
 
 
 def check_serializable(tree: Any, what: str) -> None:
-    """Refuses what a checkpoint cannot hold, at the first report and not at a resume.
+    """Check that a checkpoint can hold a state, so that the first report fails and not a resume.
 
     Raises:
-        ObjectiveError: it says where something else stands, and what it is.
+        ObjectiveError: the state contains another object; the message has its position and type.
     """
     for name, value in leaves(tree, what):
         if not isinstance(value, (Tensor, bool, int, float, str, bytes, type(None))):
-            remedy = "give its state_dict()" if hasattr(value, "state_dict") else "give tensors and plain values"
+            remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
             kind = type(value).__name__
-            raise ObjectiveError(f"trial.report: {name} is a {kind}, which no checkpoint holds: {remedy}")
+            raise ObjectiveError(f"trial.report: {name} is a {kind}, which a checkpoint cannot hold; {remedy}")

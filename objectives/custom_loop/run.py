@@ -1,4 +1,4 @@
-"""Run an objective that has its own training loop."""
+"""Run an objective with a custom training loop."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from hpsearch.objectives.training.session import Verdict
 
 
 def reset_distributed_state() -> None:
-    """Lets libraries that are imported already find out anew which ranks there are.
+    """Reset the distributed state of Accelerate and DeepSpeed if they are imported.
 
-    The ranks may have closed their connections and opened new ones since, and a trial may want another precision.
+    The process group may have been created again since the last trial, and a trial may use another precision.
     """
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -47,11 +47,11 @@ def reset_distributed_state() -> None:
         groups._release_process_group_references()
 
 
-_PANELS = 8  # of the curves; what else was reported is in metrics.jsonl
+_MAX_PANELS = 8  # of the plot of curves; metrics.jsonl has the other metrics
 _NOT_CHECKED = """\
-The loop is the objective's own, and these are its business: how data are divided (by `trial.split_seed`, the same for
-every trial), that the test set stays closed, and what is drawn at random before the first of `trial.epochs()`, which a
-resumed trial draws again. Gradients, leakage and overfitting were not looked for."""
+The objective has a custom training loop, which is responsible for splitting the data (by `trial.split_seed`, the same
+for every trial), for not using the test set, and for random numbers before the first of `trial.epochs()`, which a
+resumed trial draws again. hpsearch did not check gradients, leakage and overfitting."""
 
 
 def write_loop_report(
@@ -62,9 +62,9 @@ def write_loop_report(
     result: RunResult,
     identity: dict[str, Any],
 ) -> None:
-    """Write `report.md` for an own loop that has ended, of which no steps are known.
+    """Write `report.md` of a custom loop that has ended.
 
-    `identity` has the run's configuration, epochs and seeds.
+    `identity` contains the run's configuration, epochs and seeds.
     """
     summary = [
         f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {identity['epochs']} planned",
@@ -77,20 +77,20 @@ def write_loop_report(
         {
             f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": summary,
             "Configuration": ["| setting | value |", "|---|---|", *rows] if rows else ["No settings."],
-            "What was reported": [
+            "Reported metrics": [
                 *_format_reported_metrics(result),
                 *image(path, "curves.png", "Curves over the epochs"),
             ],
-            "What was not looked after": [_NOT_CHECKED],
+            "Not checked": [_NOT_CHECKED],
         },
     )
 
 
 def select_plotted_metrics(history: Sequence[EpochRecord], metric: str) -> list[str]:
-    """What of the reported numbers to draw over the epochs, the study's metric first."""
+    """Return the names of the metrics to plot, the study's metric first."""
     names = [name for record in history for name in record.metrics if name != "epoch_seconds"]
     curves = [name.removeprefix("train_").removeprefix("val_") for name in names if name != "lr"]
-    return list(dict.fromkeys([metric, *curves]))[:_PANELS]
+    return list(dict.fromkeys([metric, *curves]))[:_MAX_PANELS]
 
 
 def _format_reported_metrics(result: RunResult) -> list[str]:
@@ -107,12 +107,12 @@ FORMAT = 1  # of a checkpoint's state
 
 @dataclass
 class LoopResult(RunResult):
-    """What an own loop came to.
+    """Result of a custom training loop.
 
     Attributes:
-        objective: whose loop it was.
-        config: of the trial.
-        best: what was kept of the best epoch.
+        objective: the objective.
+        config: configuration of the trial.
+        best: the reported `best` of the best epoch.
     """
 
     objective: LoopObjective
@@ -121,27 +121,27 @@ class LoopResult(RunResult):
 
     @property
     def has_model(self) -> bool:
-        """Whether the objective makes a module of it."""
+        """Whether the objective has `export`."""
         return self.objective.defines("export")
 
     def exported(self) -> Exported:
-        """The module that the objective makes of the best epoch.
+        """Return the exportable model of the best epoch.
 
         Raises:
-            ObjectiveError: the objective has no `export`, or it failed.
+            ObjectiveError: the objective has no `export`, or `export` raised an error.
         """
         return export_model(self.objective, self.best, self.config)
 
 
 def export_model(objective: LoopObjective, best: Any, config: Any) -> Exported:
-    """The module that an objective makes of what was kept of the best epoch.
+    """Return the model that `objective.export` builds from the reported `best`.
 
     Raises:
-        ObjectiveError: the objective has no `export`, or it failed.
+        ObjectiveError: the objective has no `export`, or `export` raised an error.
     """
     who = type(objective).__name__
     if not objective.defines("export"):
-        raise ObjectiveError(f"{who} has no export(): define it to have a model that can be promoted")
+        raise ObjectiveError(f"{who} has no export(); define it to get a model that can be promoted")
     with wrap_user_errors(f"{who}.export"):
         model, x = objective.export(best, config)
         if not isinstance(model, nn.Module):
@@ -151,16 +151,16 @@ def export_model(objective: LoopObjective, best: Any, config: Any) -> Exported:
 
 
 class LoopRun(BaseLoopRun):
-    """Runs a trial's own loop; for the parameters see `BaseTrainer`."""
+    """Run of a trial's custom training loop; see `BaseTrainer` for the parameters."""
 
     objective: LoopObjective
 
     def fit(self) -> LoopResult:
-        """Run the loop, on where it was left.
+        """Run the loop, from the last checkpoint if there is one.
 
         Raises:
-            ObjectiveError: a mistake in the objective, with its file and line.
-            NonFiniteError: its metric is NaN or infinite.
+            ObjectiveError: the objective raised an error; the message has its file and line.
+            NonFiniteError: the metric is NaN or infinite.
         """
         who = type(self.objective).__name__
         reset_distributed_state()
@@ -174,7 +174,7 @@ class LoopRun(BaseLoopRun):
                 if self.ranks.first:
                     shutil.rmtree(self.checkpoint, ignore_errors=True)
             if not self.curve.history:
-                raise ObjectiveError(f"{who}.run ended without a report: call trial.report in each of trial.epochs()")
+                raise ObjectiveError(f"{who}.run ended without a report; call trial.report in each of trial.epochs()")
             return self._finish(verdict)
 
     def _train(self) -> Verdict:
@@ -194,11 +194,11 @@ class LoopRun(BaseLoopRun):
         except Exception as error:  # whatever the user's code raises
             if trial.failure is None:
                 self._raise(error)
-        if trial.failure is not None:  # of the service, whatever the loop made of it
+        if trial.failure is not None:  # the loop may have caught the error of `report`
             raise trial.failure
 
     def _raise(self, error: Exception) -> NoReturn:
-        """Raise what ended the loop, told by the user's file and line; the log has where it went from there."""
+        """Raise the loop's error as an ObjectiveError with the user's file and line; the log has the traceback."""
         if isinstance(error, (ObjectiveError, NonFiniteError)):
             raise error
         if is_out_of_memory(error):
@@ -207,7 +207,11 @@ class LoopRun(BaseLoopRun):
         raise ObjectiveError(f"{type(self.objective).__name__}.run: {format_user_error(error)}") from error
 
     def _start(self) -> tuple[Any, Verdict]:
-        """Restore the last checkpoint, if there is one, and report its epochs again."""
+        """Restore the last checkpoint, if there is one, and report its epochs again.
+
+        Returns:
+            The state for the loop (None without a checkpoint), and the verdict.
+        """
         restored, source = self._restore(), find_source_file(type(self.objective))
         identity = {
             "format": FORMAT,
@@ -228,10 +232,10 @@ class LoopRun(BaseLoopRun):
         return None if restored is None else restored["state"], verdict
 
     def _restore(self) -> dict[str, Any] | None:
-        """The last checkpoint, which rank 0 reads; what only it needs of that is not told to the others."""
+        """Read the last checkpoint on rank 0, and broadcast it without the parts that only rank 0 needs."""
         read: list[dict[str, Any] | None] = []
 
-        def reads() -> dict[str, Any] | None:
+        def read_checkpoint() -> dict[str, Any] | None:
             shutil.rmtree(self.checkpoint, ignore_errors=True)
             state = None if self.kept is None else self.kept.restore()
             read.append(state)
@@ -240,11 +244,11 @@ class LoopRun(BaseLoopRun):
             unpack_folder(state.pop("folder", {}), self.checkpoint)
             return {**state, "best": {**state["best"], "model": None}}
 
-        told = self.ranks.led(reads)
-        return read[0] if read else told
+        broadcast = self.ranks.led(read_checkpoint)
+        return read[0] if read else broadcast
 
     def _finish(self, verdict: Verdict) -> LoopResult:
-        # A loop that ends by itself before its last epoch has decided that it is done.
+        # A loop that leaves before the last epoch, without being stopped, is complete.
         finished = verdict == Verdict.CONTINUE or self.curve.next_epoch >= self.plan.epochs
         result = LoopResult(
             **self._shared_result(self.curve, verdict, self.notes, finished=finished),

@@ -196,7 +196,7 @@ def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypa
     write("mine.py", text)
     told = _refused("mine.py")
     assert told.startswith("mine.py:1: ")
-    remedy = f"(where it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
+    remedy = f"(if it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
     assert told.endswith(remedy) if package else "a package:" not in told
 
 

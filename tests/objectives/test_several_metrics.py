@@ -29,7 +29,10 @@ def test_the_first_is_the_metric_by_which_the_best_epoch_is_chosen():
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
-        ({"metric": "accuracy", "directions": SEVERAL}, "Several.metric is 'accuracy', but directions begin with 'mac"),
+        (
+            {"metric": "accuracy", "directions": SEVERAL},
+            "Several.metric is 'accuracy', but the first entry of directions is 'mac",
+        ),
         ({"direction": "minimize", "directions": SEVERAL}, "Several.direction is 'minimize', but directions begin"),
         (
             {"directions": {"accuracy": "max"}},
@@ -80,7 +83,7 @@ def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
 def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
     with pytest.raises(MetricError) as error:
         wine.set_reported_metrics([name])
-    assert f"metric {name!r} is none that comes with accuracy, nor measured" in str(error.value)
+    assert f"metric {name!r} is not reported with accuracy; " in str(error.value)
     assert near in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -197,24 +197,24 @@ def _reporting(*reports, outside=False):
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (_reporting(), "epoch 1 was not reported: call trial.report once in each epoch"),
-        (_reporting(({"distance": 1.0}, None), ({"distance": 1.0}, None)), "epoch 1 is reported already: report each"),
-        (_reporting(outside=True), r"trial.report was called outside of trial.epochs\(\): report each epoch once"),
-        (_reporting(({"distanse": 1.0}, None)), "'distance' is none that was reported: did you mean 'distanse'"),
+        (_reporting(), "epoch 1 was not reported; call trial.report once in each epoch"),
+        (_reporting(({"distance": 1.0}, None), ({"distance": 1.0}, None)), "epoch 1 is already reported; report each"),
+        (_reporting(outside=True), r"trial.report was called outside trial.epochs\(\); report each epoch once"),
+        (_reporting(({"distanse": 1.0}, None)), "'distance' is not reported; did you mean 'distanse'"),
         (_reporting(({"distance": math.nan}, None)), "distance is nan at epoch 1"),
         (
             _reporting(({"distance": torch.ones(3)}, None)),
             r"trial.report: distance must be one number, not a Tensor",
         ),
         (_reporting(({"distance": 1.0, "other": "x"}, None)), "trial.report: other must be one number, not 'x'"),
-        (_reporting((0.5, None)), "trial.report takes a dictionary of numbers by name, not float"),
+        (_reporting((0.5, None)), "trial.report needs a dictionary of numbers by name, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
             r"state\.a\.0 is a object, which no",
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
-            r"trial.report: state\.net is a Linear, which no checkpoint holds: give its state_dict\(\)",
+            r"trial.report: state\.net is a Linear, which a checkpoint cannot hold; pass its state_dict\(\)",
         ),
         (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
         (
@@ -317,11 +317,11 @@ def test_a_function_is_an_objective(tmp_path):
     result = _fit(objective, epochs=3)
     assert result.best_value == pytest.approx(8 * 0.75**3)
     assert type(load_objective(f"{path}:main")) is type(objective)
-    with pytest.raises(ObjectiveError, match="lazy never trained: iterate over trial"):
+    with pytest.raises(ObjectiveError, match="lazy does not train; iterate over trial"):
         load_objective(f"{path}:lazy").default_config()
-    with pytest.raises(ObjectiveError, match="'rate' is asked for too late: ask for all parameters before"):
+    with pytest.raises(ObjectiveError, match="'rate' is suggested too late; suggest all parameters before"):
         _fit(load_objective(f"{path}:late"))
-    with pytest.raises(ObjectiveError, match="bare must take one argument, the trial: def bare"):
+    with pytest.raises(ObjectiveError, match="bare must accept one argument, the trial; write def bare"):
         load_objective(f"{path}:bare")
 
 
@@ -334,7 +334,7 @@ def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path
     assert all(f"| {name} | " in text for name in ("val_distance", "train_loss"))
     assert "![Curves over the epochs](curves.png)" in text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert text.count("## What was not looked after") == 1
+    assert text.count("## Not checked") == 1
     session = Memory({1: Verdict.PRUNE})
     fit(Gan(), {"lr": 1e-2}, RunPlan(3, 4, 4), run_dir=tmp_path / "pruned", session=session)
     assert "report.md" in [path.name for path in session.logged]

@@ -74,7 +74,7 @@ def test_it_stays_in_a_trial_that_is_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("latency_ms",), "give what trial.measure(model, inputs) returns"),
+        (("latency_ms",), "report the result of trial.measure(model, inputs)"),
         (("sparsty",), "did you mean 'sparsity'?"),
         (("peak_memory_mb",), "known: score, sparsity"),
     ],
@@ -83,7 +83,7 @@ def test_what_is_asked_for_and_not_reported_is_told(names, said):
     objective = asked(*names, measured=lambda self, trial, model: {"sparsity": 0.5})
     with pytest.raises(MetricError) as error:
         done(objective)
-    assert str(error.value) == f"metric {names[0]!r} is asked for by the study, and none that was reported: {said}"
+    assert str(error.value) == f"metric {names[0]!r} is required by the study but not reported; {said}"
 
 
 def test_what_is_asked_for_has_to_be_finite():

@@ -150,16 +150,16 @@ def nothing_in_it(_, trial):
         trial.report({"drawn": 1.0}, folder=trial.checkpoint)
 
 
-ALIKE = ": let every rank call trial.report once in each epoch, alike"
+ALIKE = "; call trial.report once per epoch on every rank"
 MISTAKES = {
-    only_rank_0: "epoch 1 was not reported: call trial.report once in each epoch",
-    leaves_early: "the ranks' loops went apart: rank 0 reports epoch 3, rank 1 ends after epoch 2" + ALIKE,
+    only_rank_0: "epoch 1 was not reported; call trial.report once in each epoch",
+    leaves_early: "the loops of the ranks differ: rank 0 reports epoch 3, rank 1 ends after epoch 2" + ALIKE,
     fails_on_1: "ZeroDivisionError",
-    wrong_metric: "metric 'drawn' is none that was reported: did you mean 'drown'?",
-    caught: "metric 'drawn' is none that was reported: did you mean 'drown'?",
+    wrong_metric: "metric 'drawn' is not reported; did you mean 'drown'?",
+    caught: "metric 'drawn' is not reported; did you mean 'drown'?",
     apart: "trial.report: rank 1 sees other files in folder ",
     only_one_with_a_folder: "rank 0 reports epoch 1, rank 1 reports epoch 1 with a folder" + ALIKE,
-    nothing_in_it: "trial.report: no file is in folder ",
+    nothing_in_it: "trial.report: folder ",
 }
 
 

@@ -230,7 +230,7 @@ def test_directions_and_a_metric_that_differ_are_told_in_a_line(capsys) -> None:
     Path("several.py").write_text(SEVERAL)
     code, _, err = call(capsys, "objective", "show", "several.py:Several")
     assert code == 2
-    assert "Torn.metric is 'loss', but directions begin with 'accuracy'" in err
+    assert "Torn.metric is 'loss', but the first entry of directions is 'accuracy'" in err
     assert err.count("\n") == 1
 
 

@@ -65,7 +65,7 @@ def test_a_model_is_judged_with_all_metrics_of_the_study(tracked: Tracked) -> No
     version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
     spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
     tracked.stored.set_attr(SPEC, spec.model_dump())
-    with pytest.raises(ObjectiveError, match="metric 'sparsity' is none that comes with accuracy"):
+    with pytest.raises(ObjectiveError, match="metric 'sparsity' is not reported with accuracy"):
         serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}")
 
 

@@ -304,7 +304,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
         ({"name": "brute_force"}, branches, "brute_force cannot search Small: bend: a range from 0.0 to 1.0 without"),
         ({"name": "grid", "search_space": {"lr": [5.0], "width": [8]}}, plane, "sampler.search_space.lr: 5.0 is not"),
         ({"name": "grid", "search_space": {"lr": [0.1], "width": [9]}}, plane, "width: 9 is not in [8, 32] by 8"),
-        ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is no number"),
+        ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is not a number"),
         ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', which Small asks for"),
         (
             {"name": "grid", "search_space": {**GRID, "widht": [8]}},
@@ -314,7 +314,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
         (
             {"name": "grid", "search_space": {**GRID, "optimizer": ["adam", "lion"]}},
             mixed,
-            "optimizer: 'lion' is none of 'adam', 'sgd'",
+            "optimizer: 'lion' is not one of 'adam', 'sgd'",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_model_is_made_again_with_all_metrics_of_the_study(
     """Not with the first alone: one that the objective does not have is reported."""
     bounded = replace(study, spec=parse_spec({**study.spec.model_dump(), "constraints": "sparsity<=1"}))
     problems = send(tracked, bounded, tmp_path, lambda _: None)
-    assert [problem.partition(" is none that comes")[0] for problem in problems] == [
+    assert [problem.partition(" is not reported with")[0] for problem in problems] == [
         "trial 0: metric 'sparsity'",
         "trial 2: metric 'sparsity'",
     ]

@@ -104,7 +104,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert ends == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "PRUNED"]
     assert good.values == [0.55, 9.0], "those of the epoch that is best by the first metric"
     assert reason(good) == "best score 0.55 at epoch 2"
-    assert "metric 'cost' is asked for by the study, and none that was reported" in reason(silent)
+    assert "metric 'cost' is required by the study but not reported" in reason(silent)
     assert "\n" not in reason(silent)
     assert large.intermediate_values.keys() == {0, 1, 2}, "without a pruner it is trained to its end"
     assert reason(large) == "best score 0.55 at epoch 2; out of bounds: parameters 200, not <= 100"

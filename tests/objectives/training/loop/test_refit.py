@@ -92,7 +92,7 @@ def test_an_own_loop_is_not_refitted():
         def run(self, context):
             raise AssertionError
 
-    with pytest.raises(ObjectiveError, match="loop of its own, and a refit needs"):
+    with pytest.raises(ObjectiveError, match="custom training loop, but a refit needs"):
         fit_any(Own(), None, RunPlan(2, 0, 0, refit=1))
 
 
