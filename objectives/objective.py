@@ -269,8 +269,9 @@ class Objective(BaseObjective):
     def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 used by overrides
         """Return the sampler of the training data; None for a random permutation of the samples.
 
-        It is a PyTorch sampler of rows, such as `WeightedRandomSampler`, or of batches of rows, such as `LengthGroupedSampler`. It
-        must have a length and draw from PyTorch's global generator, which is seeded for each epoch.
+        It is a PyTorch sampler of rows, such as `WeightedRandomSampler`, or of batches of rows, such as
+        `LengthGroupedSampler`. It must have a length and draw from PyTorch's global generator, which is seeded for each
+        epoch.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Data that are made sample by sample: a torch or Hugging Face dataset, a ragged list, a file mapped to memory."""
+"""Samples that are loaded one by one: PyTorch and Hugging Face datasets, ragged lists, memory-mapped files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch.utils import data as torch_data
 from hpsearch.objectives.errors import ObjectiveError, format_user_error
 from hpsearch.objectives.training.data.tree import Tree
 
-# A list of samples -> inputs and targets, as the model and the loss take them.
+# A list of samples -> a batch: inputs for the model, and targets for the loss.
 Collate = Callable[[list[Any]], Any]
 
 _EDGE_BYTES = 1 << 16
-TARGETS = ("labels", "label", "target", "targets", "y")  # what a dictionary calls them
+TARGETS = ("labels", "label", "target", "targets", "y")  # keys of the targets in a dictionary, by priority
 
 
 def collate_rows(
     samples: Sequence[Any], rows: Sequence[int], collate: Collate | None, names: Sequence[int]
 ) -> tuple[Tree, Tree]:
-    """Return inputs and targets of the samples at `rows`, which error messages call `names`."""
+    """Return inputs and targets of the samples at `rows`; error messages use the numbers in `names`."""
     try:
-        read = getattr(samples, "__getitems__", None)  # all at once, as a DataLoader reads them
+        read = getattr(samples, "__getitems__", None)  # reads all rows in one call, as DataLoader does
         found = read(rows) if read is not None else [samples[row] for row in rows]
     except Exception as error:  # whatever the user's code raises
         raise _make_read_error(samples, rows, names, error) from error
@@ -38,7 +38,7 @@ def collate_rows(
 def _make_read_error(
     samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception
 ) -> ObjectiveError:
-    """The error of a batch, as that of its first sample that cannot be read alone."""
+    """Return the error of the first sample of a batch that cannot be read."""
     for row, name in zip(rows, names, strict=True):
         try:
             samples[row]
@@ -52,7 +52,7 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
         return collate(found)
     except Exception as error:  # as above
         for count, name in enumerate(names, start=1):
-            alone, together = ("", [found[count - 1]]), (f", the {count}th of a batch", found[:count])
+            alone, together = ("", [found[count - 1]]), (f" (position {count} in the batch)", found[:count])
             for where, samples in (alone, together) if own else (alone,):
                 try:
                     collate(samples)
@@ -62,7 +62,8 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
                     ) from reason
         first = str(error).strip().splitlines()[0]
         raise ObjectiveError(
-            f"samples {names[0]} to {names[-1]} make no batch ({first}): give collate=, which makes one of a list"
+            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, a function that makes a "
+            "batch from a list"
         ) from error
 
 
@@ -74,17 +75,17 @@ def _split_targets(batch: Any) -> tuple[Tree, Tree]:
         if names:
             return {key: value for key, value in batch.items() if key != names[0]}, batch[names[0]]
         raise ObjectiveError(
-            f"a batch has {', '.join(map(str, batch))}, and none of these is its targets: name them labels, or give a "
+            f"a batch has the keys {', '.join(map(str, batch))}, but none for targets; name it labels, or pass a "
             "collate= that returns (inputs, targets)"
         )
-    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}: give collate=")
+    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}; pass collate=")
 
 
 def pad_collate(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """A collate for sequences of different lengths: pairs of ids [t] and a target.
+    """Collate sequences of different lengths: pairs of ids [t] and a target.
 
     Returns:
-        ``{"ids": [n, longest], "lengths": [n]}``, padded with 0, and the targets [n, ...].
+        ``{"ids": [n, longest], "lengths": [n]}``, pad_collate with 0, and the targets [n, ...].
     """
     sequences = [torch.as_tensor(sequence) for sequence, _ in samples]
     ids = pad_sequence(sequences, batch_first=True)
@@ -103,7 +104,7 @@ def as_target(tensor: Tensor) -> Tensor:
 
 
 class MemmapRows:
-    """Rows [n, ...] of an array in a memory-mapped file, which are read on use."""
+    """Rows [n, ...] of a memory-mapped array, which are read on use."""
 
     def __init__(self, array: np.ndarray[Any, Any], rows: Tensor | None = None) -> None:
         self._array = array
@@ -116,7 +117,7 @@ class MemmapRows:
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         wanted = self._rows[rows].numpy()
-        read = torch.from_numpy(np.array(self._array[wanted]))  # a copy: the file may be open for reading only
+        read = torch.from_numpy(np.array(self._array[wanted]))  # a copy, because the file may be read-only
         return as_input(read)
 
     def take(self, rows: Tensor) -> MemmapRows:
@@ -124,13 +125,13 @@ class MemmapRows:
         return MemmapRows(self._array, self._rows[rows])
 
     def batches(self, size: int = 4096) -> Iterable[Tensor]:
-        """All rows in their order."""
+        """Iterate over all rows in order, in batches of `size`."""
         for start in range(0, len(self), size):
             yield self[slice(start, start + size)]
 
 
 def find_fingerprint(source: Any) -> str | None:
-    """What a dataset says of its contents by itself: Hugging Face's, or that of one that a subset is of."""
+    """Return the fingerprint of a Hugging Face dataset, or of a subset of one; None if there is none."""
     if isinstance(source, torch_data.Subset):
         inner = find_fingerprint(source.dataset)
         return None if inner is None else hash_values(inner, list(source.indices))
@@ -139,7 +140,7 @@ def find_fingerprint(source: Any) -> str | None:
 
 
 def find_targets(source: Any) -> Any:
-    """The targets that a dataset has at hand, as torchvision's and Hugging Face's have; None where it has none."""
+    """Return the targets of a torchvision or Hugging Face dataset without loading its samples; None if unavailable."""
     if isinstance(source, torch_data.Subset):
         inner = find_targets(source.dataset)
         return None if inner is None else np.asarray(inner)[np.asarray(source.indices)]
@@ -151,12 +152,12 @@ def find_targets(source: Any) -> Any:
 
 
 def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
-    """A fingerprint of the files of a folder, the same on every machine that has them.
+    """Return a fingerprint of the files of a folder, the same on every machine with these files.
 
-    SHA-256 over their names, their sizes and the first and last 64 KiB of each.
+    It is the SHA-256 of the names, the sizes, and the first and last 64 KiB of each file.
 
     Raises:
-        ObjectiveError: there are none.
+        ObjectiveError: no file matches `pattern`.
     """
     root = Path(folder)
     files = sorted(path for path in root.glob(pattern) if path.is_file())
@@ -173,19 +174,23 @@ def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
 
 
 def hash_values(*parts: Any) -> str:
-    """SHA-256, in hexadecimal, of plain values."""
+    """Return the hexadecimal SHA-256 of plain values."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def hash_samples(samples: Sequence[Any]) -> str:
-    """Return the SHA-256 of samples in memory: nested tensors, arrays, numbers and strings."""
+    """Return the hexadecimal SHA-256 of samples in memory: nested tensors, arrays, numbers and strings.
+
+    Raises:
+        ObjectiveError: a sample contains another object.
+    """
     found = hashlib.sha256()
     for number, sample in enumerate(samples):
         try:
             _update_hash(found, sample)
         except TypeError as error:
             raise ObjectiveError(
-                f"sample {number} holds a {error}: give fingerprint=, which says what the data are"
+                f"sample {number} contains a {error}; pass fingerprint=, a text that identifies the data"
             ) from error
     return found.hexdigest()
 

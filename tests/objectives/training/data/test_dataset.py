@@ -70,8 +70,8 @@ NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
     [
         ((_data(GOOD), _data(torch.zeros(0, 3)), _data(GOOD)), "the validation split is empty"),
         ((_data(GOOD), _data(GOOD, [0]), _data(GOOD)), "validation split has 4 inputs but 1 targets"),
-        ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs hold NaN or infinity in 1 of 2 samples"),
-        ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets hold NaN or infinity in 1 of 4"),
+        ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs contain NaN or infinity in 1 of 2 samples"),
+        ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets contain NaN or infinity in 1 of 4"),
         (
             (_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)),
             r"each sample of the validation inputs is \[2\] float32, but",
@@ -91,8 +91,8 @@ def test_data_that_cannot_be_trained_on_is_refused(splits, message):
 @pytest.mark.parametrize(
     ("train", "val", "message"),
     [
-        ([0, 1, 2, 1], [0, 1, 2, 3], "validation labels go from 0 to 3, but the train split has classes 0 to 2"),
-        ([0, 1, -1, 1], [0, 1, 1, 1], "train labels go from -1 to 1"),
+        ([0, 1, 2, 1], [0, 1, 2, 3], "validation labels range from 0 to 3, but the train split has classes 0 to 2"),
+        ([0, 1, -1, 1], [0, 1, 1, 1], "train labels range from -1 to 1"),
     ],
 )
 def test_labels_that_are_no_classes_of_the_train_split_are_refused(train, val, message):
@@ -215,5 +215,5 @@ def test_times_that_order_nothing_are_refused(times, message):
 
 
 def test_groups_and_times_exclude_each_other():
-    with pytest.raises(ObjectiveError, match="groups or times"):
+    with pytest.raises(ObjectiveError, match="groups and times"):
         _timed(np.arange(20), groups=np.arange(20))

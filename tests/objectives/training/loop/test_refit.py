@@ -80,7 +80,7 @@ def test_a_division_of_its_own_after_make_is_joined_too(objective_with):
 
 def test_parts_that_cannot_be_joined_say_so(objective_with):
     objective = objective_with(data=_by_hand(load=lambda entry: entry))
-    with pytest.raises(ObjectiveError, match=r"data: a refit .* cannot be joined: let Splits.make\(\) divide the data"):
+    with pytest.raises(ObjectiveError, match=r"data: a refit .* not in-memory tensors; split the data with Splits"):
         fit(objective, refit=2)
 
 
