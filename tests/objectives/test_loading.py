@@ -235,8 +235,8 @@ def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
     ("body", "message"),
     [
         ("pass", "Mine does not define data, model, suggest; an Objective needs"),
-        ("def __init__(self, path): ...", "Mine() failed: "),
-        (None, "Mine() failed: mine.py:5: KeyError: 'HOME_OF_DATA'"),
+        ("def __init__(self, path): ...", r"Mine\(\) failed: "),
+        (None, r"Mine\(\) failed: mine.py:5: KeyError: 'HOME_OF_DATA'"),
         ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),
         ("metric = None", "Mine.metric must be a non-empty string, not None"),
         ("name = ''", "Mine.name must be a non-empty string, not ''"),

@@ -33,13 +33,19 @@ def test_the_first_is_the_metric_by_which_the_best_epoch_is_chosen():
             {"metric": "accuracy", "directions": SEVERAL},
             "Several.metric is 'accuracy', but the first entry of directions is 'mac",
         ),
-        ({"direction": "minimize", "directions": SEVERAL}, "Several.direction is 'minimize', but directions begin"),
+        (
+            {"direction": "minimize", "directions": SEVERAL},
+            "Several.direction is 'minimize', but the first entry of directions is",
+        ),
         (
             {"directions": {"accuracy": "max"}},
-            "Several.directions: accuracy must be 'maximize' or 'minimize', not",
+            "Several.directions['accuracy'] must be 'maximize' or 'minimize', not",
         ),
-        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary of directions by metric"),
-        ({"directions": {1: "maximize"}}, "Several.directions must be a dictionary of directions by metric"),
+        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary of 'maximize' or 'minimize' by metric"),
+        (
+            {"directions": {1: "maximize"}},
+            "Several.directions must be a dictionary of 'maximize' or 'minimize' by metric",
+        ),
     ],
 )
 def test_directions_that_are_none_are_refused_where_the_class_is_made(attributes, said):

@@ -85,7 +85,7 @@ def pad_collate(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     """Collate sequences of different lengths: pairs of ids [t] and a target.
 
     Returns:
-        ``{"ids": [n, longest], "lengths": [n]}``, pad_collate with 0, and the targets [n, ...].
+        ``{"ids": [n, longest], "lengths": [n]}``, padded with 0, and the targets [n, ...].
     """
     sequences = [torch.as_tensor(sequence) for sequence, _ in samples]
     ids = pad_sequence(sequences, batch_first=True)

@@ -106,7 +106,7 @@ def test_integers_that_are_values_are_drawn_at_random_where_strata_are_impossibl
     splits = Splits.make(np.zeros((200, 2)), values, seed=0)
     assert sorted(torch.cat([part.y for _, part in splits.parts()]).tolist()) == sorted(values.tolist())
     assert [len(part) for _, part in splits.parts()] == [120, 40, 40]
-    with pytest.raises(ObjectiveError, match=r"least populated class.*; stratify=False draws without regard to"):
+    with pytest.raises(ObjectiveError, match=r"least populated class.*; use stratify=False to ignore"):
         Splits.make(np.zeros((20, 2)), [0] * 19 + [1], seed=0)
 
 
@@ -121,7 +121,7 @@ def test_bytes_stay_bytes():
     ("kwargs", "message"),
     [
         ({"val": 0.0}, "must be above 0"),
-        ({"val": 0.6, "test": 0.5}, "must be above 0 and leave something"),
+        ({"val": 0.6, "test": 0.5}, "must be above 0, with a sum below 1"),
         ({"n": 8}, "the data cannot be split: "),  # fewer validation samples than classes
     ],
 )

@@ -126,7 +126,7 @@ def _fails_at(number):
         (lambda: Dataset.of([(torch.zeros(2), 1), (torch.zeros(3), 1)]).batch(slice(0, 2)),
          "samples 0 to 1 cannot be collated .*; pass collate=, a function that makes a batch from a list"),
         (lambda: Dataset.of([torch.zeros(2)] * 2).batch(slice(0, 2)), "a batch must be a pair of inputs and targets"),
-        (lambda: Dataset.of([{"a": 1, "b": 2}]).batch(slice(0, 1)), "a batch has a, b, and none of these is its"),
+        (lambda: Dataset.of([{"a": 1, "b": 2}]).batch(slice(0, 1)), "a batch has the keys a, b, but none for targets"),
         (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_at(5)).batch(slice(3, 8)),
          r"collate fails at sample 5: .*test_samples.py:\d+: ValueError: a sample of the wrong kind"),
         (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_beyond(3)).batch(slice(2, 8)),
