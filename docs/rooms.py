@@ -53,7 +53,7 @@ ROOMS = (
     # search: the service
     "search",
     *("search.errors", "search.secret_files", "search.process", "search.console", "search.services"),
-    "search.curves",
+    "search.freeze_thaw",
     "search.spec.kinds",
     *("search.samplers", "search.pruners"),
     "search.spec",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpsearch.search.curves.points import SHARES, least_loss
+from hpsearch.search.freeze_thaw.observations import PROPORTION_METRICS, get_loss_bound
 from hpsearch.search.study.ranking import best_first
 
 
@@ -160,9 +160,9 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     if uncertain:
         quantile = stats.t.ppf((1 + LEVEL) / 2, freedom * (variance / uncertain) ** 2)
     reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
-    least = least_loss(metric, min(sign * value for value in means.values()), maximize=maximize)
+    least = get_loss_bound(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
-    return Expected(mean, max(low, 0.0) if metric in SHARES else low, high)
+    return Expected(mean, max(low, 0.0) if metric in PROPORTION_METRICS else low, high)
 
 
 def _error_of(run: Scored, metric: str, *, maximize: bool) -> float | None:
@@ -172,7 +172,7 @@ def _error_of(run: Scored, metric: str, *, maximize: bool) -> float | None:
     """
     if run.error is None or run.error > 0:
         return run.error
-    if metric not in SHARES or not maximize or not 0 <= run.value <= 1:
+    if metric not in PROPORTION_METRICS or not maximize or not 0 <= run.value <= 1:
         return None
     share = (run.value * run.validated + 1) / (run.validated + 2)
     return math.sqrt(share * (1 - share) / run.validated)

@@ -14,9 +14,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import pluralize
-from hpsearch.search.curves.forecast import Forecast
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import shown
+from hpsearch.search.freeze_thaw.forecast import Forecast
 from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import first_value, in_bounds

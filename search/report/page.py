@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from hpsearch.search.console import pluralize
-from hpsearch.search.curves.forecast import CHOSEN, chosen_line
 from hpsearch.search.finalists.refit import with_refits
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
@@ -24,6 +23,7 @@ from hpsearch.search.finalists.text import (
     told_verdict,
 )
 from hpsearch.search.finalists.winner import LEVEL
+from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report.figures import (
     compute_hypervolume_history,
@@ -234,7 +234,7 @@ def _describe_best(study: StoredStudy, summary: Summary, finalists: Finalists | 
         "number": best.number,
         "title": f"{title}, trial {best.number}",
         "params": {k: format_value(v) for k, v in best.params.items()},
-        "why": chosen_line(note) if (note := best.system_attrs.get(CHOSEN)) else None,
+        "why": format_suggestion_reason(note) if (note := best.system_attrs.get(SUGGESTION_REASON_KEY)) else None,
     }
 
 

@@ -12,10 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from hpsearch.search.console import format_command, plain_table
-from hpsearch.search.curves.forecast import CHOSEN, Forecast, chosen_line, foreseeable, told
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.refit import current
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table
+from hpsearch.search.freeze_thaw.forecast import (
+    SUGGESTION_REASON_KEY,
+    Forecast,
+    can_forecast,
+    format_forecast,
+    format_suggestion_reason,
+)
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.devices import devices_line, devices_of
 from hpsearch.search.study.ranking import best_first, first_value
@@ -148,11 +154,11 @@ def forecast_trials(
         of: numbers of the trials to forecast; None for all running and waiting trials.
     """
     spec = study.spec
-    if spec.several or not foreseeable(trials, spec.epochs):
+    if spec.several or not can_forecast(trials, spec.epochs):
         return {}
-    from hpsearch.search.curves.forecast import forecasts  # imports torch, which takes a second
+    from hpsearch.search.freeze_thaw.forecast import forecast_final_values  # imports torch, which takes a second
 
-    found = forecasts(trials, epochs=spec.epochs, maximize=spec.maximize, metric=spec.metric, of=of)
+    found = forecast_final_values(trials, epochs=spec.epochs, maximize=spec.maximize, metric=spec.metric, of=of)
     order = best_first({number: each.value for number, each in found.items()}, maximize=spec.maximize)
     return {number: found[number] for number in order}
 
@@ -186,7 +192,7 @@ def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
         # A trial with a forecast has reported a value that is not NaN.
         so_far = best(value for value in trial.intermediate_values.values() if not math.isnan(value))
         epochs = str(len(trial.intermediate_values))
-        table.add_row(str(number), _STATES[trial.state], epochs, *told(so_far, forecast))
+        table.add_row(str(number), _STATES[trial.state], epochs, *format_forecast(so_far, forecast))
     return table
 
 
@@ -238,7 +244,10 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     facts: list[tuple[str, object]] = [
         ("given by", attrs.get(ORIGIN)),
         ("forecast", forecast_trials(study, study.trials(), of={trial.number}).get(trial.number)),
-        ("freeze_thaw", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
+        (
+            "freeze_thaw",
+            format_suggestion_reason(note) if (note := trial.system_attrs.get(SUGGESTION_REASON_KEY)) else None,
+        ),
         ("reason", reason),
         ("pruning", _format_pruning(attrs.get(PRUNING))),
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.forecast import Forecast
+from hpsearch.search.freeze_thaw.forecast import Forecast
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.study.study import StoredStudy

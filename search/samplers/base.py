@@ -22,7 +22,7 @@ class SamplerSpec(Kind):
     by_number: ClassVar[bool] = False
     # Whether it suggests what another trial had, number for number, though there are ranges of floats.
     repeats: ClassVar[bool] = False
-    # Whether it learns from trials of earlier studies (`search.curves.earlier`).
+    # Whether it learns from trials of earlier studies (`search.freeze_thaw.warm_start`).
     warm_starts: ClassVar[bool] = False
 
     def most(self) -> int | None:

@@ -11,7 +11,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.multi_objective import worth
+from hpsearch.search.freeze_thaw.multi_objective import get_objective_vector
 from hpsearch.storage.attributes import RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import sort_by_front
 
@@ -72,7 +72,7 @@ class SampledStudy(optuna.Study):
                 at.setdefault(step, []).append(index)
             places: list[int] = []
             for step in sorted(at, reverse=True):
-                worths = np.array([worth(pruned[index], maximize) for index in at[step]])
+                worths = np.array([get_objective_vector(pruned[index], maximize) for index in at[step]])
                 places += [at[step][member] for member in sort_by_front(worths)]
             self._placed = came, places
         return self._placed[1]

@@ -198,6 +198,6 @@ class FreezeThaw(SamplerSpec):
     repeats: ClassVar[bool] = True  # two workers at once, at the ends of ranges
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from hpsearch.search.curves.sampler import FreezeThawSampler
+        from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
 
         return FreezeThawSampler(seed=seed, epochs=epochs, **self.options)

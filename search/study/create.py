@@ -28,8 +28,8 @@ from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.console import format_command, show_steps
-from hpsearch.search.curves.earlier import EARLIER, Earlier
 from hpsearch.search.errors import SearchError, as_search_error
+from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.settings import metrics_given, resolve
@@ -73,15 +73,15 @@ def told_by_earlier(storage: PostgresStorage, spec: StudySpec, objective: BaseOb
                 "name a study of the same parameters, or leave it out"
             )
     with as_search_error("--warm-start "):
-        told = Earlier.of(
+        told = WarmStartData.from_studies(
             found,
             distributions=distributions,
-            drawn=drawn,
+            sampled=drawn,
             direction=StudyDirection[spec.direction.upper()],
             epochs=spec.epochs,
             random=np.random.default_rng(spec.seed),
         )
-    return {EARLIER: told.to_json()}
+    return {WARM_START_KEY: told.to_json()}
 
 
 def search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution], list[dict[str, Any]]]:

@@ -11,11 +11,17 @@ import optuna
 import torch
 from optuna.study import StudyDirection
 
-from hpsearch.search.curves.earlier import EARLIER, Earlier
-from hpsearch.search.curves.learning import FITTED, Lesson, parameters, posterior_of, told_trials
-from hpsearch.search.curves.points import Seen, least_loss, losses
-from hpsearch.search.curves.process import Points, Posterior
-from hpsearch.search.curves.space import AROUND, DRAWN, TOPS, Space
+from hpsearch.search.freeze_thaw.gaussian_process import Points, Posterior
+from hpsearch.search.freeze_thaw.gp_dataset import (
+    HYPERPARAMETERS_KEY,
+    GPDataset,
+    get_observed_trials,
+    load_or_fit_posterior,
+    merge_distributions,
+)
+from hpsearch.search.freeze_thaw.observations import Observations, get_loss_bound, read_losses
+from hpsearch.search.freeze_thaw.space import NEIGHBORS_PER_TRIAL, RANDOM_CANDIDATES, TOP_TRIALS, Space
+from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import EXPECTED_GAIN
@@ -51,35 +57,42 @@ def expected_gain(study: optuna.Study, left: Left, *, seed: int, metric: str = "
         seed: of what is drawn.
         metric: its name; of some it is known how good they can be, and no more than that is gained.
     """
-    told, maximize = told_trials(study), study.direction == StudyDirection.MAXIMIZE
+    told, maximize = get_observed_trials(study), study.direction == StudyDirection.MAXIMIZE
     random = np.random.default_rng(seed)
     kept = study._storage.get_study_system_attrs(study._study_id)
-    earlier = Earlier.read(kept.get(EARLIER))
-    if not (distributions := parameters(told, earlier)):
+    warm_start = WarmStartData.from_json(kept.get(WARM_START_KEY))
+    if not (distributions := merge_distributions(told, warm_start)):
         return None
-    lesson = Lesson.of(told, distributions, maximize=maximize, epochs=left.epochs, random=random, earlier=earlier)
-    if (slope := _slope(lesson.seen)) is None:
+    dataset = GPDataset.from_trials(
+        told, distributions, maximize=maximize, epochs=left.epochs, random=random, warm_start=warm_start
+    )
+    if (slope := _slope(dataset.observations)) is None:
         return None
-    curves = [losses(t, maximize=maximize, epochs=left.epochs) for t in told]
-    posterior = posterior_of(study, kept.get(FITTED, {}), lesson, len(told))
-    best = float(lesson.seen.loss.min())
-    most = best - least_loss(metric, best, maximize=maximize)
-    gain = max(slope * _in_scores(posterior, lesson.space, left.trials, random), _pace(curves, left.trials))
+    curves = [read_losses(t, maximize=maximize, epochs=left.epochs) for t in told]
+    posterior = load_or_fit_posterior(study, kept.get(HYPERPARAMETERS_KEY, {}), dataset, len(told))
+    best = float(dataset.observations.loss.min())
+    most = best - get_loss_bound(metric, best, maximize=maximize)
+    gain = max(slope * _in_scores(posterior, dataset.space, left.trials, random), _pace(curves, left.trials))
     gain = min(gain, most)
     return gain if math.isfinite(gain) else None
 
 
 def _in_scores(posterior: Posterior, space: Space, trials: float, random: np.random.Generator) -> float:
     """What is foreseen, in normal scores."""
-    begun = Points.at_the_end(space.features(space.rows), np.arange(len(space.rows)))
-    order = np.argsort(posterior.at(begun)[0].numpy(), kind="stable")
-    rows = np.concatenate([space.drawn(random, DRAWN), space.near(random, space.rows[order[:TOPS]], 4 * AROUND)])
-    mean, deviation = posterior.at(Points.at_the_end(space.features(rows)))
+    begun = Points.at_final_epoch(space.to_features(space.rows), np.arange(len(space.rows)))
+    order = np.argsort(posterior.predict(begun)[0].numpy(), kind="stable")
+    rows = np.concatenate(
+        [
+            space.sample(random, RANDOM_CANDIDATES),
+            space.perturb(random, space.rows[order[:TOP_TRIALS]], 4 * NEIGHBORS_PER_TRIAL),
+        ]
+    )
+    mean, deviation = posterior.predict(Points.at_final_epoch(space.to_features(rows)))
     hopeful = np.argsort((mean - 2 * deviation).numpy(), kind="stable")[:MOST_NEW]
     best = order[:MOST_BEGUN]
     numbers = np.concatenate([best, -2 - np.arange(len(hopeful))])  # each new one is a trial of its own
-    features = space.features(np.concatenate([space.rows[best], rows[hopeful]]))
-    center, factor = _jointly(posterior, Points.at_the_end(features, numbers))
+    features = space.to_features(np.concatenate([space.rows[best], rows[hopeful]]))
+    center, factor = _jointly(posterior, Points.at_final_epoch(features, numbers))
     drawn = center + random.standard_normal((FUNCTIONS, len(numbers))) @ factor.T
     gains = np.maximum(drawn[:, : len(best)].min(1)[:, None] - drawn[:, len(best) :], 0.0)
     return float(min(gains.max(1).mean(), trials * gains.mean(0).max()))
@@ -102,12 +115,12 @@ def _jointly(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarr
     return (cross @ posterior.weights).numpy(), factor.numpy()
 
 
-def _slope(points: Seen) -> float | None:
+def _slope(points: Observations) -> float | None:
     """By how much values change with the score among the best; None where there are too few values."""
     finite = np.isfinite(points.loss)
     order = np.argsort(points.loss[finite], kind="stable")
     scores, values = points.scores[finite][order], points.loss[finite][order]
-    last = max(len(values) // _BEST, TOPS)
+    last = max(len(values) // _BEST, TOP_TRIALS)
     if len(values) <= last:
         return None
     slope = float((values[last] - values[0]) / max(scores[last] - scores[0], 1e-9))

@@ -12,7 +12,7 @@ from optuna.samplers import BaseSampler
 from benchmarks.search_quality.peers import Flat, syne_tune_domain
 from benchmarks.search_quality.several.problems import TwoMetrics
 from benchmarks.search_quality.simulation import Work
-from hpsearch.search.curves.multi_objective import path
+from hpsearch.search.freeze_thaw.multi_objective import track_incumbent
 from hpsearch.storage.rungs.fronts import compute_front_ranks
 
 
@@ -36,7 +36,7 @@ class Optuna:
         self._values[trial][epoch + 1] = value
         if epoch + 1 < self._training.problem.epochs:
             return True
-        best = path(self._values.pop(trial), self._training.maximize)[epoch + 1]
+        best = track_incumbent(self._values.pop(trial), self._training.maximize)[epoch + 1]
         self._study.tell(self._running.pop(trial), (best * np.where(self._training.maximize, -1.0, 1.0)).tolist())
         return False
 

@@ -11,8 +11,8 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch import load_objective
 from hpsearch.search.cli import run_command
-from hpsearch.search.curves.earlier import EARLIER
 from hpsearch.search.errors import SearchError
+from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY
 from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.create import create_or_join
@@ -55,7 +55,7 @@ def filled(storage: PostgresStorage, study: StoredStudy, count: int = 12, name: 
 
 
 def kept(study: StoredStudy) -> dict:
-    return study.storage.get_study_system_attrs(study.study_id)[EARLIER]
+    return study.storage.get_study_system_attrs(study.study_id)[WARM_START_KEY]
 
 
 def test_the_new_study_knows_its_earlier_ones_whatever_becomes_of_them(storage, objective):

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
-from hpsearch.search.curves.forecast import CHOSEN, Forecast, forecasts
+from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_best_forecast, make_forecast_table
@@ -80,7 +80,7 @@ def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: 
 def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     chosen, drawn = take(claims), take(claims)
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 17}
-    storage.set_trial_system_attr(chosen.trial_id, CHOSEN, note)
+    storage.set_trial_system_attr(chosen.trial_id, SUGGESTION_REASON_KEY, note)
     line = "   curves  foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
     assert line in say("show", "s", "--trial", str(chosen.number)).splitlines()
     assert "freeze_thaw" not in say("show", "s", "--trial", str(drawn.number))
@@ -126,12 +126,12 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
     """The trials are read once: a state of a later moment has no word in the table."""
 
     def end_meanwhile(*arguments: Any, **settings: Any) -> dict[int, Forecast]:
-        found = forecasts(*arguments, **settings)
+        found = forecast_final_values(*arguments, **settings)
         with paused.engine.begin() as connection:
             connection.execute(sa.text("UPDATE trials SET state = 'PRUNED' WHERE state = 'RUNNING'"))
         return found
 
-    monkeypatch.setattr("hpsearch.search.curves.forecast.forecasts", end_meanwhile)
+    monkeypatch.setattr("hpsearch.search.freeze_thaw.forecast.forecast_final_values", end_meanwhile)
     assert str(format_best_forecast(paused)).startswith("trial 0 (running): forecast of the final")
     with paused.engine.begin() as connection:
         connection.execute(sa.text("UPDATE trials SET state = 'RUNNING' WHERE number = 0"))

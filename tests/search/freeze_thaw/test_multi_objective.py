@@ -12,15 +12,21 @@ import torch
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.curves.forecast import CHOSEN, chosen_line
-from hpsearch.search.curves.learning import FITTED
-from hpsearch.search.curves.multi_objective import Several, log_improvement, others_by_epoch, undominated, violation
-from hpsearch.search.curves.sampler import FreezeThawSampler
+from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
+from hpsearch.search.freeze_thaw.gp_dataset import HYPERPARAMETERS_KEY
+from hpsearch.search.freeze_thaw.multi_objective import (
+    MultiObjectiveSuggester,
+    build_secondary_curves,
+    get_max_violation,
+    log_expected_hypervolume_improvement,
+    sample_non_dominated,
+)
+from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import compute_hypervolume
 from tests.factories import X
-from tests.search.curves.support import EPOCHS
+from tests.search.freeze_thaw.support import EPOCHS
 
 MAXIMIZE = [True, False]
 
@@ -80,7 +86,7 @@ def test_the_same_study_and_seed_give_the_same_and_each_metric_has_its_own_proce
         search = Search(trials=14)
         found.append([search.run(curves, 100), search.run(curves, 101)])
         kept = search.study._storage.get_study_system_attrs(search.study._study_id)
-        assert kept[FITTED]["theta"] != kept[f"{FITTED}:1"]["theta"]
+        assert kept[HYPERPARAMETERS_KEY]["theta"] != kept[f"{HYPERPARAMETERS_KEY}:1"]["theta"]
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
 
@@ -99,13 +105,13 @@ def test_where_every_trial_breaks_a_constraint_less_of_it_is_sought():
 def test_it_notes_what_each_metric_is_foreseen_to_be():
     search = Search(trials=14)
     search.run(curves, 100)
-    note = search.study._storage.get_all_trials(search.study._study_id)[-1].system_attrs[CHOSEN]
+    note = search.study._storage.get_all_trials(search.study._study_id)[-1].system_attrs[SUGGESTION_REASON_KEY]
     assert [low <= value <= high for value, (low, high) in zip(note["foreseen"], note["band"], strict=True)] == [
         True
     ] * 2
     assert note["near"] is None or note["near"] < 14
     shown = {"foreseen": [0.96214, 12.0], "band": [[0.94811, 0.97123], [11.5, 12.5]], "near": 3}
-    assert chosen_line(shown) == "foreseen 0.9621 (0.9481 to 0.9712), 12 (11.5 to 12.5); near trial 3"
+    assert format_suggestion_reason(shown) == "foreseen 0.9621 (0.9481 to 0.9712), 12 (11.5 to 12.5); near trial 3"
 
 
 def test_what_is_expected_to_be_dominated_is_what_draws_dominate():
@@ -115,7 +121,9 @@ def test_what_is_expected_to_be_dominated_is_what_draws_dominate():
     draws = mean[:, None] + deviation[:, None] * random.standard_normal((2, 20_000, 2))
     expected = [(torch.from_numpy(mean[:, j].copy()), torch.from_numpy(deviation[:, j].copy())) for j in range(2)]
     weights = random.uniform(0.1, 2.0, 40)
-    found = log_improvement(expected, *map(torch.from_numpy, (vectors, np.log(weights)))).exp().numpy()
+    found = (
+        log_expected_hypervolume_improvement(expected, *map(torch.from_numpy, (vectors, np.log(weights)))).exp().numpy()
+    )
     counted = ((draws[:, :, None] <= vectors).all(3) * weights).sum(2).mean(1)
     assert found == pytest.approx(counted, rel=0.05)
 
@@ -133,7 +141,7 @@ FRONTS = {
 def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
     best = FRONTS[name]
     low, high = np.zeros(best.shape[1]), np.ones(best.shape[1])
-    vectors, weights = undominated(np.random.default_rng(0), best, low, high, 6_000)
+    vectors, weights = sample_non_dominated(np.random.default_rng(0), best, low, high, 6_000)
     assert not (best[:, None] <= vectors).all(2).any()
     assert np.all((vectors >= low) & (vectors <= high))
     volume = 1 - (compute_hypervolume(np.maximum(best, 0.0), high) if len(best) else 0.0)
@@ -146,7 +154,7 @@ def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
 
 def test_a_metric_that_never_changes_leaves_the_others_to_decide():
     best = np.array([[0.2, 0.7, 3.0]])
-    vectors, weights = undominated(
+    vectors, weights = sample_non_dominated(
         np.random.default_rng(0), best, np.array([0.0, 0.0, 3.0]), np.array([1.0, 1.0, 3.0]), 6_000
     )
     assert np.all(vectors[:, 2] == 3.0)
@@ -157,14 +165,14 @@ def test_a_metric_that_never_changes_leaves_the_others_to_decide():
 def test_a_constraint_that_hardly_any_trial_breaks_is_not_learnt_from_points_without_it():
     search = Search(trials=40, broken_above=0.999)
     told = [trial({0: (0.1, 5.0)}, params={"x": 0.5 + number / 3000}) for number in range(1500)]
-    sampler = Several(EPOCHS, np.random.default_rng(0))
+    sampler = MultiObjectiveSuggester(EPOCHS, np.random.default_rng(0))
     broken = np.array([1.0, *[-1.0] * 1499])
     found = [sampler._feasibility(search.study, told, {"x": X}, broken) for _ in range(3)]
     assert all(each is None or np.isfinite(each[1]) for each in found)
 
 
 def test_where_a_front_is_at_the_corner_of_the_box_the_corner_is_what_is_left():
-    vectors, weights = undominated(np.random.default_rng(0), np.zeros((1, 2)), np.zeros(2), np.ones(2), 100)
+    vectors, weights = sample_non_dominated(np.random.default_rng(0), np.zeros((1, 2)), np.zeros(2), np.ones(2), 100)
     assert (vectors.tolist(), weights.tolist()) == ([[0.0, 0.0]], [0.0])
 
 
@@ -177,31 +185,31 @@ def trial(values: dict[int, tuple[float, float]], /, **shape: object) -> FrozenT
 
 def test_a_metric_that_is_steady_is_known_of_the_last_epoch_at_once():
     told = [trial({0: (0.1, 5.0)}), trial({0: (0.1, 9.0), 1: (0.5, 9.2), 2: (0.4, 9.1)}), trial({})]
-    assert others_by_epoch(told, MAXIMIZE, EPOCHS) == [[{EPOCHS: 5.0}, {EPOCHS: 9.1}, {}]]
+    assert build_secondary_curves(told, MAXIMIZE, EPOCHS) == [[{EPOCHS: 5.0}, {EPOCHS: 9.1}, {}]]
 
 
 def test_one_that_changes_is_that_of_the_best_epoch_so_far():
     told = [trial({0: (0.1, 5.0), 1: (0.5, 1.0), 2: (0.4, 7.0)}), trial({0: (math.nan, 6.0), 1: (0.2, 2.0)})]
-    assert others_by_epoch(told, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
+    assert build_secondary_curves(told, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
 
 
 def test_its_place_among_pruned_trials_breaks_no_constraint():
-    assert math.isnan(violation(trial({0: (0.1, 5.0)})))
+    assert math.isnan(get_max_violation(trial({0: (0.1, 5.0)})))
     broken = trial({0: (0.1, 5.0)}, user_attrs={INFEASIBLE: "diverged"})
     broken.set_constraint("model_mb", 0.5)
     broken.set_constraint("parameters", -2.0)
-    assert violation(broken) == 0.5
+    assert get_max_violation(broken) == 0.5
 
 
 def test_a_bound_that_training_may_come_to_keep_is_known_of_trials_that_ended():
     waiting = trial({0: (0.1, 5.0)}, state=TrialState.WAITING)
     waiting.set_constraint("accuracy", 0.8)
-    assert math.isnan(violation(waiting))
+    assert math.isnan(get_max_violation(waiting))
     waiting.set_constraint("model_mb", -1.0)
-    assert violation(waiting) == -1.0
+    assert get_max_violation(waiting) == -1.0
     ended = trial({0: (0.1, 5.0)}, state=TrialState.COMPLETE, values=[0.1, 5.0])
     ended.set_constraint("accuracy", 0.8)
-    assert violation(ended) == 0.8
+    assert get_max_violation(ended) == 0.8
 
 
 def test_while_nothing_is_known_of_a_metric_it_draws_at_random():

@@ -12,12 +12,16 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 
-from hpsearch.search.curves.forecast import CHOSEN, band, chosen_line
-from hpsearch.search.curves.learning import FITTED, REFIT
-from hpsearch.search.curves.points import Seen
-from hpsearch.search.curves.sampler import FreezeThawSampler
+from hpsearch.search.freeze_thaw.forecast import (
+    SUGGESTION_REASON_KEY,
+    format_suggestion_reason,
+    score_interval_to_metric,
+)
+from hpsearch.search.freeze_thaw.gp_dataset import HYPERPARAMETERS_KEY, REFIT_GROWTH
+from hpsearch.search.freeze_thaw.observations import Observations
+from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
 from tests.factories import X
-from tests.search.curves.support import EPOCHS, curve, pruned, study_of, suggestion
+from tests.search.freeze_thaw.support import EPOCHS, curve, pruned, study_of, suggestion
 
 LR = FloatDistribution(1e-4, 1.0, log=True)
 
@@ -66,7 +70,7 @@ def test_before_there_are_enough_it_draws_at_random():
     study = study_of([0.1] * 9)
     found = {round(suggestion(study, seed), 9) for seed in range(5)}
     assert len(found) == 5
-    assert FITTED not in study._storage.get_study_system_attrs(study._study_id)
+    assert HYPERPARAMETERS_KEY not in study._storage.get_study_system_attrs(study._study_id)
     drawn = optuna.create_study(sampler=optuna.samplers.RandomSampler(3)).ask().suggest_float("x", 0.0, 1.0)
     assert suggestion(study_of([]), 3) == drawn
 
@@ -75,14 +79,14 @@ def test_what_was_fitted_is_kept_until_there_is_much_more():
     study = study_of(list(np.linspace(0, 1, 12)))
 
     def fitted() -> dict:
-        return study._storage.get_study_system_attrs(study._study_id)[FITTED]
+        return study._storage.get_study_system_attrs(study._study_id)[HYPERPARAMETERS_KEY]
 
     suggestion(study)
     first = fitted()
     assert first["trials"] == 12
     suggestion(study, 1)
     assert fitted() == first
-    for x in np.linspace(0.01, 0.99, int(12 * REFIT) - 12 + 1):
+    for x in np.linspace(0.01, 0.99, int(12 * REFIT_GROWTH) - 12 + 1):
         study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
     suggestion(study, 2)
     assert fitted()["trials"] == len(study.get_trials(states=(TrialState.PRUNED,)))
@@ -103,7 +107,7 @@ def test_a_parameter_that_comes_later_is_taken_up():
         study.add_trial(pruned({"x": 0.7, "lr": lr}, {"x": X, "lr": LR}, curve(0.7 + abs(np.log10(lr) + 2))))
     study.sampler = FreezeThawSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
     assert study.ask().relative_params.keys() == {"lr", "x"}
-    kept = study._storage.get_study_system_attrs(study._study_id)[FITTED]
+    kept = study._storage.get_study_system_attrs(study._study_id)[HYPERPARAMETERS_KEY]
     assert kept["names"] == ["lr", "x"]
 
 
@@ -127,20 +131,20 @@ def test_one_value_is_no_parameter():
     trial = study.ask()
     trial.suggest_float("fixed", 3.0, 3.0)  # asked for first, which is no choice
     trial.suggest_float("x", 0.0, 1.0)
-    assert CHOSEN in study.trials[-1].system_attrs
+    assert SUGGESTION_REASON_KEY in study.trials[-1].system_attrs
 
 
 def test_it_notes_with_a_trial_why_it_has_its_configuration():
     study = study_of(list(np.linspace(0.0, 1.0, 11)), sign=-1.0)
     x = suggestion(study)
-    note = study.trials[-1].system_attrs[CHOSEN]
+    note = study.trials[-1].system_attrs[SUGGESTION_REASON_KEY]
     low, high = note["band"]
     ends = [-min(curve(x).values()) for x in np.linspace(0.0, 1.0, 11)]
     assert low < high
     assert low <= note["foreseen"] <= high <= max(ends)
     assert note["best"] == pytest.approx(max(ends), abs=0.02)
     assert note["near"] is None or abs(study.trials[note["near"]].params["x"] - x) < 0.5
-    assert "best then" in chosen_line(note)
+    assert "best then" in format_suggestion_reason(note)
 
 
 def test_of_what_it_did_not_choose_alone_it_notes_nothing():
@@ -154,26 +158,26 @@ def test_of_what_it_did_not_choose_alone_it_notes_nothing():
         trial = study.ask()
         trial.suggest_float("lr", 1e-4, 1.0, log=True)  # chosen, before what is given is asked for
         assert (trial.suggest_float("x", 0.0, 1.0) == 0.25) == given
-        assert (CHOSEN in study.trials[trial.number].system_attrs) != given
+        assert (SUGGESTION_REASON_KEY in study.trials[trial.number].system_attrs) != given
 
 
 @pytest.mark.parametrize(("maximize", "expected"), [(False, (2.0, 1.0, 3.0)), (True, (-2.0, -3.0, -1.0))])
 def test_scores_are_turned_back_into_values(maximize, expected):
-    points = Seen(np.arange(4), np.ones(4), np.array([3.0, np.inf, 1.0, 2.0]))
+    points = Observations(np.arange(4), np.ones(4), np.array([3.0, np.inf, 1.0, 2.0]))
     two = float(points.scores[3])
-    assert band(points, two, 100.0, maximize=maximize) == pytest.approx(expected)
+    assert score_interval_to_metric(points, two, 100.0, maximize=maximize) == pytest.approx(expected)
 
 
 def test_a_note_fits_a_line_of_eighty_columns():
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 1234}
-    assert chosen_line(note) == "foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
-    assert chosen_line({**note, "near": None}).endswith("; the most promising of many at random")
-    assert len(chosen_line(note)) + len("   curves  ") <= 80
+    assert format_suggestion_reason(note) == "foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
+    assert format_suggestion_reason({**note, "near": None}).endswith("; the most promising of many at random")
+    assert len(format_suggestion_reason(note)) + len("   curves  ") <= 80
 
 
 PROGRAM = """
 import sys
-from tests.search.curves.test_sampler import two_suggestions
+from tests.search.freeze_thaw.test_sampler import two_suggestions
 print(two_suggestions(sys.argv[1]))
 """
 

@@ -16,16 +16,23 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-OWN_DECAY = 0.7  # of a trial's deviation, in units of the whole length
-STEPS = 60  # of a fit, at most
+TRIAL_DECAY = 0.7  # of a trial's deviation, in units of the whole length
+MAX_FIT_STEPS = 60  # of a fit, at most
 _JITTER = 1e-6
 
 # Mean and deviation of the logarithms of: level, slope, configuration, decay, own deviation, noise; then of lengths.
-_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
-_STEADY = (0.0, -0.7, 0.0, 0.0, -5.0, -5.0)  # of what does not change with the epochs, nor from trial to trial
-_DEVIATION = 1.0
+_PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
+_STEADY_PRIOR_MEAN = (
+    0.0,
+    -0.7,
+    0.0,
+    0.0,
+    -5.0,
+    -5.0,
+)  # of what does not change with the epochs, nor from trial to trial
+_PRIOR_DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
-_ALIKE = (1.5, 1.5)  # of the logit of how alike two studies are
+_TASK_CORRELATION_LOGIT = (1.5, 1.5)  # of the logit of how alike two studies are
 
 
 @dataclass(frozen=True)
@@ -45,50 +52,58 @@ class Points:
     study: Tensor
 
     @classmethod
-    def at_the_end(cls, x: np.ndarray, trial: object = -1) -> Points:
+    def at_final_epoch(cls, x: np.ndarray, trial: object = -1) -> Points:
         """Configurations after their last epoch; of no trial, unless it is said of which."""
         numbers = torch.from_numpy(np.broadcast_to(np.asarray(trial, dtype=np.int64), len(x)).copy())
-        return cls(_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
+        return cls(_to_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
 
-    def and_then(self, other: Points) -> Points:
+    def concat(self, other: Points) -> Points:
         """These points, then those."""
         return Points(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def some(self, rows: Tensor | list[int]) -> Points:
+    def select(self, rows: Tensor | list[int]) -> Points:
         """Return the points at some indices [n]."""
         return Points(*(column[rows] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
-class Process:
+class GaussianProcess:
     """A process with its hyperparameters.
 
     Attributes:
-        owner: which parameter each column of features belongs to [columns].
+        feature_to_parameter: which parameter each column of features belongs to [columns].
         theta: logarithms of level, slope, configuration, decay, own deviation and noise, then of a length for each
             parameter [6 + parameters]; where there are several studies the logit of their correlation last.
         steady: which hyperparameters are probable.
     """
 
-    owner: Tensor
+    feature_to_parameter: Tensor
     theta: Tensor
     steady: bool = False
 
     @classmethod
-    def new(cls, owner: np.ndarray, *, several: bool = False, steady: bool = False) -> Process:
+    def from_prior(
+        cls, feature_to_parameter: np.ndarray, *, several: bool = False, steady: bool = False
+    ) -> GaussianProcess:
         """What is expected before anything is seen, of one study or of several.
 
         It is sure of more where values are `steady`: a function of the configuration, but for a little noise.
         """
-        return cls(torch.from_numpy(owner), _prior(owner, several=several, steady=steady)[0], steady)
+        return cls(
+            torch.from_numpy(feature_to_parameter),
+            _make_prior(feature_to_parameter, several=several, steady=steady)[0],
+            steady,
+        )
 
-    def fitted(self, points: Points, y: Tensor) -> Process:
+    def fit(self, points: Points, y: Tensor) -> GaussianProcess:
         """The process of the most probable hyperparameters given values [n], sought from these on."""
-        mean, deviation = _prior(self.owner.numpy(), several=self._several, steady=self.steady)
+        mean, deviation = _make_prior(self.feature_to_parameter.numpy(), several=self._several, steady=self.steady)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
-            factor, failed = torch.linalg.cholesky_ex(Process(self.owner, at).noisy(points))
+            factor, failed = torch.linalg.cholesky_ex(
+                GaussianProcess(self.feature_to_parameter, at).noisy_covariance(points)
+            )
             if failed.item():
                 return 1e10, np.zeros_like(theta)
             white = torch.linalg.solve_triangular(factor, y[:, None], upper=False)
@@ -100,15 +115,17 @@ class Process:
         bounds = [(float(m - 6 * d), float(m + 6 * d)) for m, d in zip(mean, deviation, strict=True)]
         start = self.theta.numpy()
         with torch.enable_grad():
-            found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": STEPS})
-        return Process(self.owner, torch.from_numpy(found.x), self.steady)
+            found = minimize(
+                loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": MAX_FIT_STEPS}
+            )
+        return GaussianProcess(self.feature_to_parameter, torch.from_numpy(found.x), self.steady)
 
-    def given(self, points: Points, y: Tensor) -> Posterior:
+    def posterior(self, points: Points, y: Tensor) -> Posterior:
         """What is expected after values [n] were seen."""
-        factor = torch.linalg.cholesky(self.noisy(points))
+        factor = torch.linalg.cholesky(self.noisy_covariance(points))
         return Posterior(self, points, y, factor, torch.cholesky_solve(y[:, None], factor)[:, 0])
 
-    def noisy(self, points: Points) -> Tensor:
+    def noisy_covariance(self, points: Points) -> Tensor:
         """The covariance of values that are seen [n, n]."""
         noise = self.theta[5].exp() + _JITTER
         return self.covariance(points, points) + noise * torch.eye(len(points.s), dtype=torch.float64)
@@ -116,7 +133,7 @@ class Process:
     def covariance(self, a: Points, b: Points) -> Tensor:
         """Of what is true [n, m]."""
         level, slope, config, decay, own = self.theta[:5].exp()
-        weights = (-self.theta[6:]).exp()[self.owner]
+        weights = (-self.theta[6:]).exp()[self.feature_to_parameter]
         one, other = a.x * weights, b.x * weights
         squared = one.square().sum(1)[:, None] + other.square().sum(1) - 2 * one @ other.T
         r = (5 * squared.clamp(min=0) + 1e-12).sqrt()
@@ -126,12 +143,12 @@ class Process:
         if self._several:  # the same configuration in another study tells as much as they are alike (Bonilla 2007)
             near = near * torch.where(a.study[:, None] == b.study, 1.0, self.theta[-1].sigmoid())
         shared: Tensor = level + slope * a.s[:, None] * b.s + config * near * torch.exp(-apart / decay)
-        shared += own * same * torch.exp(-apart / OWN_DECAY)
+        shared += own * same * torch.exp(-apart / TRIAL_DECAY)
         return shared
 
     @property
     def _several(self) -> bool:
-        return len(self.theta) > len(_MEAN) + int(self.owner.max()) + 1
+        return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_to_parameter.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
         """Of what is true [n], before anything is seen."""
@@ -144,23 +161,23 @@ class Process:
 class Posterior:
     """What is expected after values were seen."""
 
-    process: Process
+    process: GaussianProcess
     points: Points
     y: Tensor
     factor: Tensor
     weights: Tensor
 
-    def at(self, points: Points) -> tuple[Tensor, Tensor]:
+    def predict(self, points: Points) -> tuple[Tensor, Tensor]:
         """Means and deviations [m] of what is true there."""
         cross = self.process.covariance(points, self.points)
         white = torch.linalg.solve_triangular(self.factor, cross.T, upper=False)
         variance = self.process.variance(points) - white.square().sum(0)
         return cross @ self.weights, variance.clamp(min=1e-10).sqrt()
 
-    def believing(self, points: Points) -> Posterior:
+    def fantasize(self, points: Points) -> Posterior:
         """As if at points the mean had been seen: of trials that run, so that others are suggested."""
-        mean, _ = self.at(points)
-        return self.process.given(self.points.and_then(points), torch.cat([self.y, mean]))
+        mean, _ = self.predict(points)
+        return self.process.posterior(self.points.concat(points), torch.cat([self.y, mean]))
 
 
 def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Tensor:
@@ -180,16 +197,16 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
     return torch.where(z > -1.0, above, below) + deviation.log()
 
 
-def _prior(owner: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
+def _make_prior(feature_to_parameter: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the logarithms of all hyperparameters; lengths grow with the number of parameters."""
-    parameters = int(owner.max()) + 1
+    parameters = int(feature_to_parameter.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
-    means = [*(_STEADY if steady else _MEAN), *[length] * parameters]
-    deviations = [_DEVIATION] * len(_MEAN) + [_LENGTH_DEVIATION] * parameters
+    means = [*(_STEADY_PRIOR_MEAN if steady else _PRIOR_MEAN), *[length] * parameters]
+    deviations = [_PRIOR_DEVIATION] * len(_PRIOR_MEAN) + [_LENGTH_DEVIATION] * parameters
     if several:
-        means, deviations = [*means, _ALIKE[0]], [*deviations, _ALIKE[1]]
-    return _tensor(means), _tensor(deviations)
+        means, deviations = [*means, _TASK_CORRELATION_LOGIT[0]], [*deviations, _TASK_CORRELATION_LOGIT[1]]
+    return _to_tensor(means), _to_tensor(deviations)
 
 
-def _tensor(values: object) -> Tensor:
+def _to_tensor(values: object) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float64).copy())

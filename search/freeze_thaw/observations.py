@@ -13,13 +13,13 @@ from scipy.stats import rankdata
 
 from hpsearch.storage.attributes import INFEASIBLE
 
-MOST = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
-OF_EACH = 2  # points of a trial, at most, unless it is said otherwise
-_STRIDE = 1.5  # from one epoch of the grid to the next
+MAX_POINTS = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
+POINTS_PER_TRIAL = 2  # points of a trial, at most, unless it is said otherwise
+_GRID_FACTOR = 1.5  # from one epoch of the grid to the next
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observations:
     """Best values so far, after some epochs.
 
     Attributes:
@@ -39,7 +39,7 @@ class Seen:
         return found
 
 
-def losses(trial: FrozenTrial, *, maximize: bool, epochs: int) -> dict[int, float]:
+def read_losses(trial: FrozenTrial, *, maximize: bool, epochs: int) -> dict[int, float]:
     """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
     sign = -1.0 if maximize else 1.0
     found = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
@@ -48,42 +48,46 @@ def losses(trial: FrozenTrial, *, maximize: bool, epochs: int) -> dict[int, floa
     return found
 
 
-def seen(
+def select_observations(
     curves: Sequence[Mapping[int, float]],
     epochs: int,
     random: np.random.Generator,
     *,
-    of_each: int = OF_EACH,
+    points_per_trial: int = POINTS_PER_TRIAL,
     always: Container[int] = (),
     so_far: bool = True,
-) -> Seen:
+) -> Observations:
     """The points that a process learns from.
 
     Args:
         curves: of each trial its losses by epoch, from 1; none is empty, and there may be none.
         epochs: of a full trial.
         random: chooses where there are too many.
-        of_each: points of a trial, at most: of the last epochs on the grid.
+        points_per_trial: points of a trial, at most: of the last epochs on the grid.
         always: indices of trials whose points stay, however many there are.
         so_far: whether a loss counts as the best one up to its epoch.
     """
     if not curves:
-        return Seen(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
-    grid = _grid(epochs)
-    paths = [_best_so_far(curve) if so_far else curve for curve in curves]
-    found = [(trial, epoch, loss) for trial, path in enumerate(paths) for epoch, loss in _last(path, grid, of_each)]
-    if len(found) > MOST:
+        return Observations(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
+    grid = _make_grid(epochs)
+    paths = [_accumulate_best(curve) if so_far else curve for curve in curves]
+    found = [
+        (trial, epoch, loss)
+        for trial, path in enumerate(paths)
+        for epoch, loss in _select_last(path, grid, points_per_trial)
+    ]
+    if len(found) > MAX_POINTS:
         stay = [i for i, (trial, _, _) in enumerate(found) if trial in always]
         others = [i for i, (trial, _, _) in enumerate(found) if trial not in always]
-        room = max(MOST - len(stay), 0)
+        room = max(MAX_POINTS - len(stay), 0)
         best = sorted(others, key=lambda i: (-found[i][1], found[i][2], i))
         drawn = random.choice(best[room // 2 :], room - room // 2, replace=False)
         found = [found[i] for i in sorted([*stay, *best[: room // 2], *map(int, drawn)])]
-    trials, after, losses = (np.array(column) for column in zip(*found, strict=True))
-    return Seen(trials, np.log(after) / math.log(max(epochs, 2)), losses.astype(np.float64))
+    trials, after, read_losses = (np.array(column) for column in zip(*found, strict=True))
+    return Observations(trials, np.log(after) / math.log(max(epochs, 2)), read_losses.astype(np.float64))
 
 
-def _best_so_far(curve: Mapping[int, float]) -> dict[int, float]:
+def _accumulate_best(curve: Mapping[int, float]) -> dict[int, float]:
     best, path = math.inf, {}
     for epoch in sorted(curve):
         best = min(best, math.inf if math.isnan(curve[epoch]) else curve[epoch])
@@ -91,26 +95,26 @@ def _best_so_far(curve: Mapping[int, float]) -> dict[int, float]:
     return path
 
 
-def _last(path: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
+def _select_last(path: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
     """The losses after the last epochs on the grid, and after the very last one."""
     kept = {*[epoch for epoch in grid if epoch in path][-most:], max(path)}
     return [(epoch, path[epoch]) for epoch in sorted(kept)[-most:]]
 
 
-def _grid(epochs: int) -> list[int]:
+def _make_grid(epochs: int) -> list[int]:
     """Epochs at which values are looked at, each half as far again as the one before."""
     found = [1]
     while found[-1] < epochs:
-        found.append(min(epochs, max(found[-1] + 1, round(found[-1] * _STRIDE))))
+        found.append(min(epochs, max(found[-1] + 1, round(found[-1] * _GRID_FACTOR))))
     return found
 
 
-SHARES = frozenset({"accuracy", "macro_f1", "auroc", "average_precision"})  # between 0 and 1
-_AT_MOST_1 = SHARES | {"r2"}
+PROPORTION_METRICS = frozenset({"accuracy", "macro_f1", "auroc", "average_precision"})  # between 0 and 1
+_AT_MOST_1 = PROPORTION_METRICS | {"r2"}
 _AT_LEAST_0 = frozenset({"loss", "rmse", "mae"})
 
 
-def least_loss(metric: str, best: float, *, maximize: bool) -> float:
+def get_loss_bound(metric: str, best: float, *, maximize: bool) -> float:
     """The best that a metric can be, as a loss: values with the other sign where higher ones are better.
 
     A metric is known by its name, and somebody's own of that name may be another, such as an accuracy in per cent:

@@ -20,14 +20,14 @@ from optuna.distributions import (
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
-from hpsearch.search.curves.points import losses, seen
+from hpsearch.search.freeze_thaw.observations import read_losses, select_observations
 
-EARLIER = "curves:earlier"  # the study's system attribute with what its warm start tells
-TRIALS = 150  # of earlier studies together, at most: with two points each, half of the points of a process
+WARM_START_KEY = "curves:earlier"  # the study's system attribute with what its warm start tells
+MAX_SOURCE_TRIALS = 150  # of earlier studies together, at most: with two points each, half of the points of a process
 
 
 @dataclass(frozen=True)
-class EarlierTrial:
+class SourceTrial:
     """A trial of an earlier study.
 
     Attributes:
@@ -44,7 +44,7 @@ class EarlierTrial:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class WarmStartData:
     """Trials of earlier studies, in the space of a new one.
 
     Attributes:
@@ -56,16 +56,16 @@ class Earlier:
 
     studies: list[str] = field(default_factory=list)
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
-    drawn: list[dict[str, Any]] = field(default_factory=list)
-    trials: list[EarlierTrial] = field(default_factory=list)
+    sampled: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[SourceTrial] = field(default_factory=list)
 
     @classmethod
-    def of(
+    def from_studies(
         cls,
         studies: Mapping[str, Sequence[FrozenTrial]],
         *,
         distributions: Mapping[str, BaseDistribution],
-        drawn: Sequence[Mapping[str, Any]],
+        sampled: Sequence[Mapping[str, Any]],
         direction: StudyDirection,
         epochs: int,
         random: np.random.Generator,
@@ -86,46 +86,48 @@ class Earlier:
         Raises:
             ValueError: a study has no trial in the new one's space; one line says so.
         """
-        found: list[EarlierTrial] = []
+        found: list[SourceTrial] = []
         for index, (name, trials) in enumerate(studies.items(), 1):
             there: list[tuple[int, dict[str, Any]]] = []
             curves: list[dict[int, float]] = []
             for trial in trials:
-                by_epoch = losses(trial, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs)
+                by_epoch = read_losses(trial, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs)
                 curve = {epoch: loss for epoch, loss in by_epoch.items() if epoch <= epochs}
-                if (params := _translated(trial.params, distributions)) and curve:
+                if (params := _select_shared_params(trial.params, distributions)) and curve:
                     there.append((trial.number, params))
                     curves.append(curve)
             if not curves:
                 raise ValueError(f"{name}: none of its trials is in this search space: name another, or leave it out")
-            points = seen(curves, epochs, random)
+            points = select_observations(curves, epochs, random)
             of_trial: dict[int, list[tuple[float, float]]] = {}
             for place, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
                 of_trial.setdefault(place, []).append((round(s, 6), round(score, 6)))
-            chosen = _most_telling(of_trial, TRIALS // len(studies), random)
-            found += [EarlierTrial(index, *there[i], of_trial[i]) for i in chosen]
-        return cls(list(studies), dict(distributions), [dict(params) for params in drawn], found)
+            chosen = _select_most_informative(of_trial, MAX_SOURCE_TRIALS // len(studies), random)
+            found += [SourceTrial(index, *there[i], of_trial[i]) for i in chosen]
+        return cls(list(studies), dict(distributions), [dict(params) for params in sampled], found)
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
         return {
             "studies": self.studies,
             "distributions": {name: distribution_to_json(d) for name, d in self.distributions.items()},
-            "drawn": self.drawn,
+            "drawn": self.sampled,
             "trials": [[t.study, t.number, t.params, t.points] for t in self.trials],
         }
 
     @classmethod
-    def read(cls, kept: Mapping[str, Any] | None) -> Self:
+    def from_json(cls, kept: Mapping[str, Any] | None) -> Self:
         """From what is kept with a study; none where that is nothing."""
         if kept is None:
             return cls()
         distributions = {name: json_to_distribution(text) for name, text in kept["distributions"].items()}
-        trials = [EarlierTrial(*fields) for fields in kept["trials"]]
+        trials = [SourceTrial(*fields) for fields in kept["trials"]]
         return cls(kept["studies"], distributions, kept["drawn"], trials)
 
 
-def _translated(params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> dict[str, Any] | None:
+def _select_shared_params(
+    params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]
+) -> dict[str, Any] | None:
     """The parameters that a space has; None where a value is not in it."""
     shared = {name: value for name, value in params.items() if name in distributions}
     return shared if all(_contains(distributions[name], value) for name, value in shared.items()) else None
@@ -139,7 +141,7 @@ def _contains(distribution: BaseDistribution, value: Any) -> bool:
     return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
 
 
-def _most_telling(
+def _select_most_informative(
     points: Mapping[int, Sequence[tuple[float, float]]], most: int, random: np.random.Generator
 ) -> list[int]:
     """Those that went furthest, and the best of them, first; beyond half of `most` any of the others."""

@@ -13,32 +13,40 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
-from hpsearch.search.curves.earlier import Earlier
-from hpsearch.search.curves.points import MOST, OF_EACH, Seen, losses, seen
-from hpsearch.search.curves.process import Points, Posterior, Process
-from hpsearch.search.curves.space import Space
+from hpsearch.search.freeze_thaw.gaussian_process import GaussianProcess, Points, Posterior
+from hpsearch.search.freeze_thaw.observations import (
+    MAX_POINTS,
+    POINTS_PER_TRIAL,
+    Observations,
+    read_losses,
+    select_observations,
+)
+from hpsearch.search.freeze_thaw.space import Space
+from hpsearch.search.freeze_thaw.warm_start import WarmStartData
 
-FIT = 200  # points that hyperparameters are fitted on, at most
+MAX_FIT_POINTS = 200  # points that hyperparameters are fitted on, at most
 
 
-def known(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+def select_observed(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     """The trials that have reported something, or ended before they could."""
     return [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
 
 
-def parameters(trials: Iterable[FrozenTrial], earlier: Earlier | None = None) -> dict[str, BaseDistribution]:
+def merge_distributions(
+    trials: Iterable[FrozenTrial], warm_start: WarmStartData | None = None
+) -> dict[str, BaseDistribution]:
     """All parameters of trials, as the last had it, and of earlier studies; those of one value alone are none."""
-    found = {} if earlier is None else {name: d for name, d in earlier.distributions.items() if not d.single()}
+    found = {} if warm_start is None else {name: d for name, d in warm_start.distributions.items() if not d.single()}
     return found | {name: d for trial in trials for name, d in trial.distributions.items() if not d.single()}
 
 
 @dataclass(frozen=True)
-class Lesson:
+class GPDataset:
     """What a process learns from: points of a space, and their scores.
 
     Attributes:
         space: of the trials' parameters; a row for each trial.
-        seen: the points of the trials, by index of the trial.
+        observations: the points of the trials, by index of the trial.
         rows: of the trials, then of those of earlier studies [trials, parameters].
         points: of the trials, then of those of earlier studies, with the features of their configurations.
         scores: of the points [n].
@@ -46,14 +54,14 @@ class Lesson:
     """
 
     space: Space
-    seen: Seen
+    observations: Observations
     rows: np.ndarray
     points: Points
     scores: Tensor
     steady: bool = False
 
     @classmethod
-    def of(  # noqa: PLR0913 what a lesson depends on
+    def from_trials(  # noqa: PLR0913 what a dataset depends on
         cls,
         trials: Sequence[FrozenTrial],
         distributions: dict[str, BaseDistribution],
@@ -61,12 +69,12 @@ class Lesson:
         maximize: bool,
         epochs: int,
         random: np.random.Generator,
-        of_each: int = OF_EACH,
+        points_per_trial: int = POINTS_PER_TRIAL,
         always: Container[int] = (),
-        earlier: Earlier | None = None,
+        warm_start: WarmStartData | None = None,
         curves: Sequence[Mapping[int, float]] | None = None,
         steady: bool = False,
-    ) -> Lesson:
+    ) -> GPDataset:
         """Of trials that are `known`.
 
         Args:
@@ -75,100 +83,106 @@ class Lesson:
             maximize: whether higher values are better.
             epochs: of a full trial.
             random: chooses where there are too many points.
-            of_each, always: see `seen`.
-            earlier: trials of earlier studies.
+            points_per_trial, always: see `seen`.
+            warm_start: trials of earlier studies.
             curves: of each trial, the losses by epoch, from 1, that are learnt as they are; None for those that the
                 trials have reported, of which the best so far counts.
             steady: whether they are points at the last epoch that depend on the configuration alone.
         """
-        earlier = earlier or Earlier()
-        space = Space(distributions, [t.params for t in trials], earlier.drawn)
+        warm_start = warm_start or WarmStartData()
+        space = Space(distributions, [t.params for t in trials], warm_start.sampled)
         so_far = curves is None
-        curves = [losses(t, maximize=maximize, epochs=epochs) for t in trials] if curves is None else curves
-        found = seen(curves, epochs, random, of_each=of_each, always=always, so_far=so_far)
-        theirs = np.array([space.row(t.params) for t in earlier.trials]).reshape(-1, len(space.names))
+        curves = [read_losses(t, maximize=maximize, epochs=epochs) for t in trials] if curves is None else curves
+        found = select_observations(
+            curves, epochs, random, points_per_trial=points_per_trial, always=always, so_far=so_far
+        )
+        theirs = np.array([space.to_row(t.params) for t in warm_start.trials]).reshape(-1, len(space.names))
         rows = np.concatenate([space.rows, theirs])
         # Of earlier studies those of the most telling trials, as many as there is room for.
-        others = [(i, s, score, t.study) for i, t in enumerate(earlier.trials, len(trials)) for s, score in t.points]
-        others = others[: MOST - len(found.s)]
+        others = [(i, s, score, t.study) for i, t in enumerate(warm_start.trials, len(trials)) for s, score in t.points]
+        others = others[: MAX_POINTS - len(found.s)]
         trial, s, their_scores, study = np.array(others, dtype=np.float64).reshape(len(others), 4).T
         trial = np.concatenate([found.trial, trial.astype(np.int64)])
         study = np.concatenate([np.zeros_like(found.trial), study.astype(np.int64)])
-        columns = (space.features(rows)[trial], np.concatenate([found.s, s]), trial, study)
+        columns = (space.to_features(rows)[trial], np.concatenate([found.s, s]), trial, study)
         scores = torch.from_numpy(np.concatenate([found.scores, their_scores]))
         return cls(space, found, rows, Points(*map(torch.from_numpy, columns)), scores, steady)
 
     @property
-    def ends(self) -> Points:
+    def final_epoch_points(self) -> Points:
         """The trials after their last epoch; those of earlier studies as if they were run in this one."""
         own = len(self.space.rows)
         numbers = np.concatenate([np.arange(own), np.full(len(self.rows) - own, -1)])
-        return Points.at_the_end(self.space.features(self.rows), numbers)
+        return Points.at_final_epoch(self.space.to_features(self.rows), numbers)
 
     @property
-    def new_process(self) -> Process:
+    def prior_process(self) -> GaussianProcess:
         """What is expected before anything is seen."""
-        return Process.new(self.space.owner, several=bool(self.points.study.any()), steady=self.steady)
+        return GaussianProcess.from_prior(
+            self.space.feature_to_parameter, several=bool(self.points.study.any()), steady=self.steady
+        )
 
-    def fitted(self, process: Process) -> Process:
+    def fit(self, process: GaussianProcess) -> GaussianProcess:
         """A process fitted to some of the points, sought from its hyperparameters on."""
-        part = _part(len(self.seen.s), len(self.scores))
-        return process.fitted(self.points.some(part), self.scores[part])
+        part = _select_fit_points(len(self.observations.s), len(self.scores))
+        return process.fit(self.points.select(part), self.scores[part])
 
 
-def _part(own: int, every: int) -> Tensor:
+def _select_fit_points(own: int, every: int) -> Tensor:
     """The points that are fitted on: own ones, but for a quarter where earlier studies have as many."""
-    first = min(own, FIT - min(FIT // 4, every - own))
-    second = min(every - own, FIT - first)
+    first = min(own, MAX_FIT_POINTS - min(MAX_FIT_POINTS // 4, every - own))
+    second = min(every - own, MAX_FIT_POINTS - first)
     spread = [np.linspace(0, own - 1, first, dtype=np.int64), np.linspace(own, every - 1, second, dtype=np.int64)]
     return torch.from_numpy(np.concatenate(spread))
 
 
-FITTED = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
-REFIT = 1.15  # times the trials of the last fit, from which on they are old
+HYPERPARAMETERS_KEY = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
+REFIT_GROWTH = 1.15  # times the trials of the last fit, from which on they are old
 
 _STATES = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
 
 
-def told_trials(study: optuna.Study, *, but: int | None = None) -> list[FrozenTrial]:
+def get_observed_trials(study: optuna.Study, *, exclude: int | None = None) -> list[FrozenTrial]:
     """The trials that have reported something, or ended before they could."""
     trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
-    return [t for t in known(trials) if t.number != but]
+    return [t for t in select_observed(trials) if t.number != exclude]
 
 
-def silent_rows(study: optuna.Study, space: Space, *, but: int) -> np.ndarray:
+def get_unreported_rows(study: optuna.Study, space: Space, *, exclude: int) -> np.ndarray:
     """The configurations [n, parameters] of trials that run and have reported nothing yet."""
     trials = study._get_trials(deepcopy=False, states=(TrialState.RUNNING,), use_cache=True)
-    silent = [t for t in trials if t.params and t.number != but and not t.intermediate_values]
-    return np.array([space.row(t.params) for t in silent]).reshape(-1, len(space.names))
+    unreported = [t for t in trials if t.params and t.number != exclude and not t.intermediate_values]
+    return np.array([space.to_row(t.params) for t in unreported]).reshape(-1, len(space.names))
 
 
-def posterior_of(
-    study: optuna.Study, kept: Mapping[str, Any], lesson: Lesson, trials: int, *, name: str = FITTED
+def load_or_fit_posterior(
+    study: optuna.Study, kept: Mapping[str, Any], dataset: GPDataset, trials: int, *, name: str = HYPERPARAMETERS_KEY
 ) -> Posterior:
     """What the points show, by hyperparameters of the study's; fitted here when those are old.
 
     Args:
         study: where they are kept.
         kept: what was kept last, by the same name.
-        lesson: the points.
+        dataset: the points.
         trials: how many there are by now.
         name: of the system attribute; each metric has its own.
     """
-    names, process = lesson.space.names, lesson.new_process
+    names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
-        process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64), process.steady)
+        process = GaussianProcess(
+            process.feature_to_parameter, torch.tensor(kept["theta"], dtype=torch.float64), process.steady
+        )
     else:
         kept = {}
-    if trials >= REFIT * kept.get("trials", 0):
-        process = lesson.fitted(process)
+    if trials >= REFIT_GROWTH * kept.get("trials", 0):
+        process = dataset.fit(process)
         fitted: Any = {"names": names, "trials": trials, "theta": process.theta.tolist()}
         study._storage.set_study_system_attr(study._study_id, name, fitted)
-    return process.given(lesson.points, lesson.scores)
+    return process.posterior(dataset.points, dataset.scores)
 
 
-def believing(
-    posterior: Posterior, space: Space, rows: np.ndarray, numbers: np.ndarray, silent: np.ndarray
+def fantasize_running(
+    posterior: Posterior, space: Space, rows: np.ndarray, numbers: np.ndarray, unreported: np.ndarray
 ) -> Posterior:
     """As if trials that run had ended as is foreseen.
 
@@ -177,9 +191,9 @@ def believing(
         space: whose rows follow.
         rows: of trials that have reported something [n, parameters].
         numbers: of these trials among the points [n]; -1 for one that has none.
-        silent: rows of others [m, parameters].
+        unreported: rows of others [m, parameters].
     """
-    if not len(rows) and not len(silent):
+    if not len(rows) and not len(unreported):
         return posterior
-    apart = [*numbers.tolist(), *range(-2, -2 - len(silent), -1)]
-    return posterior.believing(Points.at_the_end(space.features(np.concatenate([rows, silent])), apart))
+    apart = [*numbers.tolist(), *range(-2, -2 - len(unreported), -1)]
+    return posterior.fantasize(Points.at_final_epoch(space.to_features(np.concatenate([rows, unreported])), apart))

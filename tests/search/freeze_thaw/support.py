@@ -5,7 +5,7 @@ from __future__ import annotations
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.curves.sampler import FreezeThawSampler
+from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
 from tests.factories import X
 
 EPOCHS = 9

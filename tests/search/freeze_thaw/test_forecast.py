@@ -10,7 +10,7 @@ import pytest
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.forecast import ENOUGH, MOST, forecasts
+from hpsearch.search.freeze_thaw.forecast import MAX_FORECASTS, MIN_REPORTED_TRIALS, forecast_final_values
 from hpsearch.storage.attributes import INFEASIBLE
 from tests.factories import X
 
@@ -60,7 +60,7 @@ def foreseen(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
         trials = promoted(params, losses)
         for i in range(10):  # full ones, as of the beginning of a study
             trials[i] = trial(i, params[i], losses[i].tolist(), TrialState.COMPLETE)
-        for number, found in forecasts(trials, epochs=EPOCHS, maximize=False).items():
+        for number, found in forecast_final_values(trials, epochs=EPOCHS, maximize=False).items():
             now = min(trials[number].intermediate_values.values())
             yield found.value, found.low, found.high, losses[number].min(), now
 
@@ -77,12 +77,12 @@ def test_nine_of_ten_ends_are_in_their_bands_and_forecasts_are_better_than_to_st
 
 def test_what_is_larger_is_foreseen_as_what_is_smaller():
     params, losses = family(0, 30)
-    one = forecasts(promoted(params, losses), epochs=EPOCHS, maximize=False)
+    one = forecast_final_values(promoted(params, losses), epochs=EPOCHS, maximize=False)
     turned = [
         trial(t.number, t.params, [-v for v in t.intermediate_values.values()], t.state)
         for t in promoted(params, losses)
     ]
-    other = forecasts(turned, epochs=EPOCHS, maximize=True)
+    other = forecast_final_values(turned, epochs=EPOCHS, maximize=True)
     assert one.keys() == other.keys() != set()
     for number, found in other.items():
         same = one[number]
@@ -91,12 +91,12 @@ def test_what_is_larger_is_foreseen_as_what_is_smaller():
 
 def test_the_same_trials_give_the_same_and_one_may_be_asked_about():
     trials = promoted(*family(1, 90))
-    found = forecasts(trials, epochs=EPOCHS, maximize=False)
-    assert found == forecasts(trials, epochs=EPOCHS, maximize=False)
-    assert len(found) == MOST
+    found = forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert found == forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert len(found) == MAX_FORECASTS
     assert {t.number for t in trials if t.state == TrialState.RUNNING} <= found.keys()
     left = next(t.number for t in trials if t.state == TrialState.WAITING and t.number not in found)
-    assert forecasts(trials, epochs=EPOCHS, maximize=False, of={left}).keys() == {left}
+    assert forecast_final_values(trials, epochs=EPOCHS, maximize=False, of={left}).keys() == {left}
 
 
 def test_parameters_that_some_have_and_values_that_are_none_are_no_hindrance():
@@ -117,21 +117,21 @@ def test_parameters_that_some_have_and_values_that_are_none_are_no_hindrance():
         trial(number + 3, params[3], [0.0], TrialState.FAIL),
         trial(number + 4, {}, [0.5], TrialState.WAITING),
     ]
-    found = forecasts(trials, epochs=EPOCHS, maximize=False)
+    found = forecast_final_values(trials, epochs=EPOCHS, maximize=False)
     assert found
     assert max(found) < number
     assert all(math.isfinite(x) for each in found.values() for x in (each.value, each.low, each.high))
 
 
 def test_nothing_is_foreseen_of_few_trials_nor_where_none_is_open():
-    trials = promoted(*family(3, ENOUGH))
-    assert forecasts(trials, epochs=EPOCHS, maximize=False)
-    assert not forecasts(trials[1:], epochs=EPOCHS, maximize=False)
+    trials = promoted(*family(3, MIN_REPORTED_TRIALS))
+    assert forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert not forecast_final_values(trials[1:], epochs=EPOCHS, maximize=False)
     ended = [t for t in promoted(*family(3, 40)) if t.state.is_finished()]
-    assert not forecasts(ended * 8, epochs=EPOCHS, maximize=False)
+    assert not forecast_final_values(ended * 8, epochs=EPOCHS, maximize=False)
 
 
 def test_trials_that_are_all_alike_stay_as_they_are():
     trials = [trial(i, {"x": i / 9}, [0.5, 0.5], TrialState.WAITING) for i in range(9)]
-    for found in forecasts(trials, epochs=EPOCHS, maximize=True).values():
+    for found in forecast_final_values(trials, epochs=EPOCHS, maximize=True).values():
         assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)

@@ -9,8 +9,8 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.curves.forecast import Forecast, forecasts, told
-from hpsearch.search.curves.points import least_loss
+from hpsearch.search.freeze_thaw.forecast import Forecast, forecast_final_values, format_forecast
+from hpsearch.search.freeze_thaw.observations import get_loss_bound
 from hpsearch.search.study.terminator import Left, expected_gain
 from tests.factories import X
 
@@ -66,7 +66,7 @@ def test_no_more_is_gained_than_there_is(metric: str, direction: str, best: floa
     ],
 )
 def test_a_metric_that_was_better_than_its_bound_has_none(metric, best, maximize, least) -> None:
-    assert least_loss(metric, best, maximize=maximize) == least
+    assert get_loss_bound(metric, best, maximize=maximize) == least
 
 
 def test_a_band_ends_at_the_bound_though_other_values_were_below_zero() -> None:
@@ -84,10 +84,10 @@ def test_a_band_ends_at_the_bound_though_other_values_were_below_zero() -> None:
                 user_attrs={}, system_attrs={},
             )
         )  # fmt: skip
-    known = forecasts(trials, epochs=4, maximize=True, metric="r2")
+    known = forecast_final_values(trials, epochs=4, maximize=True, metric="r2")
     assert known
     assert max(found.high for found in known.values()) <= 1
-    other = forecasts(trials, epochs=4, maximize=True, metric="of somebody's own")
+    other = forecast_final_values(trials, epochs=4, maximize=True, metric="of somebody's own")
     assert max(found.high for found in other.values()) > 1
 
 
@@ -105,4 +105,4 @@ def test_what_is_told_has_the_digits_that_tell_it_apart(found: Forecast, words: 
 
 
 def test_a_value_that_is_not_quite_as_good_does_not_look_so() -> None:
-    assert told(0.99996, Forecast(1.0, 0.99996, 1.0)) == ("0.99996", "1", "0.99996 to 1")
+    assert format_forecast(0.99996, Forecast(1.0, 0.99996, 1.0)) == ("0.99996", "1", "0.99996 to 1")

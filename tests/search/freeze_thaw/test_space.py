@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from hpsearch.search.curves.space import Space
+from hpsearch.search.freeze_thaw.space import Space
 
 ALL = {
     "lr": FloatDistribution(1e-5, 1e-1, log=True),
@@ -33,7 +33,7 @@ def drawn(distributions: dict, seed: int) -> dict:
 @given(st.integers(0, 2**31 - 1))
 def test_there_and_back(seed):
     space, params = Space(ALL, []), drawn(ALL, seed)
-    again = space.params(np.array(space.row(params)))
+    again = space.to_params(np.array(space.to_row(params)))
     assert again == pytest.approx(params) if params["optimizer"] is None else again.keys() == params.keys()
     for name, value in params.items():
         assert again[name] == (pytest.approx(value) if isinstance(value, float) else value)
@@ -41,31 +41,31 @@ def test_there_and_back(seed):
 
 def test_candidates_are_what_they_would_be_run_with():
     space, random = Space(ALL, []), np.random.default_rng(0)
-    rows = space.drawn(random, 200)
-    rows = np.concatenate([rows, space.near(random, rows[:5], 20)])
+    rows = space.sample(random, 200)
+    rows = np.concatenate([rows, space.perturb(random, rows[:5], 20)])
     for row in rows:
-        params = space.params(row)
+        params = space.to_params(row)
         assert params.keys() == ALL.keys()
         assert all(ALL[name]._contains(ALL[name].to_internal_repr(value)) for name, value in params.items())
-        np.testing.assert_allclose(space.row(params), row, atol=1e-9)
+        np.testing.assert_allclose(space.to_row(params), row, atol=1e-9)
 
 
 def test_neighbours_are_near_and_most_choices_stay():
     space, random = Space(ALL, []), np.random.default_rng(0)
-    row = np.array([space.row(drawn(ALL, 1))])
-    near, far = space.features(space.near(random, row, 300)), space.features(space.drawn(random, 300))
-    here = space.features(row)
+    row = np.array([space.to_row(drawn(ALL, 1))])
+    near, far = space.to_features(space.perturb(random, row, 300)), space.to_features(space.sample(random, 300))
+    here = space.to_features(row)
     assert np.median(np.linalg.norm(near - here, axis=1)) < 0.5 * np.median(np.linalg.norm(far - here, axis=1))
 
 
 def test_choices_are_as_far_apart_as_the_ends_of_a_range_and_what_is_not_there_is_half_as_far():
     space = Space({"kind": CategoricalDistribution(["a", "b", "c"]), "lr": FloatDistribution(0, 1)}, [])
     rows = np.array([[0, 0.0], [1, 0.0], [0, 1.0], [0, math.nan]])
-    features = space.features(rows)
+    features = space.to_features(rows)
     distance = np.linalg.norm(features[0] - features[1:], axis=1)
     np.testing.assert_allclose(distance[:2], 1.0)
     assert distance[2] == pytest.approx(math.sqrt(0.5))
-    assert list(space.owner) == [0, 0, 0, 1, 1]
+    assert list(space.feature_to_parameter) == [0, 0, 0, 1, 1]
 
 
 def nested(trial) -> None:
@@ -85,9 +85,9 @@ def test_what_a_configuration_has_is_learnt_from_trials():
     distributions = {name: d for trial in study.trials for name, d in trial.distributions.items()}
     space = Space(distributions, [trial.params for trial in study.trials])
     random = np.random.default_rng(1)
-    rows = space.drawn(random, 300)
-    for row in np.concatenate([rows, space.near(random, rows[:10], 20)]):
-        params = space.params(row)
+    rows = space.sample(random, 300)
+    for row in np.concatenate([rows, space.perturb(random, rows[:10], 20)]):
+        params = space.to_params(row)
         asked = optuna.trial.FixedTrial(params)
         nested(asked)  # raises where one is missing
         assert asked.params.keys() == params.keys()
@@ -96,7 +96,7 @@ def test_what_a_configuration_has_is_learnt_from_trials():
 def test_a_parameter_that_follows_nothing_counts_as_there():
     distributions = {"a": FloatDistribution(0, 1), "b": FloatDistribution(0, 1)}
     seen = [{"a": 0.1, "b": 0.5}, {"a": 0.5}, {"a": 0.9, "b": 0.5}]
-    rows = Space(distributions, seen).drawn(np.random.default_rng(0), 20)
+    rows = Space(distributions, seen).sample(np.random.default_rng(0), 20)
     assert not np.isnan(rows).any()
 
 

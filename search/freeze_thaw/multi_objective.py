@@ -15,23 +15,35 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metrics import MODEL_METRICS
-from hpsearch.search.curves.forecast import CHOSEN, band, scale, slope
-from hpsearch.search.curves.learning import FITTED, Lesson, believing, posterior_of, silent_rows, told_trials
-from hpsearch.search.curves.points import Seen, losses
-from hpsearch.search.curves.process import Points, Posterior
-from hpsearch.search.curves.space import TOPS, Space, best_candidate
+from hpsearch.search.freeze_thaw.forecast import (
+    SUGGESTION_REASON_KEY,
+    build_score_table,
+    estimate_tail_slope,
+    score_interval_to_metric,
+)
+from hpsearch.search.freeze_thaw.gaussian_process import Points, Posterior
+from hpsearch.search.freeze_thaw.gp_dataset import (
+    HYPERPARAMETERS_KEY,
+    GPDataset,
+    fantasize_running,
+    get_observed_trials,
+    get_unreported_rows,
+    load_or_fit_posterior,
+)
+from hpsearch.search.freeze_thaw.observations import Observations, read_losses
+from hpsearch.search.freeze_thaw.space import TOP_TRIALS, Space, maximize_acquisition
 from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
 
-def values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:
+def read_values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:
     """All values of a trial by epoch, from 1; NaN where only those of the first metric are known."""
     every: Mapping[str, Sequence[float]] = trial.system_attrs.get(VALUES, {})
     found = {step + 1: [first, *[np.nan] * (metrics - 1)] for step, first in trial.intermediate_values.items()}
     return dict(sorted((found | {int(step) + 1: list(values) for step, values in every.items()}).items()))
 
 
-def path(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dict[int, np.ndarray]:
+def track_incumbent(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dict[int, np.ndarray]:
     """What a trial was worth after each epoch, as losses [metrics]; infinite where no first value was a number.
 
     Args:
@@ -47,146 +59,150 @@ def path(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dic
     return found
 
 
-def worth(trial: FrozenTrial, maximize: Sequence[bool]) -> np.ndarray:
+def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.ndarray:
     """What a trial is worth by now, as losses [metrics]; of one that has diverged, or reported nothing, infinite ones.
 
     Args:
         trial: as samplers are shown it.
         maximize: of each metric, whether higher values are better.
     """
-    values = values_by_epoch(trial, len(maximize))
+    values = read_values_by_epoch(trial, len(maximize))
     if trial.user_attrs.get(INFEASIBLE) or not values:
         return np.full(len(maximize), np.inf)
-    return path(values, maximize)[max(values)]
+    return track_incumbent(values, maximize)[max(values)]
 
 
-VECTORS = 256  # that no trial dominates, by which is told what is gained
-_BEYOND = 0.1  # of the front's width, by which the worst that counts is worse than its end
-_FAR = 4.0  # scores beyond the best one, up to which better values are told by the slope
-_HOPE = 2.0  # deviations by which a configuration may turn out better than is foreseen
-_STEADY = 0.1  # of a metric's deviation between trials, up to which that within one is noise
+SAMPLED_VECTORS = 256  # that no trial dominates, by which is told what is gained
+_REFERENCE_MARGIN = 0.1  # of the front's width, by which the worst that counts is worse than its end
+_EXTRAPOLATED_SCORES = 4.0  # scores beyond the best one, up to which better values are told by the slope
+_OPTIMISM_DEVIATIONS = 2.0  # deviations by which a configuration may turn out better than is foreseen
+_STEADY_RATIO = 0.1  # of a metric's deviation between trials, up to which that within one is noise
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricModel:
     """What is known of a metric.
 
     Attributes:
-        lesson: what its process learns from.
-        rows: index of each trial among the lesson's; -1 for one of which it does not know this metric.
+        dataset: what its process learns from.
+        rows: index of each trial among the dataset's; -1 for one of which it does not know this metric.
         posterior: of the process.
     """
 
-    lesson: Lesson
+    dataset: GPDataset
     rows: np.ndarray
     posterior: Posterior
 
-    def at_the_end(self, space: Space) -> np.ndarray:
+    def predict_final_epoch(self, space: Space) -> np.ndarray:
         """What is foreseen of the trials, in scores [trials]."""
-        mean, _ = self.posterior.at(Points.at_the_end(space.features(space.rows), self.rows))
+        mean, _ = self.posterior.predict(Points.at_final_epoch(space.to_features(space.rows), self.rows))
         return mean.numpy()
 
 
-class Several:
+class MultiObjectiveSuggester:
     """Suggests configurations of a study of several metrics."""
 
     def __init__(self, epochs: int, random: np.random.Generator) -> None:
         self._epochs, self._random = epochs, random
 
-    def suggested(
+    def suggest(
         self, study: optuna.Study, trial: FrozenTrial, distributions: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """The configuration of a trial, noted why it was chosen; none while nothing is known of a metric."""
-        told = told_trials(study, but=trial.number)
+        observed = get_observed_trials(study, exclude=trial.number)
         maximize = [direction == StudyDirection.MAXIMIZE for direction in study.directions]
-        metrics = self._metrics(study, told, distributions, maximize)
+        metrics = self._metrics(study, observed, distributions, maximize)
         if not metrics:
             return {}
-        space = metrics[0].lesson.space
-        foreseen = np.column_stack([metric.at_the_end(space) for metric in metrics])
-        broken = np.array([violation(t) for t in told])
-        good = np.array([np.isfinite(worth(t, maximize)[0]) for t in told]) & ~(broken > 0)
+        space = metrics[0].dataset.space
+        foreseen = np.column_stack([metric.predict_final_epoch(space) for metric in metrics])
+        broken = np.array([get_max_violation(t) for t in observed])
+        good = np.array([np.isfinite(get_objective_vector(t, maximize)[0]) for t in observed]) & ~(broken > 0)
         best = foreseen[good][find_front(foreseen[good])]
-        silent = silent_rows(study, space, but=trial.number)
-        running = np.array([i for i, t in enumerate(told) if t.state == TrialState.RUNNING], dtype=np.int64)
-        beliefs = [believing(m.posterior, space, space.rows[running], m.rows[running], silent) for m in metrics]
-        feasible = self._feasibility(study, told, distributions, broken)
+        unreported = get_unreported_rows(study, space, exclude=trial.number)
+        running = np.array([i for i, t in enumerate(observed) if t.state == TrialState.RUNNING], dtype=np.int64)
+        beliefs = [
+            fantasize_running(m.posterior, space, space.rows[running], m.rows[running], unreported) for m in metrics
+        ]
+        feasible = self._feasibility(study, observed, distributions, broken)
         # Those that were chosen would draw the worst that counts after them, to one end of the front.
-        unchosen = [i for i, t in enumerate(told) if CHOSEN not in t.system_attrs]
+        unchosen = [i for i, t in enumerate(observed) if SUGGESTION_REASON_KEY not in t.system_attrs]
         worst = foreseen[unchosen or slice(None)].max(0)
         probes: list[torch.Tensor] = []
 
-        def judged(rows: np.ndarray) -> np.ndarray:
-            at = Points.at_the_end(space.features(rows))
-            expected = [belief.at(at) for belief in beliefs]
+        def acquisition(rows: np.ndarray) -> np.ndarray:
+            at = Points.at_final_epoch(space.to_features(rows))
+            expected = [belief.predict(at) for belief in beliefs]
             if not probes:  # of those at random, which come first
-                hoped = [(mean - _HOPE * deviation).min().item() for mean, deviation in expected]
+                hoped = [(mean - _OPTIMISM_DEVIATIONS * deviation).min().item() for mean, deviation in expected]
                 lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
                 probes.extend(map(torch.from_numpy, self._undominated(metrics, best, worst, lowest)))
-            gain = log_improvement(expected, *probes)
+            gain = log_expected_hypervolume_improvement(expected, *probes)
             if feasible is not None:
-                mean, deviation = feasible[0].at(at)
+                mean, deviation = feasible[0].predict(at)
                 gain = gain + torch.special.log_ndtr((feasible[1] - mean) / deviation)
             return gain.numpy()
 
         tops = self._tops(foreseen, good)
-        had = np.concatenate([space.rows, silent])
-        row, top = best_candidate(judged, space, self._random, around=space.rows[tops], had=had)
+        had = np.concatenate([space.rows, unreported])
+        row, top = maximize_acquisition(acquisition, space, self._random, around=space.rows[tops], had=had)
         given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
         if not given:
-            at = Points.at_the_end(space.features(row[None]))
+            at = Points.at_final_epoch(space.to_features(row[None]))
             bands = [
-                band(m.lesson.seen, *(found.item() for found in m.posterior.at(at)), maximize=higher)
+                score_interval_to_metric(
+                    m.dataset.observations, *(found.item() for found in m.posterior.predict(at)), maximize=higher
+                )
                 for m, higher in zip(metrics, maximize, strict=True)
             ]
-            near = None if top is None else told[tops[top]].number
+            near = None if top is None else observed[tops[top]].number
             note: Any = {"foreseen": [b[0] for b in bands], "band": [[*b[1:]] for b in bands], "near": near}
-            study._storage.set_trial_system_attr(trial._trial_id, CHOSEN, note)
-        return space.params(row)
+            study._storage.set_trial_system_attr(trial._trial_id, SUGGESTION_REASON_KEY, note)
+        return space.to_params(row)
 
     def _metrics(
         self,
         study: optuna.Study,
-        told: Sequence[FrozenTrial],
+        observed: Sequence[FrozenTrial],
         distributions: dict[str, BaseDistribution],
         maximize: Sequence[bool],
-    ) -> list[Metric]:
+    ) -> list[MetricModel]:
         """Each with the hyperparameters that are kept by its own name; none where of one nothing is known."""
         kept = study._storage.get_study_system_attrs(study._study_id)
-        first = [losses(t, maximize=maximize[0], epochs=self._epochs) for t in told]
-        others = others_by_epoch(told, maximize, self._epochs)
+        first = [read_losses(t, maximize=maximize[0], epochs=self._epochs) for t in observed]
+        others = build_secondary_curves(observed, maximize, self._epochs)
         if not all(any(np.isfinite([*curve.values()]).any() for curve in curves) for curves in (first, *others)):
             return []
-        learnt = partial(self._learnt, study, kept, told, distributions)
-        found = [learnt(FITTED, None, maximize=maximize[0])]
-        return found + [learnt(f"{FITTED}:{index}", curves) for index, curves in enumerate(others, 1)]
+        learnt = partial(self._learnt, study, kept, observed, distributions)
+        found = [learnt(HYPERPARAMETERS_KEY, None, maximize=maximize[0])]
+        return found + [learnt(f"{HYPERPARAMETERS_KEY}:{index}", curves) for index, curves in enumerate(others, 1)]
 
     def _learnt(
         self,
         study: optuna.Study,
         kept: Mapping[str, Any],
-        told: Sequence[FrozenTrial],
+        observed: Sequence[FrozenTrial],
         distributions: dict[str, BaseDistribution],
         name: str,
         curves: Sequence[Mapping[int, float]] | None,
         *,
         maximize: bool = False,
-    ) -> Metric:
+    ) -> MetricModel:
         """Return what trials tell of a metric.
 
         Args:
             study: of the trials.
             kept: the study's system attributes.
-            told: the trials.
+            observed: the trials.
             distributions: of their parameters.
             name: of the system attribute with the hyperparameters.
             curves: of each trial, the losses by epoch, empty if unknown; None for the reported values.
             maximize: whether higher reported values are better.
         """
-        known = [i for i in range(len(told)) if curves is None or curves[i]]
+        known = [i for i in range(len(observed)) if curves is None or curves[i]]
         some = None if curves is None else [curves[i] for i in known]
-        lesson = Lesson.of(
-            [told[i] for i in known],
+        dataset = GPDataset.from_trials(
+            [observed[i] for i in known],
             distributions,
             maximize=maximize,
             epochs=self._epochs,
@@ -194,14 +210,16 @@ class Several:
             curves=some,
             steady=some is not None and all(set(curve) == {self._epochs} for curve in some),
         )
-        rows = np.full(len(told), -1, dtype=np.int64)
+        rows = np.full(len(observed), -1, dtype=np.int64)
         rows[known] = np.arange(len(known))
-        return Metric(lesson, rows, posterior_of(study, kept.get(name, {}), lesson, len(told), name=name))
+        return MetricModel(
+            dataset, rows, load_or_fit_posterior(study, kept.get(name, {}), dataset, len(observed), name=name)
+        )
 
     def _feasibility(
         self,
         study: optuna.Study,
-        told: Sequence[FrozenTrial],
+        observed: Sequence[FrozenTrial],
         distributions: dict[str, BaseDistribution],
         broken: np.ndarray,
     ) -> tuple[Posterior, float] | None:
@@ -210,9 +228,9 @@ class Several:
             return None
         kept = study._storage.get_study_system_attrs(study._study_id)
         curves: list[dict[int, float]] = [{} if np.isnan(by) else {self._epochs: float(by)} for by in broken]
-        learnt = self._learnt(study, kept, told, distributions, f"{FITTED}:feasible", curves)
+        learnt = self._learnt(study, kept, observed, distributions, f"{HYPERPARAMETERS_KEY}:feasible", curves)
         posterior = learnt.posterior
-        scores, seen = scale(learnt.lesson.seen)
+        scores, seen = build_score_table(learnt.dataset.observations)
         kept_to = scores[seen <= 0]
         if len(kept_to) == len(scores):  # none of the few that break one is among the points, or all do so infinitely
             return None
@@ -221,7 +239,7 @@ class Several:
         return posterior, float((kept_to[-1] + scores[len(kept_to)]) / 2)
 
     def _undominated(
-        self, metrics: Sequence[Metric], best: np.ndarray, worst: np.ndarray, lowest: np.ndarray
+        self, metrics: Sequence[MetricModel], best: np.ndarray, worst: np.ndarray, lowest: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Vectors of scores [n, metrics] that the front does not dominate, and the logarithm of what each stands for.
 
@@ -232,15 +250,15 @@ class Several:
             lowest: that may be hoped for in each metric.
         """
         if len(best):
-            worst = np.maximum(worst, best.max(0) + _BEYOND * np.ptp(best, axis=0))
-        scales = [_beyond(metric.lesson.seen) for metric in metrics]
+            worst = np.maximum(worst, best.max(0) + _REFERENCE_MARGIN * np.ptp(best, axis=0))
+        scales = [_extrapolate_score_table(metric.dataset.observations) for metric in metrics]
 
         def in_units(rows: np.ndarray) -> np.ndarray:
             columns = zip(rows.T, scales, strict=True)
             return np.column_stack([np.interp(column, scores, seen) for column, (scores, seen) in columns])
 
         low, high = in_units(lowest[None])[0], in_units(worst[None])[0]
-        drawn, weights = undominated(self._random, in_units(best), low, high, VECTORS)
+        drawn, weights = sample_non_dominated(self._random, in_units(best), low, high, SAMPLED_VECTORS)
         columns = zip(drawn.T, scales, strict=True)
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 
@@ -249,19 +267,19 @@ class Several:
         places = np.flatnonzero(good)
         ordered = [int(places[place]) for place in sort_by_front(foreseen[good])]
         within = len(find_front(foreseen[good]))
-        if within <= TOPS:
-            return ordered[:TOPS]
-        return [ordered[int(place)] for place in self._random.permutation(within)[:TOPS]]
+        if within <= TOP_TRIALS:
+            return ordered[:TOP_TRIALS]
+        return [ordered[int(place)] for place in self._random.permutation(within)[:TOP_TRIALS]]
 
 
-def _beyond(points: Seen) -> tuple[np.ndarray, np.ndarray]:
+def _extrapolate_score_table(points: Observations) -> tuple[np.ndarray, np.ndarray]:
     """Scores and the losses that they stand for, the best first; of what is better yet, by the slope of the best."""
-    scores, seen = scale(points)
-    better = seen[0] - _FAR * slope(scores, seen)
-    return np.concatenate([[scores[0] - _FAR], scores]), np.concatenate([[better], seen])
+    scores, seen = build_score_table(points)
+    better = seen[0] - _EXTRAPOLATED_SCORES * estimate_tail_slope(scores, seen)
+    return np.concatenate([[scores[0] - _EXTRAPOLATED_SCORES], scores]), np.concatenate([[better], seen])
 
 
-def undominated(
+def sample_non_dominated(
     random: np.random.Generator, best: np.ndarray, low: np.ndarray, high: np.ndarray, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Vectors [n, metrics] between `low` and `high` that a front does not dominate, and log-weights [n] by volume.
@@ -280,15 +298,19 @@ def undominated(
     drawn = low + width * random.random((number, len(low)))
     for axis in range(len(low)):
         some = drawn[axis :: len(low)]
-        some[:, axis] = low[axis] + _left(best, some, axis, low, high) * (some[:, axis] - low[axis])
-    left = np.column_stack([_left(best, drawn, axis, low, high) for axis in range(len(low))])
+        some[:, axis] = low[axis] + _get_non_dominated_fraction(best, some, axis, low, high) * (
+            some[:, axis] - low[axis]
+        )
+    left = np.column_stack([_get_non_dominated_fraction(best, drawn, axis, low, high) for axis in range(len(low))])
     found = (left > 0).all(axis=1)
     if not found.any():
         return low[None], np.zeros(1)
     return drawn[found], -np.log((1 / left[found]).mean(axis=1))
 
 
-def _left(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _get_non_dominated_fraction(
+    best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
     """The share [n] of a metric's range that the front does not dominate, beside the other values of vectors.
 
     Of a range without width, all or nothing.
@@ -302,7 +324,7 @@ def _left(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high:
     return share
 
 
-def log_improvement(
+def log_expected_hypervolume_improvement(
     expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The logarithm of how much of what vectors stand for is dominated, in expectation [n].
@@ -318,7 +340,7 @@ def log_improvement(
     return found.logsumexp(1)
 
 
-def others_by_epoch(
+def build_secondary_curves(
     trials: Sequence[FrozenTrial], maximize: Sequence[bool], epochs: int
 ) -> list[list[dict[int, float]]]:
     """Losses of each trial in each metric but the first, by epoch; none where it is not known.
@@ -326,7 +348,7 @@ def others_by_epoch(
     They are those of the epoch that the first metric found best up to there. Of a metric that is steady they are one
     number, known of the last epoch as soon as of the first.
     """
-    every = [values_by_epoch(t, len(maximize)) for t in trials]
+    every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []
     for index in range(1, len(maximize)):
         flat = [to_losses(list(v.values()), maximize)[:, index] if v else np.empty(0) for v in every]
@@ -334,7 +356,7 @@ def others_by_epoch(
         if _is_steady(flat):
             found.append([{epochs: float(np.median(each))} if len(each) else {} for each in flat])
             continue
-        paths = [path(v, maximize) for v in every]
+        paths = [track_incumbent(v, maximize) for v in every]
         found.append([{e: float(x[index]) for e, x in each.items() if np.isfinite(x[index])} for each in paths])
     return found
 
@@ -345,10 +367,10 @@ def _is_steady(curves: Sequence[np.ndarray]) -> bool:
     if not several:
         return True
     within = float(np.median([each.std() for each in several]))
-    return within <= _STEADY * float(np.std([np.median(each) for each in curves if len(each)]))
+    return within <= _STEADY_RATIO * float(np.std([np.median(each) for each in curves if len(each)]))
 
 
-def violation(trial: FrozenTrial) -> float:
+def get_max_violation(trial: FrozenTrial) -> float:
     """By how much a trial breaks the constraint that it breaks most; NaN where none is known.
 
     Of one that was not trained to its end what training may change is not known: a bound that it breaks it may come
