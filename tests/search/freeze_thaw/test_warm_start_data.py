@@ -26,7 +26,7 @@ def told(*studies: list, space: dict = SPACE, epochs: int = EPOCHS) -> WarmStart
     """What studies of such trials tell, written and read as it is kept."""
     named = {f"s{place}": trials for place, trials in enumerate(studies, 1)}
     drawn = [{"x": x} for x in np.linspace(0, 1, 5)]
-    kind = {"distributions": space, "drawn": drawn, "direction": StudyDirection.MINIMIZE, "epochs": epochs}
+    kind = {"distributions": space, "sampled": drawn, "direction": StudyDirection.MINIMIZE, "epochs": epochs}
     found = WarmStartData.from_studies(named, **kind, random=np.random.default_rng(0))
     return WarmStartData.from_json(json.loads(json.dumps(found.to_json())))
 
