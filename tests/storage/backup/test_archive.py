@@ -98,7 +98,7 @@ def test_a_file_without_its_last_member_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="damaged"):
         unpack(path, tmp_path / "out")
     path.write_bytes(path.read_bytes() + b"\0" * 1024)
-    with pytest.raises(StorageError, match=r"damaged \(its end is missing"):
+    with pytest.raises(StorageError, match=r"damaged \(the end is missing"):
         unpack(path, tmp_path / "again")
 
 
@@ -109,7 +109,7 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"'studies\.dump' is not what its index says"):
+    with pytest.raises(StorageError, match=r"'studies\.dump' differs from the index"):
         unpack(path, tmp_path / "out")
 
 
@@ -130,7 +130,7 @@ def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
 )
 def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     path = add(tmp_path / "a.tar", lambda member: setattr(member, "name", name))
-    with pytest.raises(StorageError, match="does not belong there"):
+    with pytest.raises(StorageError, match="is not expected"):
         unpack(path, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "out"]
     assert not list((tmp_path / "out").rglob("*"))
@@ -141,7 +141,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: bytes) -> None:
     def change(member: tarfile.TarInfo) -> None:
         member.name, member.type, member.linkname, member.size = f"{ARTIFACTS}x", kind, "/etc/passwd", 0
 
-    with pytest.raises(StorageError, match="does not belong there"):
+    with pytest.raises(StorageError, match="is not expected"):
         unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
 
 
@@ -156,7 +156,9 @@ def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> Non
     path = tmp_path / "a.tar"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(StorageError, match="does not exist" if content is None else "is no backup of hpsearch") as told:
+    with pytest.raises(
+        StorageError, match="does not exist" if content is None else "is not a backup of hpsearch"
+    ) as told:
         unpack(path, tmp_path / "out")
     assert "\n" not in str(told.value)
 
@@ -164,5 +166,5 @@ def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> Non
 def test_a_tar_of_something_else_is_told(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("readme"), io.BytesIO())
-    with pytest.raises(StorageError, match=r"is no backup of hpsearch \(it has no manifest"):
+    with pytest.raises(StorageError, match=r"is not a backup of hpsearch \(the manifest is missing"):
         unpack(tmp_path / "a.tar", tmp_path / "out")

@@ -176,7 +176,11 @@ def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
 def test_only_files_are_written_to_and_old_leftovers_go(owner_url: str, tmp_path: Path, home: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    for name, said in (("fifo", "is no regular file"), ("nowhere", "is no regular file"), ("a" * 300, "too long")):
+    for name, said in (
+        ("fifo", "is not a regular file"),
+        ("nowhere", "is not a regular file"),
+        ("a" * 300, "too long"),
+    ):
         with pytest.raises(StorageError, match=said):
             make(tmp_path / name, owner_url, home, force=True)
     old, young = tmp_path / ".b.tar-old", tmp_path / ".b.tar-young"
@@ -205,8 +209,8 @@ def test_tables_of_an_older_version_are_brought_up_to_date(
         ({"schema": "0999"}, r"newer hpsearch \(schema 0999"),
         ({"optuna_schema": "v9"}, r"newer Optuna \(schema v9"),
         ({"mlflow_schema": "zz"}, r"newer MLflow \(schema zz"),
-        ({"postgres": "99.1"}, "of Postgres 99.1, and the server is of Postgres 18"),
-        ({"dumped_by": "99.1"}, "of Postgres 99, which takes pg_dump and pg_restore 99 or newer"),
+        ({"postgres": "99.1"}, "from Postgres 99.1, and the server is Postgres 18"),
+        ({"dumped_by": "99.1"}, "the backup needs pg_dump and pg_restore 99 or newer"),
     ],
 )
 def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
@@ -239,17 +243,17 @@ def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
 
 def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
-    with pytest.raises(StorageError, match="holds no services, and so nothing to back up"):
+    with pytest.raises(StorageError, match="contains no services and nothing to back up"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
     with pytest.raises(StorageError, match="--artifacts is missing"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is no folder here: give --no-artifacts too"):
+    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not a local folder: add --no-artifacts"):
         backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
-    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set and HPSEARCH_OWNER_URL is not"):
+    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set without HPSEARCH_OWNER_URL"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     assert not file.exists()
 
@@ -262,9 +266,7 @@ def test_a_password_is_on_no_command_line() -> None:
 
 
 def test_a_server_that_is_newer_than_all_programs_here_is_told_with_the_remedy() -> None:
-    with pytest.raises(
-        StorageError, match=r"the server is of Postgres 99, which takes .*: install postgresql-client-99"
-    ):
+    with pytest.raises(StorageError, match=r"the server needs pg_dump .*: install postgresql-client-99"):
         find_programs(99, why="the server")
 
 
