@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.artifacts import PREFIX
+from hpsearch.storage.mlflow.artifacts import ATTR_PREFIX
 from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.urls import normalise_url
@@ -130,7 +130,9 @@ class DashboardStorage(PostgresStorage):
     ) -> list[FrozenTrial]:
         trials = super().get_all_trials(study_id, deepcopy=False, states=states)
         lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _has_artifact_list(trial)]
-        found = self._database.fetch_rows(_WITH_ARTIFACTS, {"trials": lacking, "prefix": PREFIX}) if lacking else []
+        found = (
+            self._database.fetch_rows(_WITH_ARTIFACTS, {"trials": lacking, "prefix": ATTR_PREFIX}) if lacking else []
+        )
         for row in found:
             self.refresh_trial(row.trial_id)
         if found or deepcopy:
@@ -148,7 +150,7 @@ class DashboardStorage(PostgresStorage):
 
 
 def _has_artifact_list(trial: FrozenTrial) -> bool:
-    return any(key.startswith(PREFIX) for key in trial.system_attrs)
+    return any(key.startswith(ATTR_PREFIX) for key in trial.system_attrs)
 
 
 _LEGACY_CONSTRAINTS = "constraints"  # system attribute: a list of numbers without names, positive if violated

@@ -22,7 +22,7 @@ from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
-from hpsearch.storage.mlflow.model import CHECKPOINT, why_weights_only
+from hpsearch.storage.mlflow.model import CHECKPOINT, read_export_failure
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
@@ -185,7 +185,7 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         finalists=None if found.finalists is None else asdict(found.finalists),
         test=_opening(found.opening) if found.opening and found.is_opened_for(trial.number) else None,
         unconfirmed=found.why_unconfirmed(trial.number),
-        weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
+        weights_only=read_export_failure(client, Registry(client).find_registrable_model(run_id)),
         refit=None if refit is None else {"search": found.search.spec.name, **asdict(refit)},
     )
 

@@ -127,12 +127,12 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     """
     study, registry = found.study, Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
-    model_id = registry.model_of(run_id)
+    model_id = registry.find_registrable_model(run_id)
     made = model_id is None
     model_id = model_id or late_model(study, chosen, tracking)
     evidence = gather_evidence(found, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
-        held = registry.version_by_alias(name, alias)
+        held = registry.get_version_by_alias(name, alias)
         tags = {**version_tags(evidence), tag_names.PROMOTED_BY: whoami()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
@@ -170,7 +170,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
     registry = Registry(tracking.client)
     with registry_lock(study.engine) as connection:
         for each, of in changed:
-            version = registry.version_by_alias(each.model_name, each.alias)
+            version = registry.get_version_by_alias(each.model_name, each.alias)
             if version is None or version.number != each.version:
                 continue  # it has moved: `registry_watch` records that
             evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
@@ -181,8 +181,8 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
     """Write the evidence of a trial as the tags and the description of a version of its model."""
-    text = describe(evidence, address=version.address, written=version.description)
-    registry.describe(version, tags=version_tags(evidence), description=text)
+    text = describe(evidence, address=version.uri, written=version.description)
+    registry.update_version(version, tags=version_tags(evidence), description=text)
 
 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:

@@ -58,14 +58,14 @@ def notice(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | Non
         StorageError: MLflow is away, or refuses.
     """
     registry, engine = Registry(tracking.client), storage.engine
-    aliases = registry.aliases()
+    aliases = registry.list_aliases()
     if aliases == known:
         return aliases
     with engine.connect() as connection:
         if not _differing(aliases, read_current_promotions(connection)):
             return aliases
     with registry_lock(engine) as connection:
-        aliases = registry.aliases()  # again: a promotion of ours may have been at work
+        aliases = registry.list_aliases()  # again: a promotion of ours may have been at work
         changed = _bring_in_line(connection, storage, tracking, aliases)
     for study in sorted(changed):
         _update_note(storage, study)
@@ -85,7 +85,7 @@ def _bring_in_line(
     """Record the changed aliases; return the names of the studies whose trials they are of."""
     registry, recorded = Registry(tracking.client), read_current_promotions(connection)
     differing = _differing(aliases, recorded)
-    versions = {key: registry.version(key[0], aliases[key]) for key in differing if key in aliases}
+    versions = {key: registry.get_version(key[0], aliases[key]) for key in differing if key in aliases}
     runs = {version.run_id for version in versions.values() if version is not None and version.run_id}
     trials = find_trials_of_runs(connection, runs) if runs else {}
     changed = set()
@@ -97,7 +97,7 @@ def _bring_in_line(
             _record(connection, storage, tracking, trial, version, key[1])
             changed.add(trial.study_name)
         # Else it is somebody else's model, or nothing; a promotion that was made on another server stays.
-        elif old is not None and registry.knows_run(str(old.evidence.get("run_id"))):
+        elif old is not None and registry.has_run(str(old.evidence.get("run_id"))):
             end_promotion(connection, old)
         else:
             continue

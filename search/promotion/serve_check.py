@@ -37,7 +37,7 @@ from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.model import fetch_checkpoint, why_weights_only
+from hpsearch.storage.mlflow.model import download_checkpoint, read_export_failure
 from hpsearch.storage.mlflow.registry import Registry, Version
 from hpsearch.storage.records.promotions import find_trials_of_runs
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -101,7 +101,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
     changed = _changes(study, objective, splits, version)
     scored: float | None
-    why_weights = why_weights_only(tracking.client, version.model_id)
+    why_weights = read_export_failure(tracking.client, version.model_id)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
         if why_weights:
             scored, error = _score_weights(version, objective, tracking.uri, Path(folder)), ""
@@ -116,7 +116,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
 def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
     """Return what a model that is but its checkpoint scores in the objective's code."""
     assert version.model_id is not None
-    path = fetch_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
+    path = download_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
     return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
 
 
@@ -138,14 +138,14 @@ def find_version(registry: Registry, reference: str) -> Version:
     name = reference.removeprefix("models:/")
     if by_alias := re.fullmatch(r"([^/]+)@([^@/]+)", name):
         model, alias = by_alias.groups()
-        found, what = registry.version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
+        found, what = registry.get_version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
     elif by_number := re.fullmatch(r"([^/]+)/(0*[1-9][0-9]*)", name):
         model, number = by_number.groups()
-        found, what = registry.version(model, int(number)), f"version {number} of a model {model!r}"
+        found, what = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
     else:
         raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
     if found is None:
-        aliases = registry.aliases()
+        aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
         hint = format_name_hint(name, known) if known else "; see MLflow's page of models"
         raise SearchError(f"{reference}: MLflow has no {what}{hint}")
@@ -168,7 +168,7 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
     empty.mkdir()
     ours = {"hpsearch", type(objective).__module__.partition(".")[0]}
     # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
-    told = [version.address, str(folder), str(outputs), str(EVALUATION_SEED)]
+    told = [version.uri, str(folder), str(outputs), str(EVALUATION_SEED)]
     command = [sys.executable, "-I", predict_alone.__file__, *told, *sorted(ours)]
     settings = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
     try:

@@ -103,15 +103,15 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
     stay = _best(study, keep_top)
     ended = study.best_trials(infeasible=True)
     surplus = [trial for trial in ended if RUN_ID in trial.user_attrs and trial.number not in stay]
-    runs = storage.untouched(str(study.attrs[RUN_ID])) if surplus else {}
+    runs = storage.list_runs_with_files(str(study.attrs[RUN_ID])) if surplus else {}
     needed = _needed_trials(study)
     candidates = {
         str(trial.user_attrs[RUN_ID]): trial
         for trial in surplus
         if trial.user_attrs[RUN_ID] in runs and trial.number not in needed
     }
-    registered = {version.run_id for version in registry.versions_of_runs(list(candidates))}
-    kept = {run_id: storage.look(runs[run_id]) for run_id in candidates if run_id not in registered}
+    registered = {version.run_id for version in registry.list_versions_of_runs(list(candidates))}
+    kept = {run_id: storage.inspect(runs[run_id]) for run_id in candidates if run_id not in registered}
     kept = {run_id: there for run_id, there in kept.items() if there.model_id or there.checkpoint_bytes}
     if not kept:
         return []
@@ -128,7 +128,7 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
         freed = 0
         try:
             for run_id in list(left):
-                if not registry.versions_of_runs([run_id]):
+                if not registry.list_versions_of_runs([run_id]):
                     storage.remove(kept[run_id])
                     freed += kept[run_id].model_bytes + kept[run_id].checkpoint_bytes
                     del left[run_id]

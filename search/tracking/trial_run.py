@@ -28,7 +28,7 @@ from hpsearch.storage.attributes import PENDING
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
 from hpsearch.storage.mlflow import model, tag_names
-from hpsearch.storage.mlflow.model import keep_weights
+from hpsearch.storage.mlflow.model import write_checkpoint_model
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.finishing import Outcome
 
@@ -59,7 +59,7 @@ def write_model(
             raise
         why = told(error)
     log.warning("trial %d: its model cannot be exported: it is its checkpoint (%s)", number, why)
-    keep_weights(checkpoint, folder, objective=objective, why=why)
+    write_checkpoint_model(checkpoint, folder, objective=objective, reason=why)
     return {tag_names.WEIGHTS_ONLY: why}
 
 

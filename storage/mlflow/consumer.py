@@ -19,7 +19,7 @@ from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import Consumer, Failure, RunRejectedError
 from hpsearch.storage.journals.journal import MLFLOW, Cursor, JournalEntry
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.artifacts import artifact_attrs
+from hpsearch.storage.mlflow.artifacts import make_artifact_attrs
 from hpsearch.storage.mlflow.client import Tracking, make_metrics, sanitize_name
 from hpsearch.storage.mlflow.health import describe_error, is_retryable, is_unreachable
 from hpsearch.storage.mlflow.model import ensure_model
@@ -289,7 +289,7 @@ class MlflowConsumer(Consumer):
         run_id = self._run_id(cursor)
         self._upload(run_id, folder)
         with self._links.lock_run(cursor.journal.header.trial) as links:
-            links.set_system_attrs(artifact_attrs(run_id, sorted(path.name for path in folder.iterdir())))
+            links.set_system_attrs(make_artifact_attrs(run_id, sorted(path.name for path in folder.iterdir())))
 
     @kill_point("upload files")
     def _upload(self, run_id: str, folder: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_study_is_neither_made_nor_joined_where_a_reader_cannot_be_told(arena:
     arena.create(1, [], settings=settings(events))
     events.parent.rmdir()
     events.parent.write_text("in its way")
-    assert f"--tensorboard {events.parent}: cannot be written (File exists): give a folder of this user's" in arena.run(
+    assert f"--tensorboard {events.parent}: not writable (File exists); choose a writable folder" in arena.run(
         "worker", "--study", arena.name, code=2
     )
     events.parent.unlink()

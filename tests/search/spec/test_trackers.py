@@ -64,8 +64,8 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(StorageError) as error:
         check_trackers(parse_spec({**BASE, setting: value}))
     assert str(error.value) == (
-        f"--{setting} {value}: the package {setting} is not installed: ./hpsearch add {setting} "
-        f"(or: pip install 'hpsearch[{setting}]') on all machines"
+        f"--{setting} {value}: the package {setting} is not installed; run on all machines: "
+        f"./hpsearch add {setting} (or: pip install 'hpsearch[{setting}]')"
     )
 
 

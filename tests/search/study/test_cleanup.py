@@ -17,7 +17,7 @@ from hpsearch.search.study.study import load_study, runs_folder
 from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.disk_usage import Kept, RunStorage
+from hpsearch.storage.mlflow.disk_usage import RunDiskUsage, RunStorage
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked, train_finalists
@@ -90,7 +90,7 @@ def test_what_could_not_be_removed_is_not_called_so(
     (garbage,) = find(own_tracked, tmp_path)
     remove, removed = RunStorage.remove, []
 
-    def first_only(storage: RunStorage, kept: Kept) -> None:
+    def first_only(storage: RunStorage, kept: RunDiskUsage) -> None:
         if removed:
             raise StorageError("MLflow is away")
         remove(storage, kept)

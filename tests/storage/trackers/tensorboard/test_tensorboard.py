@@ -30,7 +30,7 @@ from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
 from hpsearch.storage.trackers.tensorboard.consumer import TensorBoardConsumer
-from hpsearch.storage.trackers.tensorboard.files import EventFiles, scalars
+from hpsearch.storage.trackers.tensorboard.files import EventFiles, make_scalars
 from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 
@@ -120,11 +120,11 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from hpsearch.storage.trackers.tensorboard.files import EventFiles
-from hpsearch.storage.trackers.tensorboard.files import scalars
+from hpsearch.storage.trackers.tensorboard.files import make_scalars
 files = EventFiles(Path(sys.argv[1]))
 for step in range(3):
-    with files.alone():
-        files.add(scalars({"loss/val": step / 10}), step=step, at=float(step))
+    with files.lock():
+        files.add(make_scalars({"loss/val": step / 10}), step=step, at=float(step))
         files.flush()
 with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
     file.write(b"torn in the midst of an eve")
@@ -182,12 +182,12 @@ def test_a_file_whose_first_events_found_no_room_begins_with_its_version(
     files = EventFiles(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with files.alone():
-            files.add(scalars({"loss/val": 0.5}), step=0, at=0.0)
+        with files.lock():
+            files.add(make_scalars({"loss/val": 0.5}), step=0, at=0.0)
             with pytest.raises(OSError, match="No space left"):
                 files.flush()
-    with files.alone():
-        files.add(scalars({"loss/val": 0.5}), step=0, at=0.0)
+    with files.lock():
+        files.add(make_scalars({"loss/val": 0.5}), step=0, at=0.0)
         files.flush()
     [path] = tmp_path.glob("events*")
     assert Event.FromString(next(RawEventFileLoader(str(path)).Load())).file_version == "brain.Event:2"
@@ -232,7 +232,7 @@ def test_a_trial_whose_files_a_frozen_process_holds_is_left_to_it(post: Post, ro
     log(journal, [0])
     folder = root / post.study / "0000"
     files = EventFiles(folder)
-    with files.alone(), pytest.raises(LockHeldError):
+    with files.lock(), pytest.raises(LockHeldError):
         post.consume(reader_of(post, root), journal)
     assert not post.consume(reader_of(post, root), journal)
     assert [step for step, _, _ in points(folder)] == [0]
@@ -266,5 +266,5 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as told:
         TensorBoardConsumer.check(str(tmp_path / "file" / "runs"))
     assert str(told.value) == (
-        f"--tensorboard {tmp_path}/file/runs: cannot be written (Not a directory): give a folder of this user's"
+        f"--tensorboard {tmp_path}/file/runs: not writable (Not a directory); choose a writable folder"
     )
