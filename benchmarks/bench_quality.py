@@ -98,7 +98,7 @@ class Trace:
 
 
 @dataclass
-class Case:
+class PruningContext:
     """One search that is to be made."""
 
     objective: BaseObjective
@@ -114,10 +114,10 @@ class Case:
         return -1.0 if self.objective.direction == "maximize" else 1.0
 
 
-def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
+def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace]:
     """`hpsearch run` as a user starts it."""
 
-    def made(case: Case, name: str) -> Trace:
+    def made(case: PruningContext, name: str) -> Trace:
         flags = {
             "name": name, "trials": NO_END, "epochs": EPOCHS, "timeout": case.seconds, "workers": case.workers,
             "seed": case.seed, "sampler": sampler, "pruner": pruner,
@@ -129,7 +129,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
     return made
 
 
-def plain_optuna(case: Case, name: str) -> Trace:
+def plain_optuna(case: PruningContext, name: str) -> Trace:
     """Optuna's own loop in a process for each worker, on the same Postgres."""
     optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
     script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
@@ -137,10 +137,10 @@ def plain_optuna(case: Case, name: str) -> Trace:
     return watched(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
 
 
-def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
+def ray_tune(searcher: str) -> Callable[[PruningContext, str], Trace]:
     """Ray Tune's ASHA, with as many trials at once."""
 
-    def made(case: Case, name: str) -> Trace:
+    def made(case: PruningContext, name: str) -> Trace:
         script = [
             sys.executable,
             "-m",
@@ -164,7 +164,7 @@ def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
     return made
 
 
-WAYS: dict[str, Callable[[Case, str], Trace]] = {
+WAYS: dict[str, Callable[[PruningContext, str], Trace]] = {
     BASELINE: hpsearch("tpe", "median"),
     "hpsearch freeze_thaw + asha": hpsearch("freeze_thaw", "asha"),
     "hpsearch freeze_thaw + median": hpsearch("freeze_thaw", "median"),
@@ -176,7 +176,7 @@ WAYS: dict[str, Callable[[Case, str], Trace]] = {
 }
 
 
-def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
+def watched(case: PruningContext, name: str, commands: list[list[str]]) -> Trace:
     """Runs commands, and looks into their study as they go."""
     trace, over = Trace(), threading.Event()
     engine = sa.create_engine(case.storage)
@@ -203,7 +203,7 @@ def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
     return trace
 
 
-def run(commands: list[list[str]], case: Case, name: str) -> None:
+def run(commands: list[list[str]], case: PruningContext, name: str) -> None:
     """Run all at once, and wait for all; they must succeed."""
     environment = {
         **own_environment(),
@@ -278,7 +278,7 @@ def main() -> None:
                 for place, way in enumerate(
                     ways[:: -1 if seed % 2 else 1]
                 ):  # in turns, so that none has the quiet hours
-                    case = Case(loaded, OBJECTIVES[objective], seed, *where)
+                    case = PruningContext(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
                     say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
             sign = -1.0 if loaded.direction == "maximize" else 1.0

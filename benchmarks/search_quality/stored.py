@@ -16,7 +16,7 @@ import optuna
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.production import table
 from benchmarks.search_quality.simulation import Work
-from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.spec.spec import parse_spec
@@ -67,7 +67,7 @@ class Stored:
         study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
         study.set_attr(SPEC, self._spec.model_dump())
         self._sampled = as_sampled(study.open())
-        self._rungs = study_rungs(self._spec)
+        self._rungs = make_rungs(self._spec)
         self._pruner = StudyPruner(self._spec, self._storage, study.study_id)
         self._claims = Claims(
             self._storage.engine, study.study_id, worker="simulated:0", lease=LEASE, rungs=self._rungs

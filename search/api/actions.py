@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.search.api.opening import notice_promotions, tell_mlflow
+from hpsearch.search.api.opening import sync_mlflow_promotions, update_mlflow
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import Candidate, choose_candidate, evaluate_on_test_set
@@ -23,18 +23,18 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.ranking import first_value
-from hpsearch.search.study.steering import running_trials
+from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.steering import count_running
 from hpsearch.search.study.study import (
     StoredStudy,
-    known_tracking_uri,
+    find_tracking_uri,
+    get_outbox_folder,
+    get_report_path,
+    get_runs_folder,
     load_study,
-    outbox_folder,
-    report_path,
-    runs_folder,
-    tracking_of,
+    open_study_tracking,
 )
-from hpsearch.search.study.summary import broken_bounds, summarise
+from hpsearch.search.study.summary import list_violations, summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
@@ -43,19 +43,19 @@ from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError, rea
 from hpsearch.storage.trials.history import finalist_studies, refit_studies
 
 
-def trials_frame(study: StoredStudy) -> pd.DataFrame:
+def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
     """Return a row for each trial: what it was given, what it scored, and why it ended as it did.
 
     Of several metrics `value` is that of the first, and each has a column, as Optuna names it: ``values_accuracy``.
     Where there are constraints, `out_of_bounds` has those that the trial breaks.
     """
     trials, waiting, spec = study.trials(), find_waiting_reasons(study), study.spec
-    names = list(spec.ways) if spec.several else []
+    names = list(spec.direction_by_metric) if spec.is_multi_objective else []
     params = sorted({name for trial in trials for name in trial.params})
     columns: dict[str, list[Any]] = {
         "number": [trial.number for trial in trials],
         "state": ["INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else trial.state.name for trial in trials],
-        "value": [first_value(trial) for trial in trials],
+        "value": [get_first_value(trial) for trial in trials],
     }
     for place, name in enumerate(names):
         columns[f"values_{name}"] = [trial.values[place] if trial.values else math.nan for trial in trials]
@@ -66,11 +66,11 @@ def trials_frame(study: StoredStudy) -> pd.DataFrame:
     columns["worker"] = [trial.user_attrs.get(WORKER, "") for trial in trials]
     columns["reason"] = [waiting.get(trial.number) or trial.user_attrs.get(REASON, "") for trial in trials]
     if spec.constraints:
-        columns["out_of_bounds"] = ["; ".join(broken_bounds(spec, trial)) for trial in trials]
+        columns["out_of_bounds"] = ["; ".join(list_violations(spec, trial)) for trial in trials]
     return pd.DataFrame(columns)
 
 
-def reference_of(objective: str | type[BaseObjective]) -> str:
+def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     """Return the reference by which workers load an objective.
 
     Args:
@@ -103,8 +103,8 @@ def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
         SearchError: the study holds finalists, or the file cannot be written.
     """
     study.require_search("look in the report of {study!r}")
-    notice_promotions(services, study.storage, study)
-    path = output or report_path(services, study)
+    sync_mlflow_promotions(services, study.storage, study)
+    path = output or get_report_path(services, study)
     try:
         return write_report(study, path, dashboard_url=services.dashboard_url)
     except OSError as error:
@@ -118,9 +118,9 @@ def log(services: Services, study: StoredStudy, report: Path) -> None:
         SearchError: MLflow refused.
         StorageError: MLflow does not answer.
     """
-    if known_tracking_uri(services, study) is None:
+    if find_tracking_uri(services, study) is None:
         return
-    tracking = tracking_of(services, study)
+    tracking = open_study_tracking(services, study)
     try:
         close_study(study, summarise(study), tracking)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
@@ -152,7 +152,7 @@ def evaluate_test_set(
     """
     candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     try:
-        opening = evaluate_on_test_set(study, candidate, tracking_of(services, study))
+        opening = evaluate_on_test_set(study, candidate, open_study_tracking(services, study))
     except AlreadyEvaluatedError as error:
         raise _as_search_error(study, error) from None
 
@@ -160,7 +160,7 @@ def evaluate_test_set(
         close_study(study, summarise(study), tracking)
         refresh_evidence(study, tracking)
 
-    tell_mlflow(services, study, tell)
+    update_mlflow(services, study, tell)
     return opening.scores or {}
 
 
@@ -169,7 +169,7 @@ def _as_search_error(study: StoredStudy, error: AlreadyEvaluatedError) -> Search
     return SearchError(f"study {name!r}: {error}; see it with: {format_command('show', name)}")
 
 
-def with_finalists(study: StoredStudy) -> list[StoredStudy]:
+def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
     """Return what is deleted with a study, in order: its finalists, the refits of their winners, and it itself.
 
     The search is the last: without it nobody would know whose the others are.
@@ -180,7 +180,7 @@ def with_finalists(study: StoredStudy) -> list[StoredStudy]:
     names = [of(study.engine, study.study_id) for of in (finalist_studies, refit_studies)]
     own = [load_study(study.storage, name) for some in names for name in some]
     for each in (study, *own):
-        if alive := running_trials(each):
+        if alive := count_running(each):
             raise SearchError(
                 f"study {each.spec.name!r} has {pluralize(alive, 'running trial')}: "
                 f"stop it first: {format_command('stop', each.spec.name)}"
@@ -188,14 +188,14 @@ def with_finalists(study: StoredStudy) -> list[StoredStudy]:
     return [*own, study]
 
 
-def what_goes(study: StoredStudy) -> str:
+def describe_deletion(study: StoredStudy) -> str:
     """Return what deleting a study takes away, for a question.
 
     Raises:
         SearchError: trials of it or of its finalists are running.
     """
     what = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
-    what += ", its finalists" if len(with_finalists(study)) > 1 else ""
+    what += ", its finalists" if len(list_studies_to_delete(study)) > 1 else ""
     opened = read_test_evaluation(study.engine, study.study_id)
     return what + (", and the record that its test set was opened" if opened else "")
 
@@ -207,9 +207,9 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
         SearchError: trials of it or of its finalists are running.
         StorageError: the place for checkpoints does not answer.
     """
-    gone = with_finalists(study)
+    gone = list_studies_to_delete(study)
     for each in gone:
-        folders = runs_folder(services.home / "runs", each), outbox_folder(services.home, each)
+        folders = get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)
         checkpoints = open_checkpoints(each, services.home, services.checkpoint_url)
         each.storage.delete_study(each.study_id)
         checkpoints.forget()

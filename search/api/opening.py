@@ -12,7 +12,7 @@ from hpsearch.search.console import PlainConsole
 from hpsearch.search.promotion.registry_watch import notice
 from hpsearch.search.services import Services, find_services, resolve_addresses
 from hpsearch.search.spec.spec import parse_stored_spec
-from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
+from hpsearch.search.study.study import StoredStudy, find_tracking_uri, load_study, open_study_tracking
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
@@ -23,12 +23,12 @@ from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import Addresses
 
 
-def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
+def update_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
     """Tell the study's tracking server; one that does not answer costs a warning, for the study goes on without it."""
-    if RUN_ID not in study.attrs or known_tracking_uri(services, study) is None:
+    if RUN_ID not in study.attrs or find_tracking_uri(services, study) is None:
         return  # nobody has opened a run of the study yet
     try:
-        tell(tracking_of(services, study))
+        tell(open_study_tracking(services, study))
     except Exception as error:  # the study is changed already: a server that is away must not hide it
         warn(f"MLflow was not told ({describe_error(error)}); it is when the trials run")
 
@@ -38,9 +38,9 @@ def warn(message: str) -> None:
     PlainConsole(stderr=True).print(f"warning: {message}")
 
 
-def notice_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
+def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
     """Record what was promoted in the MLflow UI, if MLflow answers; without it, what is recorded is what is told."""
-    uri = services.tracking_uri if study is None else known_tracking_uri(services, study)
+    uri = services.tracking_uri if study is None else find_tracking_uri(services, study)
     if uri is None:
         return
     try:
@@ -129,7 +129,7 @@ def list_studies(where: Addresses) -> list[StudyRow]:
         StorageError: a service cannot be used.
     """
     services, storage = open_services(where)
-    notice_promotions(services, storage)
+    sync_mlflow_promotions(services, storage)
     return [_row(storage, frozen) for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name)]
 
 
@@ -152,7 +152,7 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         running=len(at.running),
         best_value=at.best_value,
         best_number=at.best_number,
-        front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.several else 0,
+        front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.is_multi_objective else 0,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
         stopped_early=at.given_up is not None,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpsearch.search.spec.spec import Settings, StudySpec
     from hpsearch.search.study.cleanup import Garbage
     from hpsearch.search.study.enqueue import Configurations
-    from hpsearch.search.study.steering import Extended
+    from hpsearch.search.study.steering import BudgetChange
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
     from hpsearch.search.worker.options import WorkerOptions, Working
@@ -93,9 +93,9 @@ class Study:
             if spec is not None:
                 given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
             if objective is not None:
-                from hpsearch.search.api.actions import reference_of
+                from hpsearch.search.api.actions import find_objective_reference
 
-                given["objective"] = reference_of(objective)
+                given["objective"] = find_objective_reference(objective)
             given = named(given)
             check_settings(given)
 
@@ -246,9 +246,9 @@ class Study:
             frame = study.trials_dataframe()
             assert frame["params_lr"].between(1e-4, 1e-1).all()
         """
-        from hpsearch.search.api.actions import trials_frame
+        from hpsearch.search.api.actions import make_trials_dataframe
 
-        return trials_frame(self._stored)
+        return make_trials_dataframe(self._stored)
 
     @property
     def best_trial(self) -> FrozenTrial:
@@ -368,10 +368,10 @@ class Study:
         Example:
             study.stop(wait=True)
         """
-        from hpsearch.search.study.steering import running_trials, stop_study
+        from hpsearch.search.study.steering import count_running, stop_study
 
         before = stop_study(self._stored)
-        while wait and running_trials(self._stored):
+        while wait and count_running(self._stored):
             time.sleep(0.5)  # a look; nothing wakes it
         return before
 
@@ -381,14 +381,14 @@ class Study:
         Example:
             study.start()
         """
-        from hpsearch.search.api.opening import tell_mlflow
+        from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import start_study
         from hpsearch.search.tracking.publish import reopen_study
 
         stored = self._stored
         before, why = stored.given_up, start_study(stored)
         if before is not None:
-            tell_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
+            update_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
         return why
 
     def extend(
@@ -398,7 +398,7 @@ class Study:
         budget_epochs: int | str | None = None,
         budget_seconds: int | str | None = None,
         enqueue: Configurations | None = None,
-    ) -> Extended:
+    ) -> BudgetChange:
         """Change one of the budgets: ``"+50"`` adds fifty, ``50`` is the new total. Running workers follow it.
 
         Either the configurations of `enqueue` are added too (see `enqueue_trial`), or nothing changes.
@@ -412,9 +412,9 @@ class Study:
         with keys_in_errors():
             return self._extend(budgets, enqueue)
 
-    def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> Extended:
+    def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
         """Change a budget; errors name the flags of the command."""
-        from hpsearch.search.api.opening import tell_mlflow
+        from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import extend_study
         from hpsearch.search.tracking.publish import reopen_study
 
@@ -426,7 +426,7 @@ class Study:
         rows = [] if enqueue is None else _rows(stored, enqueue)
         done = extend_study(stored, amount, rows, setting=setting)
         if done.before != done.after:
-            tell_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
+            update_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
         return done
 
     def enqueue_trial(self, params: Configurations) -> int:
@@ -448,12 +448,12 @@ class Study:
         """
         from hpsearch.search.api.opening import warn
         from hpsearch.search.spec.settings import keys_in_errors
-        from hpsearch.search.study.enqueue import enqueue, waits_in_vain
+        from hpsearch.search.study.enqueue import enqueue, find_stopped_warning
 
         stored = self._stored
         with keys_in_errors():
             made = enqueue(stored, _rows(stored, params))
-        if why := waits_in_vain(stored):
+        if why := find_stopped_warning(stored):
             warn(why)
         return made
 
@@ -473,7 +473,7 @@ class Study:
             except SearchError as error:
                 assert "only a failed or an infeasible trial is tried again" in str(error)
         """
-        from hpsearch.search.api.opening import tell_mlflow
+        from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import retry_trial
         from hpsearch.search.tracking.publish import reopen_study, reopen_trial_run
 
@@ -484,7 +484,7 @@ class Study:
             reopen_trial_run(was, tracking)
             reopen_study(stored, tracking)
 
-        tell_mlflow(self._services, stored, tell)
+        update_mlflow(self._services, stored, tell)
         return epoch
 
     # --- confirm and promote ---
@@ -617,12 +617,12 @@ class Study:
     def _promote(self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool) -> Promoted:
         """Promote a trial, or a refit that was trained."""
         from hpsearch.search.promotion.promote import promote
-        from hpsearch.search.study.study import tracking_of
+        from hpsearch.search.study.study import open_study_tracking
         from hpsearch.search.study.summary import summarise
         from hpsearch.search.tracking.publish import write_note
 
         stored = self._stored
-        tracking = tracking_of(self._services, stored)
+        tracking = open_study_tracking(self._services, stored)
         done = promote(stored, tracking, trial=trial, refit=refit, alias=alias, model=model, infeasible=infeasible)
         write_note(stored, summarise(stored))
         return done
@@ -675,11 +675,11 @@ class Study:
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
         """Return what `gc` removes, and a line for each place that could not be searched."""
         from hpsearch.search.study.cleanup import find_garbage
-        from hpsearch.search.study.study import tracking_of
+        from hpsearch.search.study.study import open_study_tracking
         from hpsearch.storage.attributes import RUN_ID
 
         stored = self._stored
-        tracking = tracking_of(self._services, stored) if RUN_ID in stored.attrs else None
+        tracking = open_study_tracking(self._services, stored) if RUN_ID in stored.attrs else None
         return find_garbage(stored, home=self._services.home, tracking=tracking, keep_top=keep_top)
 
 

@@ -74,14 +74,14 @@ def show(
     where: o.Addresses,
 ) -> None:
     """Show a study: spec, counts and trials. --trial shows one trial."""
-    from hpsearch.search.api.opening import notice_promotions
+    from hpsearch.search.api.opening import sync_mlflow_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.report.show import print_study, print_trial
 
     study = Study.open(name, **where)
     stored = study._stored
-    notice_promotions(study._services, stored.storage, stored)
+    sync_mlflow_promotions(study._services, stored.storage, stored)
     if trial is None:
         print_study(PlainConsole(), stored, study._services.dashboard_url, every=every)
     else:

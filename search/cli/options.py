@@ -16,7 +16,7 @@ from hpsearch.former_names import VARIABLES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import Kind
-from hpsearch.search.spec.multi_objective import USUAL
+from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
 from hpsearch.search.spec.settings import parse_options, read_spec_file
 from hpsearch.search.worker.options import SINGLE, WorkerOptions, Working, flag_of, variable_of
 from hpsearch.storage.urls import Addresses
@@ -137,7 +137,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
     if isinstance(field.default, Kind):
         words = ", ".join(sorted(field.default.kinds))
-        default = f"{field.default.name}; with --directions {USUAL[key]}"
+        default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
         more = typer.Option(
             f"--{key}-option",
             metavar="KEY=VALUE",
@@ -155,7 +155,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
 
 
 def _study_option(key: str, words: str, default: Any) -> Any:
-    flag = specs.typed(key)
+    flag = specs.get_option_name(key)
     if default in {"on", "off"}:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     words = words if default is None else f"{words}  [default: {default}]"

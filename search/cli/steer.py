@@ -28,10 +28,10 @@ def stop(
     """
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
-    from hpsearch.search.study.steering import running_trials
+    from hpsearch.search.study.steering import count_running
 
     study = Study.open(name, **where)
-    before, running = study.stop(), running_trials(study._stored)
+    before, running = study.stop(), count_running(study._stored)
     typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
     if running:
         typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
@@ -49,7 +49,7 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
     study = Study.open(name, **where)
     why = study.start()
     typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
-    typer.echo(f"run it with: {study._stored.go_on}")
+    typer.echo(f"run it with: {study._stored.resume_command}")
     typer.echo(f"or join it:  {format_command('worker', '--study', name)}")
 
 
@@ -83,7 +83,7 @@ def extend(
         typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")
         return
     typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
-    typer.echo(f"workers that run take it up; else: {study._stored.go_on}")
+    typer.echo(f"workers that run take it up; else: {study._stored.resume_command}")
 
 
 @register(STEER)
@@ -109,7 +109,7 @@ def retry(
         if epoch == -1:
             begin = "in its first epoch, at its last checkpoint's step"
         typer.echo(f"trial {number} waits to be run again, {begin}")
-    typer.echo(f"workers that run take it up; else: {study._stored.go_on}")
+    typer.echo(f"workers that run take it up; else: {study._stored.resume_command}")
 
 
 @register(STEER)
@@ -144,11 +144,11 @@ def delete(
 
     Deletes trials, finalists, checkpoints and the files on this machine.
     """
-    from hpsearch.search.api.actions import delete_study, what_goes
+    from hpsearch.search.api.actions import delete_study, describe_deletion
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    if not yes and not confirm(f"delete {what_goes(study._stored)}?"):
+    if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
         raise typer.Abort
     for gone in delete_study(study._services, study._stored):
         typer.echo(f"deleted {gone}; its runs in MLflow stay")

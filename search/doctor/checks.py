@@ -267,7 +267,7 @@ def _check_study(study: StoredStudy) -> Finding:
         return Finding(
             "warning", f"{said}; it was stopped {why}", f"run '{format_command('start', name)}' to let it go on"
         )
-    if study.out_of_time:
+    if study.is_timed_out:
         return Finding("ok", f"{said}; its time is up")
     return Finding("ok", f"{said}; nothing is left to do" if at.share >= 1 else said)
 

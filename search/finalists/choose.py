@@ -20,8 +20,8 @@ from hpsearch.search.samplers.optuna import Random
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
 from hpsearch.search.study.create import name_metric, study_directions
-from hpsearch.search.study.ranking import first_value, in_bounds, rank_trials
-from hpsearch.search.study.steering import running_trials
+from hpsearch.search.study.ranking import get_first_value, is_feasible, rank_trials
+from hpsearch.search.study.steering import count_running
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
@@ -137,7 +137,7 @@ def create_or_join(
             _require_agreement(study, chosen, top=top, seeds=seeds)
             return chosen, False
         _require_over(study)
-        usual = None if study.spec.several else TOP
+        usual = None if study.spec.is_multi_objective else TOP
         best = best_configurations(study, top or usual or sys.maxsize, infeasible=infeasible)
         if not best:
             raise SearchError(f"study {study.spec.name!r} has {_no_finalist(study)}")
@@ -153,7 +153,7 @@ def create_or_join(
 
 
 def _no_finalist(study: StoredStudy) -> str:
-    if any(not in_bounds(trial) for trial in study.trials(TrialState.COMPLETE)):
+    if any(not is_feasible(trial) for trial in study.trials(TrialState.COMPLETE)):
         again = format_command("finalists", study.spec.name, "--infeasible")
         return f"no complete trial within its constraints: train those that break them with {again}"
     return "no complete trial: there is no finalist to choose"
@@ -176,9 +176,9 @@ def best_configurations(
     found = [
         trial
         for trial in study.best_trials(infeasible=infeasible)
-        if math.isfinite(first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
+        if math.isfinite(get_first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
     ]
-    if spec.several:
+    if spec.is_multi_objective:
         members = {found[place].number for place in find_front(to_losses([t.values for t in found], spec.maximized))}
         found = [trial for trial in rank_trials(found, spec.maximized, infeasible=True) if trial.number in members]
     chosen: list[FrozenTrial] = []
@@ -228,8 +228,8 @@ def _require_over(study: StoredStudy) -> None:
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):
         return
-    ended = study.attrs.get(STOPPED) is not None or study.out_of_time
-    if ended and (running := running_trials(study)):
+    ended = study.attrs.get(STOPPED) is not None or study.is_timed_out
+    if ended and (running := count_running(study)):
         wait = format_command("stop", name, "--wait")
         raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}: wait for the end: {wait}")
     if not ended:

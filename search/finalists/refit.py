@@ -159,7 +159,9 @@ def taken_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
         SearchError: some runs have not ended, or none has a training loss.
     """
     if refit.pending:
-        raise SearchError(f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.go_on}")
+        raise SearchError(
+            f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.resume_command}"
+        )
     if refit.taken is None:
         why = "; ".join(f"trial {number} {why}" for number, why in enumerate(refit.reasons))
         raise SearchError(f"--refit: no run of {made.spec.name!r} has come to its end: {why}")

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.winner import Choice, Expected, Scored, choose, expect, scored_of
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import FRESH, INFEASIBLE
 from hpsearch.storage.rungs.fronts import count_dominating, to_losses
@@ -195,7 +195,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
-    if spec.several:
+    if spec.is_multi_objective:
         front = () if pending else _front([row for row in rows if row.whole], spec.maximized)
         choice = Choice(front[0] if len(front) == 1 else None, (), None)
     else:
@@ -208,7 +208,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         study=chosen.spec.name,
         pending=pending,
         error=choice.error,
-        expected=None if spec.several else _expected(study, rows, choice),
+        expected=None if spec.is_multi_objective else _expected(study, rows, choice),
         front=front,
     )
 
@@ -228,7 +228,7 @@ def _expected(study: StoredStudy, rows: Sequence[FinalistRow], choice: Choice) -
 
 
 def _row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
-    values = tuple(first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
+    values = tuple(get_first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
     there = [value for value in values if value is not None]
     vectors = [t.values for t in trials if t is not None and t.state == TrialState.COMPLETE]
     several = len(searched) > 1

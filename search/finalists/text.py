@@ -47,7 +47,7 @@ def ranked(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
 
 def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     """Return the table: rank, trial, the search's value, mean, spread, optimism, each seed's value, and the verdict."""
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         return _front_table(study, found)
     numbers = ("rank", "trial", "search", "fresh mean", "spread", "optimism")
     by_seed = f"val {study.spec.metric} by {'division' if found.divided else 'seed'}"
@@ -87,7 +87,7 @@ def shown(verdict: str) -> str:
 
 def _front_table(study: StoredStudy, found: Finalists) -> Table:
     """The table of several metrics: of each what the search said, and the mean on fresh seeds."""
-    numbers = ("trial", *(word for name in study.spec.ways for word in (name, "fresh mean")))
+    numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "fresh mean")))
     table = plain_table(*numbers, "", right=numbers)
     for row in ranked(study, found):
         means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.searched)
@@ -107,7 +107,7 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         return [f"finalists: {n_trials - found.pending} of {n_trials} trained{without}, on {seeds}"]
     if not found.decided:
         return [f"finalists: no winner, none has a value for each of {seeds}"]
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         return _front_lines(found)
     assert found.winner is not None
     row = found.row(found.winner)

@@ -19,7 +19,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit, taken_run
 from hpsearch.search.finalists.table import decided_winner, read_finalists
 from hpsearch.search.promotion.weights import BestWeights
-from hpsearch.search.study.steering import find_trial, whoami
+from hpsearch.search.study.steering import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.files import compute_sha256
@@ -132,7 +132,7 @@ def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tra
             study.study_id,
             trial_number=candidate.trial.number,
             model_sha256=compute_sha256(path),
-            opened_by=whoami(),
+            opened_by=get_user_and_host(),
             finalists=candidate.finalists,
             refit=None if candidate.refit is None else of.spec.name,
         )

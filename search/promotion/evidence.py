@@ -15,8 +15,8 @@ from hpsearch.search.console import pluralize
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.winner import LEVEL
-from hpsearch.search.study.ranking import first_value
-from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.study.summary import format_value
 from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
@@ -109,7 +109,7 @@ class Confirmation:
     def read(cls, study: StoredStudy) -> Confirmation:
         """Read it from the database."""
         refit = None if study.spec.refit is None else tabulate_refit(study)
-        search = study if refit is None else parent_of(study)
+        search = study if refit is None else load_parent_study(study)
         return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
     def is_opened_for(self, trial: int) -> bool:
@@ -174,7 +174,7 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         run_url=str(trial.user_attrs.get(RUN_URL, "")),
         attempts=int(trial.user_attrs.get(ATTEMPT, 1)),
         metric=study.spec.metric,
-        value=first_value(trial),
+        value=get_first_value(trial),
         reason=str(trial.user_attrs.get(REASON, "")),
         params=dict(trial.params),
         config=ran.get("config"),

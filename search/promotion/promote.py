@@ -17,7 +17,7 @@ from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import current, read_refit, taken_run
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
 from hpsearch.search.promotion.weights import late_model
-from hpsearch.search.study.steering import find_trial, whoami
+from hpsearch.search.study.steering import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, VIOLATIONS
@@ -97,8 +97,8 @@ def promote(
         StorageError: MLflow refuses, or is away.
     """
     if (of := study.spec.finalists_of) is not None:
-        again = format_command("promote", of.study) if of.refit is None else study.go_on
-        raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
+        again = format_command("promote", of.study) if of.refit is None else study.resume_command
+        raise SearchError(f"study {study.spec.name!r} holds {of.description}: promote it with: {again}")
     name = model or study.spec.name
     check_alias(alias)
     check_model_name(name)
@@ -133,7 +133,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     evidence = gather_evidence(found, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
         held = registry.get_version_by_alias(name, alias)
-        tags = {**version_tags(evidence), tag_names.PROMOTED_BY: whoami()}
+        tags = {**version_tags(evidence), tag_names.PROMOTED_BY: get_user_and_host()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
         check_lock_held(connection)
@@ -141,7 +141,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
-        record_promotion(connection, evidence.as_record(), name, version.number, alias, by=whoami())
+        record_promotion(connection, evidence.as_record(), name, version.number, alias, by=get_user_and_host())
     return Promoted(
         trial=chosen.number,
         model=name,
@@ -192,7 +192,7 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
     if not front:
         raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why_none(study)}")
     if len(front) > 1:
-        metric = list(study.spec.ways)[-1]
+        metric = list(study.spec.direction_by_metric)[-1]
         raise SearchError(
             f"study {study.spec.name!r} has {len(front)} trials that no other dominates "
             f"({', '.join(map(str, front))}): choose one with --trial, or by what you prefer, such as --prefer {metric}"
@@ -311,22 +311,22 @@ def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int
         SearchError: the preference cannot be read, no trial meets it, or the study has one metric.
     """
     spec = study.spec
-    if not spec.several:
+    if not spec.is_multi_objective:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
-    conditions, then = parse_preference(text, list(spec.ways))
+    conditions, then = parse_preference(text, list(spec.direction_by_metric))
     found = _candidates(study, read_finalists(study), infeasible=infeasible)
     if not found:
         raise SearchError(f"study {spec.name!r} has no trial to prefer: {why_none(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
     if not kept:
         raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_closest(found, conditions)}")
-    signs = {name: -1 if way == "maximize" else 1 for name, way in spec.ways.items()}
+    signs = {name: -1 if way == "maximize" else 1 for name, way in spec.direction_by_metric.items()}
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
 def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
     """Return the trials of the front with their values: means on fresh seeds where there are any."""
-    names = list(study.spec.ways)
+    names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
     return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study.study import load_study, parent_of
+from hpsearch.search.study.study import load_parent_study, load_study
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
@@ -139,7 +139,7 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
     try:
         study = load_study(storage, name)
         if study.spec.finalists_of is not None:
-            study = parent_of(study)
+            study = load_parent_study(study)
         write_note(study, summarise(study))
     except (SearchError, KeyError):
         log.info("study %s was deleted: it has no note to update", name)

@@ -32,7 +32,7 @@ from hpsearch.objectives.training.loop.stepping import build_stepping
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.promotion import predict_alone
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow import tag_names
@@ -95,7 +95,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
     study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
-    if (value := first_value(trial)) is None:
+    if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
     objective = require_model_objective(study.objective(), "serve-check")
     splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")

@@ -23,7 +23,7 @@ from hpsearch.objectives.training.result import Exported
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import training_seed
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
 from hpsearch.storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
@@ -37,7 +37,7 @@ _SAME = 0.01  # of the value: another device may judge a sample otherwise; chang
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The best weights of a trial; `undone` ends each refusal: what was not done for want of them."""
+    """The best weights of a trial; `undone` ends each format_validation_error: what was not done for want of them."""
 
     study: StoredStudy
     trial: FrozenTrial
@@ -80,7 +80,7 @@ class BestWeights:
         wanted = {
             "seed": training_seed(spec, self.trial.number),
             "split_seed": spec.seed,
-            "value": first_value(self.trial),
+            "value": get_first_value(self.trial),
         }
         differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
         if differ:
@@ -97,7 +97,7 @@ class BestWeights:
             SearchError: they do not: the code has changed.
         """
         metric = self.study.spec.metric
-        now, then = restored.validate()[metric], float(first_value(self.trial) or 0.0)
+        now, then = restored.validate()[metric], float(get_first_value(self.trial) or 0.0)
         if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
             raise SearchError(
                 f"the weights of trial {self.trial.number} give val {metric} {now:.6g} now and gave {then:.6g} in "

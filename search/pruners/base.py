@@ -51,7 +51,7 @@ class Decision:
         return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
-class Grounds(TypedDict, total=False):
+class DecisionDetails(TypedDict, total=False):
     """What a decision was made from: fields of :class:`Decision`."""
 
     value: float
@@ -62,7 +62,7 @@ class Grounds(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Case:
+class PruningContext:
     """What is judged: a trial's values by epoch (not empty), and what they mean.
 
     Attributes:
@@ -90,7 +90,7 @@ class Case:
     maximized: Sequence[bool] = ()
 
     @property
-    def several(self) -> bool:
+    def is_multi_objective(self) -> bool:
         """Whether more than one metric is optimised."""
         return bool(self.maximized)
 
@@ -104,26 +104,26 @@ class Case:
         """The value of the last epoch."""
         return self.values[self.step]
 
-    def worse(self, value: float, cutoff: float) -> bool:
+    def is_worse(self, value: float, cutoff: float) -> bool:
         """Whether `value` is worse than `cutoff`; equal is not."""
         return value < cutoff if self.maximize else value > cutoff
 
-    def on(self, **grounds: Unpack[Grounds]) -> Decision:
+    def keep(self, **grounds: Unpack[DecisionDetails]) -> Decision:
         """Return the decision to go on."""
         return Decision(prune=False, pruner=self.pruner, epoch=self.step, **grounds)
 
-    def prune(self, why: str, **grounds: Unpack[Grounds]) -> Decision:
+    def prune(self, why: str, **grounds: Unpack[DecisionDetails]) -> Decision:
         """Return the decision to prune, with its reason."""
         reason = f"{self.pruner} pruner at epoch {self.step + 1} of {self.epochs}: {why}"
         return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **grounds)
 
-    def compared(self, value: float, cutoff: float, *, best: bool = False) -> str:
+    def format_comparison(self, value: float, cutoff: float, *, best: bool = False) -> str:
         """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""
         what = f"best {self.metric}" if best else self.metric
         return f"{what} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
 
 
-class Peers(Protocol):
+class OtherTrials(Protocol):
     """What a pruner may ask of the study while it judges one trial; each answer may be a query."""
 
     def finished(self) -> Sequence[FrozenTrial]:
@@ -143,7 +143,7 @@ class Peers(Protocol):
         ...
 
 
-def first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
+def is_first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
     """Whether `step`, which is past the warm-up, is the first one reported in its interval (Optuna's rule)."""
     start = (step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
     return max((s for s in values if s != step), default=-1) < start
@@ -168,14 +168,14 @@ class Halving:
         epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
         return epochs
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Take the trial through the rungs that its last epoch reaches.
 
         A trial judged again at the same epoch, because its worker died in between, goes through the same rungs again.
         (Optuna's pruner would let it pass.)
         """
         rung = min(peers.reached(), self._due(max((s for s in case.values if s != case.step), default=-1)))
-        decision = case.on(bracket=self.bracket)
+        decision = case.keep(bracket=self.bracket)
         while case.step >= self.epoch_of(rung):
             decision = self._at(rung, case, peers)
             if decision.prune:
@@ -190,10 +190,10 @@ class Halving:
             rung += 1
         return rung
 
-    def _at(self, rung: int, case: Case, peers: Peers) -> Decision:
+    def _at(self, rung: int, case: PruningContext, peers: OtherTrials) -> Decision:
         """Judge the trial at a rung: with several metrics by fronts (Schmucker et al. 2021), else by its last value."""
-        value, several = case.last, case.several
-        grounds: Grounds = {"value": value, "rung": rung, "bracket": self.bracket}
+        value, several = case.last, case.is_multi_objective
+        grounds: DecisionDetails = {"value": value, "rung": rung, "bracket": self.bracket}
         if math.isnan(value) and not several:
             return case.prune(f"{case.metric} is not a number", **grounds)
         # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
@@ -214,18 +214,18 @@ class Halving:
             vectors = [at for at in others if isinstance(at, list)]
             rank = sort_by_front(to_losses([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
             if rank <= promoted:
-                return case.on(**grounds)
+                return case.keep(**grounds)
             why = f"rank {rank} of {reached} by fronts at {there}, where the best {promoted} go on"
             return case.prune(why, **grounds)
         values = [at for at in others if not isinstance(at, list)]
         cutoff = grounds["cutoff"] = sorted([*values, value], reverse=case.maximize)[promoted - 1]
-        if not case.worse(value, cutoff):
-            return case.on(**grounds)
+        if not case.is_worse(value, cutoff):
+            return case.keep(**grounds)
         reach = f"best {promoted} of {reached} trials at {there} reach"
-        return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
+        return case.prune(f"{case.format_comparison(value, cutoff)}, which the {reach}", **grounds)
 
 
-def require_reachable(min_resource: int, epochs: int) -> None:
+def check_min_resource(min_resource: int, epochs: int) -> None:
     """Refuse a first rung that no trial would ever reach."""
     if min_resource > epochs:
         raise ValueError(
@@ -259,7 +259,7 @@ class PrunerSpec(Kind):
     # Whether trials end before their time at all.
     prunes: ClassVar[bool] = True
 
-    def names_metric(self) -> str | None:
+    def get_metric_name(self) -> str | None:
         """The metric that its options name; None where it is the study's."""
         return None
 
@@ -280,7 +280,7 @@ class PrunerSpec(Kind):
         return NopPruner()
 
     @abstractmethod
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Decide about a trial after its last reported epoch, as often as one likes."""
 
     def halving(self, study: str, number: int) -> Halving | None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metrics import MODEL_METRICS
-from hpsearch.search.pruners.base import Case, Decision, Noted, Peers
+from hpsearch.search.pruners.base import Decision, Noted, OtherTrials, PruningContext
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
-def study_rungs(spec: StudySpec) -> Rungs | None:
+def make_rungs(spec: StudySpec) -> Rungs | None:
     """Return the rungs at which trials of a study wait; None where they do not."""
     promotion = spec.pruner.promotion(spec.epochs)
     if promotion is None:
@@ -27,7 +27,7 @@ def study_rungs(spec: StudySpec) -> Rungs | None:
         promotion.factor,
         spec.maximize,
         complete=promotion.complete,
-        several=spec.maximized if spec.several else (),
+        several=spec.maximized if spec.is_multi_objective else (),
     )
 
 
@@ -67,7 +67,7 @@ class StudyPruner:
         spec = self._spec
         if not values:
             return Decision(prune=False, pruner=spec.pruner.name)
-        case = Case(
+        case = PruningContext(
             pruner=spec.pruner.name,
             study=spec.name,
             number=trial.number,
@@ -77,7 +77,7 @@ class StudyPruner:
             values=values,
             reported=reported or {},
             vector=vector,
-            maximized=spec.maximized if spec.several else (),
+            maximized=spec.maximized if spec.is_multi_objective else (),
         )
         if spec.pruner.prunes and (lines := self._never_in_bounds(case.reported)):
             return case.prune(f"out of bounds: {', '.join(lines)}, which no more training changes", value=case.last)
@@ -87,14 +87,18 @@ class StudyPruner:
         """The constraints that a trial breaks by what stays as it is: its size, and how fast it is."""
         settled = {name for name in reported if name in MODEL_METRICS and MODEL_METRICS[name].is_constant}
         broken = [bound for bound in self._spec.bounds if bound.metric in settled]
-        return [bound.told(reported[bound.metric]) for bound in broken if bound.violation(reported[bound.metric]) > 0]
+        return [
+            bound.format_violation(reported[bound.metric])
+            for bound in broken
+            if bound.violation(reported[bound.metric]) > 0
+        ]
 
-    def _peers(self, trial: FrozenTrial) -> Peers:
-        return StoredPeers(self._storage, self._study_id, trial, self._max_age)
+    def _peers(self, trial: FrozenTrial) -> OtherTrials:
+        return StoredOtherTrials(self._storage, self._study_id, trial, self._max_age)
 
 
 @dataclass(frozen=True)
-class StoredPeers:
+class StoredOtherTrials:
     """The other trials; rungs as Optuna keeps them, in system attributes, so that its own pruner could go on."""
 
     storage: PostgresStorage
@@ -125,4 +129,4 @@ class StoredPeers:
         return [(number, value) for number, value in found if number != self.trial.number]
 
 
-__all__ = ["Decision", "StudyPruner", "study_rungs"]
+__all__ = ["Decision", "StudyPruner", "make_rungs"]

@@ -19,9 +19,9 @@ from hpsearch.search.finalists.text import shown
 from hpsearch.search.freeze_thaw.forecast import Forecast
 from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import first_value, in_bounds
+from hpsearch.search.study.ranking import get_first_value, is_feasible
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import Summary, broken_bounds, format_value
+from hpsearch.search.study.summary import Summary, format_value, list_violations
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.rungs.fronts import compute_hypervolume, to_losses
 from hpsearch.storage.trials.history import read_epoch_values
@@ -52,9 +52,9 @@ def make_figure_data(
             {
                 "number": trial.number,
                 "state": format_state(trial),
-                "value": round_for_json(first_value(trial)),
+                "value": round_for_json(get_first_value(trial)),
                 "values": [round_for_json(value) for value in trial.values or ()],
-                "broken": broken_bounds(study.spec, trial),
+                "broken": list_violations(study.spec, trial),
                 "reason": reason,
                 "params": [to_json_value(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _thin_curve(trial, stride),
@@ -81,7 +81,7 @@ def make_figure_data(
 
 def format_metric_label(spec: StudySpec) -> str:
     """Return the label of the (first) metric in figures and tables."""
-    return spec.metric if spec.several else f"val {spec.metric}"
+    return spec.metric if spec.is_multi_objective else f"val {spec.metric}"
 
 
 def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple[str, float]] | str:
@@ -103,7 +103,7 @@ def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple
             warnings.simplefilter("ignore")  # warnings about experimental evaluators do not help the reader
             # Optuna minimizes a custom target.
             sign = -1.0 if study.spec.maximized[metric_index] else 1.0
-            target = (lambda t: sign * t.values[metric_index]) if study.spec.several else None
+            target = (lambda t: sign * t.values[metric_index]) if study.spec.is_multi_objective else None
             return list(optuna.importance.get_param_importances(study.open(), target=target).items())
     except (ValueError, RuntimeError) as error:  # too few trials, or no variance in their values
         return f"Not available yet: {error}"
@@ -137,8 +137,8 @@ def _thin_curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None
 
 def _find_best_number(study: StoredStudy) -> int | None:
     """Return the number of the best trial with a finite (first) value; None without one."""
-    ranked = study.front() if study.spec.several else study.best_trials()
-    return next((trial.number for trial in ranked if round_for_json(first_value(trial)) is not None), None)
+    ranked = study.front() if study.spec.is_multi_objective else study.best_trials()
+    return next((trial.number for trial in ranked if round_for_json(get_first_value(trial)) is not None), None)
 
 
 def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
@@ -146,7 +146,11 @@ def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
     for trial in study.trials():
-        value = round_for_json(first_value(trial)) if trial.state == TrialState.COMPLETE and in_bounds(trial) else None
+        value = (
+            round_for_json(get_first_value(trial))
+            if trial.state == TrialState.COMPLETE and is_feasible(trial)
+            else None
+        )
         if value is not None and (not found or sign * value > sign * found[-1][1]):
             found.append((trial.number, value))
     return found
@@ -158,7 +162,7 @@ def _make_axes(shown: list[FrozenTrial], names: list[str], important: list[str])
     They are the most important parameters that differ between trials and that all complete trials have: trials without
     a conditional parameter could not be drawn.
     """
-    complete = [t for t in shown if t.state == TrialState.COMPLETE and round_for_json(first_value(t)) is not None]
+    complete = [t for t in shown if t.state == TrialState.COMPLETE and round_for_json(get_first_value(t)) is not None]
     axes = []
     for index, name in enumerate(names):
         values = [t.params[name] for t in complete if name in t.params]
@@ -257,9 +261,11 @@ _MAX_FRONT_ROWS = 200
 
 def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
     """Return the JSON data of the figure of the Pareto front."""
-    names = list(study.spec.ways)
+    names = list(study.spec.direction_by_metric)
     return {
-        "metrics": [{"name": name, "maximize": way == "maximize"} for name, way in study.spec.ways.items()],
+        "metrics": [
+            {"name": name, "maximize": way == "maximize"} for name, way in study.spec.direction_by_metric.items()
+        ],
         "trials": [trial.number for trial in summary.front],
         "bounds": [
             {"metric": names.index(bound.metric), "limit": bound.limit, "text": str(bound)}
@@ -281,20 +287,20 @@ def make_front_section(
         found: hypervolume over the epochs; None if it is zero.
     """
     spec, numbers = study.spec, {trial.number for trial in summary.front}
-    worst = zip(spec.ways, found.reference, strict=True) if found else ()
+    worst = zip(spec.direction_by_metric, found.reference, strict=True) if found else ()
     return {
-        "metrics": list(spec.ways),
+        "metrics": list(spec.direction_by_metric),
         "numbers": numbers,
         "rows": [row for row in rows if row["number"] in numbers][:_MAX_FRONT_ROWS],
         "left": max(len(summary.front) - _MAX_FRONT_ROWS, 0),
-        "undrawn": " and ".join(str(bound) for bound in spec.bounds if bound.metric not in spec.ways),
+        "undrawn": " and ".join(str(bound) for bound in spec.bounds if bound.metric not in spec.direction_by_metric),
         "reference": ", ".join(f"{name} {format_value(value)}" for name, value in worst),
     }
 
 
 def format_front_headline(study: StoredStudy, summary: Summary) -> str:
     """Return the result of a multi-objective study with a Pareto front in a sentence."""
-    metrics = list(study.spec.ways)
+    metrics = list(study.spec.direction_by_metric)
     names = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
     trials, many = pluralize(summary.finished, "trial"), len(summary.front)
     if many == 1:
@@ -307,7 +313,7 @@ def make_front_cards(study: StoredStudy, summary: Summary) -> list[tuple[str, st
     if not summary.front:
         return []
     found = [(str(len(summary.front)), f"on the front, of {pluralize(summary.complete, 'complete trial')}")]
-    for place, (name, way) in enumerate(study.spec.ways.items()):
+    for place, (name, way) in enumerate(study.spec.direction_by_metric.items()):
         sign = -1 if way == "maximize" else 1
         best = min(summary.front, key=lambda trial: (sign * trial.values[place], trial.number))
         found.append((format_value(best.values[place]), f"best {name} on the front, trial {best.number}"))

@@ -24,7 +24,7 @@ from hpsearch.search.finalists.text import (
 )
 from hpsearch.search.finalists.winner import LEVEL
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
-from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report.figures import (
     compute_hypervolume_history,
     compute_importances,
@@ -42,8 +42,8 @@ from hpsearch.search.report.trials import (
     make_trial_rows,
     select_shown_trials,
 )
-from hpsearch.search.study.devices import devices_line, devices_of
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.devices import format_devices, summarize_devices
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE_TEST
@@ -91,8 +91,8 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     opening = read_test_evaluation(study.engine, study.study_id)
     shown = select_shown_trials(study)
     names = list_parameter_names(shown)
-    several, usage = study.spec.several, compute_epoch_usage(study)
-    shares = {name: compute_importances(study, place) for place, name in enumerate(study.spec.ways)}
+    several, usage = study.spec.is_multi_objective, compute_epoch_usage(study)
+    shares = {name: compute_importances(study, place) for place, name in enumerate(study.spec.direction_by_metric)}
     first, forecasts = shares[study.spec.metric], forecast_trials(study, study.trials())
     rows = make_trial_rows(study, shown, names, forecasts)
     by_number = sorted(rows, key=lambda row: row["number"])
@@ -116,7 +116,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         became=_RUNG_OUTCOMES,
         paused=any(trial["pauses"] for trial in figures["trials"]),
         n_forecasts=len(forecasts),
-        devices=devices_line(devices) if (devices := devices_of(study)) else None,
+        devices=format_devices(devices) if (devices := summarize_devices(study)) else None,
         saved=format_seconds(summary.seconds_saved),
         best=_describe_best(study, summary, finalists),
         figures=figures,
@@ -156,14 +156,12 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
             f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {drawn(finalists)}, "
             f"out of {trials}{expect}."
         )
-    if study.spec.several and summary.front:
+    if study.spec.is_multi_objective and summary.front:
         return format_front_headline(study, summary)
     if summary.best is not None and summary.finished == 1:
-        return f"Trial {summary.best.number}, the only one so far: validation {metric} {first_value(summary.best):.4f}."
+        return f"Trial {summary.best.number}, the only one so far: validation {metric} {summary.best.values[0]:.4f}."
     if summary.best is not None:
-        return (
-            f"Trial {summary.best.number} is the best of {trials}: validation {metric} {first_value(summary.best):.4f}."
-        )
+        return f"Trial {summary.best.number} is the best of {trials}: validation {metric} {summary.best.values[0]:.4f}."
     if summary.out_of_bounds:
         return f"No complete trial is within bounds: {_join_bounds(study)}."
     last = [f"{line[0].upper()}{line[1:]}" for line in format_last_failure(study)]
@@ -192,10 +190,12 @@ def _make_cards(
         cards.append((f"{mean:.4f}", f"{metric} on {drawn(finalists)}"))
         if (expected := finalists.expected) is not None:
             cards.append((f"{expected.low:.3f} - {expected.high:.3f}", f"{metric} to expect on new data ({LEVEL:.0%})"))
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         cards += make_front_cards(study, summary)
     elif summary.best is not None:
-        cards.append((f"{first_value(summary.best):.4f}", f"best {metric} of the search, trial {summary.best.number}"))
+        cards.append(
+            (f"{get_first_value(summary.best):.4f}", f"best {metric} of the search, trial {summary.best.number}")
+        )
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
@@ -210,7 +210,7 @@ def _make_cards(
 
 def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
     """Return a row for each rung that a trial has reached: its epoch, and the number of trials by outcome."""
-    rungs = study_rungs(study.spec)
+    rungs = make_rungs(study.spec)
     if rungs is None:
         return []
     return [
@@ -225,7 +225,7 @@ def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
 
 def _describe_best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
     """Return the parameters of the finalists' winner, else of the best trial; None without either."""
-    best, title = None if study.spec.several else summary.best, "Parameters of the best"
+    best, title = None if study.spec.is_multi_objective else summary.best, "Parameters of the best"
     if finalists is not None and finalists.winner is not None:
         best, title = study.trials()[finalists.winner], "Parameters of the winner"
     if best is None:
@@ -271,7 +271,7 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
         )
     return {
         "seeds": found.seeds,
-        "others": list(study.spec.ways)[1:],
+        "others": list(study.spec.direction_by_metric)[1:],
         "rows": rows,
         "lines": finalist_lines(study, found),
         "varied": "split" if found.divided else "seed",

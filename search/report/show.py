@@ -23,21 +23,21 @@ from hpsearch.search.freeze_thaw.forecast import (
     format_suggestion_reason,
 )
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.devices import devices_line, devices_of
-from hpsearch.search.study.ranking import best_first, first_value
+from hpsearch.search.study.devices import format_devices, summarize_devices
+from hpsearch.search.study.ranking import best_first, get_first_value
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     Summary,
-    broken_bounds,
+    compute_run_seconds,
+    format_front,
+    format_rungs,
     format_seconds,
     format_value,
-    front_lines,
-    rung_lines,
-    seconds_run,
+    format_values,
+    list_violations,
     study_page,
     summarise,
-    told_values,
 )
 from hpsearch.storage.attributes import (
     INFEASIBLE,
@@ -79,11 +79,11 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
     if (given_up := study.given_up) is not None:
         lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}")
-    if spec.several and summary.front:
-        lines += front_lines(spec, summary.front)
+    if spec.is_multi_objective and summary.front:
+        lines += format_front(spec, summary.front)
     elif summary.best is not None:
         best = summary.best
-        lines.append(f"best: trial {best.number}, val {spec.metric} {first_value(best):.4f}")
+        lines.append(f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}")
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
         why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
@@ -97,15 +97,15 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
             f"about {format_seconds(summary.seconds_saved)} of worker time"
         )
-    lines += rung_lines(study)
-    if (devices := devices_of(study)) is not None:
-        lines.append(f"devices: {devices_line(devices)}")
+    lines += format_rungs(study)
+    if (devices := summarize_devices(study)) is not None:
+        lines.append(f"devices: {format_devices(devices)}")
     if summary.untracked:
         first = next(trial for trial in study.trials() if TRACKING in trial.user_attrs)
         why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
         lines.append(f"MLflow lacks data of {summary.untracked} trials, such as trial {first.number}: {why}")
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
-        which = f"trial {summary.best.number}:" if spec.several else "best trial:"
+        which = f"trial {summary.best.number}:" if spec.is_multi_objective else "best trial:"
         lines.append(f"MLflow, {which} {url}")
     if url := study.attrs.get(RUN_URL):
         lines.append(f"MLflow, study:      {url}")
@@ -154,7 +154,7 @@ def forecast_trials(
         of: numbers of the trials to forecast; None for all running and waiting trials.
     """
     spec = study.spec
-    if spec.several or not can_forecast(trials, spec.epochs):
+    if spec.is_multi_objective or not can_forecast(trials, spec.epochs):
         return {}
     from hpsearch.search.freeze_thaw.forecast import forecast_final_values  # imports torch, which takes a second
 
@@ -253,10 +253,12 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     ]
     if trial.values:
         last = " (last epoch)" if trial.state == TrialState.PRUNED else ""
-        facts.append(("values" if study.spec.several else "value", f"{told_values(study.spec, trial)}{last}"))
-    facts += [("bounds", f"violated: {line}") for line in broken_bounds(study.spec, trial)]
+        facts.append(
+            ("values" if study.spec.is_multi_objective else "value", f"{format_values(study.spec, trial)}{last}")
+        )
+    facts += [("bounds", f"violated: {line}") for line in list_violations(study.spec, trial)]
     if trial.duration is not None:
-        ran = format_seconds(seconds_run(study, [trial])[trial._trial_id])
+        ran = format_seconds(compute_run_seconds(study, [trial])[trial._trial_id])
         running = f", {ran} of it running" if RUNG in attrs else ""
         facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from first start to end{running}"))
     facts += [("promoted", line.removeprefix("promoted: ")) for line in format_promotions(study, trial=trial.number)]
@@ -314,8 +316,8 @@ def _format_time(moment: datetime.datetime) -> str:
 def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
     """Return the values of each epoch, counted from 1, with the rungs that the trial reached."""
     rungs, spec = _find_reached_rungs(study, trial), study.spec
-    names = list(spec.ways) if spec.several else [f"val {spec.metric}"]
-    others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.several else {}
+    names = list(spec.direction_by_metric) if spec.is_multi_objective else [f"val {spec.metric}"]
+    others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.is_multi_objective else {}
     table = plain_table("epoch", *names, *(["rung"] if rungs else []))
     for step, value in sorted(trial.intermediate_values.items()):
         reached = ", ".join(str(rung) for rung, epoch in rungs.items() if epoch == step)
@@ -346,7 +348,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         dashboard_url: address of the dashboard; None prints no link.
         every: whether to print all trials and forecasts instead of the last trials and the best forecasts.
     """
-    redundant = {"metric", "direction"} if study.spec.several else set()  # `directions` has both
+    redundant = {"metric", "direction"} if study.spec.is_multi_objective else set()  # `directions` has both
     for key, value in study.spec.model_dump(exclude={"name", "version", *redundant}).items():
         if value is None:
             continue
@@ -373,7 +375,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
 def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
     # A narrow terminal has no room for workers, which `show --trial` prints too.
     worker = ("worker",) if console.width >= _WIDE_COLUMNS else ()
-    values = tuple(study.spec.ways) if study.spec.several else ("value",)
+    values = tuple(study.spec.direction_by_metric) if study.spec.is_multi_objective else ("value",)
     columns = ("trial", "state", "epochs", *values, *worker, "reason")
     table = plain_table(*columns, right=("trial", "epochs", *values), wrap=("reason",))
     trials, waiting = study.trials(), find_waiting_reasons(study)

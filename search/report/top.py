@@ -84,13 +84,13 @@ def read_status(study: StoredStudy) -> StudyStatus:
         eta=_estimate_seconds_left(study, progress, at),
         at=at,
         directions=spec.directions,
-        front=_list_front(study) if spec.several else None,
+        front=_list_front(study) if spec.is_multi_objective else None,
     )
 
 
 def _list_front(study: StoredStudy) -> list[dict[str, Any]]:
     return [
-        {"trial": trial.number, "values": dict(zip(study.spec.ways, trial.values, strict=True))}
+        {"trial": trial.number, "values": dict(zip(study.spec.direction_by_metric, trial.values, strict=True))}
         for trial in study.front()
     ]
 

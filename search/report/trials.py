@@ -11,10 +11,10 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.freeze_thaw.forecast import Forecast
-from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import broken_bounds, format_seconds, format_value, seconds_run
+from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
 from hpsearch.storage.trials.history import Stretch, read_stretches
 
@@ -33,7 +33,7 @@ def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
 
     The Pareto front of a multi-objective study comes first. Complete trials out of bounds follow the others.
     """
-    within = [*study.front(), *study.best_trials()] if study.spec.several else study.best_trials()
+    within = [*study.front(), *study.best_trials()] if study.spec.is_multi_objective else study.best_trials()
     order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
     return list({trial.number: trial for trial in order}.values())[:MAX_SHOWN_TRIALS]
 
@@ -47,7 +47,7 @@ def make_trial_rows(
     study: StoredStudy, trials: list[FrozenTrial], names: list[str], forecasts: Mapping[int, Forecast]
 ) -> list[dict[str, Any]]:
     """Return the rows of the table, with formatted values and with sort keys."""
-    seconds, waiting = seconds_run(study, trials), find_waiting_reasons(study)
+    seconds, waiting = compute_run_seconds(study, trials), find_waiting_reasons(study)
     rows = []
     for trial in trials:
         forecast = f"forecast {found}" if (found := forecasts.get(trial.number)) else ""
@@ -59,12 +59,12 @@ def make_trial_rows(
 def _make_trial_row(
     study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
 ) -> dict[str, Any]:
-    values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.ways)
-    form = format_value if study.spec.several else "{:.4f}".format  # metrics may differ in magnitude
+    values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.direction_by_metric)
+    form = format_value if study.spec.is_multi_objective else "{:.4f}".format  # metrics may differ in magnitude
     return {
         "number": trial.number,
         "state": format_state(trial),
-        "broken": broken_bounds(study.spec, trial),
+        "broken": list_violations(study.spec, trial),
         "values": ["" if value is None else form(value) for value in values],
         "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
         "duration": "" if seconds is None else format_seconds(seconds),
@@ -105,7 +105,7 @@ class EpochUsage:
 
 def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
     """Return the epochs of all trials of a study in the order of time."""
-    rungs = study_rungs(study.spec)
+    rungs = make_rungs(study.spec)
     by_trial: dict[int, list[Stretch]] = defaultdict(list)
     for stretch in read_stretches(study.engine, study.study_id):
         by_trial[stretch.number].append(stretch)
@@ -134,7 +134,7 @@ def find_eligible_trials(study: StoredStudy) -> set[int]:
         for trial in study.trials()
         if trial.state != TrialState.FAIL
         and not trial.user_attrs.get(INFEASIBLE)
-        and not broken_bounds(study.spec, trial)
+        and not list_violations(study.spec, trial)
     }
 
 

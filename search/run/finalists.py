@@ -24,7 +24,7 @@ from hpsearch.search.report.show import format_last_failure
 from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import note_checkpoints
-from hpsearch.search.study.study import StoredStudy, with_tracking
+from hpsearch.search.study.study import StoredStudy, resolve_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.search.tracking.tracker import check_trackers
@@ -68,8 +68,8 @@ def open_companion_study(
     """
     if options.checkpoint_url is not None:
         Checkpoints(options.checkpoint_url).check()
-    search.require_search("{go_on}")
-    services = with_tracking(services, search)
+    search.require_search("{resume_command}")
+    services = resolve_tracking(services, search)
     study, created = make()
     study.set_attr(TRACKING_URI, services.open_tracking().uri)
     tracking_error = open_study_run(services, study, required=False)
@@ -213,7 +213,8 @@ def _print_remaining(console: Console, study: StoredStudy, pending: int, gave_up
         console.print(line)
     if pending:
         console.print(
-            f"continue with: {study.go_on}; or join with: {format_command('worker', '--study', study.spec.name)}"
+            f"continue with: {study.resume_command}; "
+            f"or join with: {format_command('worker', '--study', study.spec.name)}"
         )
 
 

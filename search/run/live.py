@@ -88,7 +88,7 @@ class LiveView:
             self._console.print(f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}")
 
     def _counts(self, progress: Progress) -> str:
-        several = f", first of {len(self._spec.ways)} metrics" if self._spec.several else ""
+        several = f", first of {len(self._spec.direction_by_metric)} metrics" if self._spec.is_multi_objective else ""
         return format_counts(progress, self._spec.metric, several)
 
     def _eta(self, progress: Progress) -> float | None:

@@ -18,9 +18,9 @@ from hpsearch.search.report.show import format_summary
 from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
 from hpsearch.search.study.create import start_clock
-from hpsearch.search.study.enqueue import waits_in_vain
+from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.smoke import smoke_test
-from hpsearch.search.study.study import StoredStudy, report_path, require_measurable, with_tracking
+from hpsearch.search.study.study import StoredStudy, get_report_path, require_measurable, resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.search.worker.options import WorkerOptions
@@ -72,7 +72,7 @@ def run_search(
         if workers:
             require_measurable(spec, options.device)
         objective = study.objective()
-        services = with_tracking(services, study, required=options.tracking_required)
+        services = resolve_tracking(services, study, required=options.tracking_required)
         start_clock(study)
         away = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
@@ -85,14 +85,14 @@ def run_search(
         console.print(f"{away}; the search continues, and its records wait in {outbox}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
-    if why := waits_in_vain(study):
+    if why := find_stopped_warning(study):
         console.print(why, style="yellow")
     if not workers:
         console.print(f"join it with: {format_command('worker', '--study', spec.name)}")
         return RunResult(begin)
     interrupted, gave_up = False, tuple[str, ...]()
     spent = study.is_spent(begin.finished)
-    if not spent or (spec.metered and begin.waiting):  # workers settle waiting trials
+    if not spent or (spec.has_epoch_or_time_budget and begin.waiting):  # workers settle waiting trials
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     else:
         given_up = study.given_up
@@ -116,7 +116,7 @@ def _print_begin(
     console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
     spec, at = study.spec, "new" if created else f"{begin.finished} trials finished"
-    what = f" ({at}): {spec.budgets} of {spec.objective}, {pluralize(workers, 'worker')}"
+    what = f" ({at}): {spec.budget_description} of {spec.objective}, {pluralize(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if spec.warm_start is not None:
         console.print(f"warm start: uses the trials of {', '.join(spec.warm_start)} as of the study's creation")
@@ -142,7 +142,7 @@ def _finish_search(
         summary = summarise(study)
         tracking = services.open_tracking()
         close_study(study, summary, tracking)
-        report = report_path(services, study)
+        report = get_report_path(services, study)
         write_report(study, report, dashboard_url=services.dashboard_url)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
     console.print()
@@ -154,7 +154,7 @@ def _finish_search(
         console.print(line)
     stopped, is_finished = str(study.attrs.get(STOPPED) or ""), study.is_spent(summary.finished)
     if interrupted:
-        console.print(f"interrupted; continue with: {study.go_on}")
+        console.print(f"interrupted; continue with: {study.resume_command}")
     elif stopped:
         console.print(f"stopped {stopped}; run {format_command('start', study.spec.name)} first to continue")
     elif not is_finished and study.spec.timeout is not None and not gave_up:

@@ -11,7 +11,13 @@ from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.study import StoredStudy, load_study, outbox_folder, tracking_of, tracking_uri_of
+from hpsearch.search.study.study import (
+    StoredStudy,
+    get_outbox_folder,
+    get_tracking_uri,
+    load_study,
+    open_study_tracking,
+)
 from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
@@ -47,7 +53,7 @@ def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStu
             study = load_study(storage, summary.study_name)
         except SearchError:  # not made by hpsearch
             continue
-        if outbox_folder(home, study).is_dir():
+        if get_outbox_folder(home, study).is_dir():
             found.append(study)
     return found
 
@@ -61,11 +67,11 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     """
     name, away = study.spec.name, None
     try:
-        tracking = tracking_of(services, study)
+        tracking = open_study_tracking(services, study)
     except TrackingUnavailableError as error:
         if not make_optional_trackers(study, services.home):
             raise  # otherwise the other trackers still receive their records
-        tracking, away = services.open_tracking(tracking_uri_of(services, study)), error
+        tracking, away = services.open_tracking(get_tracking_uri(services, study)), error
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, should_retry_rejected=True)
     problems: list[str] = []

@@ -19,13 +19,13 @@ class SamplerSpec(Kind):
     family: ClassVar[str] = "sampler"
 
     # Whether what it suggests stands, though another trial had the same: it is the trial's by its number.
-    by_number: ClassVar[bool] = False
+    is_indexed_by_trial: ClassVar[bool] = False
     # Whether it suggests what another trial had, number for number, though there are ranges of floats.
-    repeats: ClassVar[bool] = False
+    can_repeat: ClassVar[bool] = False
     # Whether it learns from trials of earlier studies (`search.freeze_thaw.warm_start`).
-    warm_starts: ClassVar[bool] = False
+    can_warm_start: ClassVar[bool] = False
 
-    def most(self) -> int | None:
+    def max_trials(self) -> int | None:
         """How many trials it has something to suggest for; None where that has no end, or is not known yet."""
         return None
 
@@ -43,13 +43,13 @@ class SamplerSpec(Kind):
         Raises:
             ValueError: they do not; one line says why.
         """
-        if (most := self.most()) is not None and n_trials > most:
+        if (most := self.max_trials()) is not None and n_trials > most:
             raise ValueError(
                 f"--trials {n_trials}: {self.name} has {most} configuration{'s' if most > 1 else ''}, and runs none "
                 "twice: give no more, or leave --trials out"
             )
 
-    def get_ready(self) -> None:
+    def prepare(self) -> None:
         """Fetch what `build` needs on this machine; called once by a worker, before it takes a trial.
 
         Raises:

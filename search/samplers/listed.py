@@ -39,7 +39,7 @@ class Grid(SamplerSpec):
     name: Literal["grid"] = "grid"
     search_space: dict[str, list[bool | int | float | str | None]]
 
-    by_number: ClassVar[bool] = True
+    is_indexed_by_trial: ClassVar[bool] = True
     examples: ClassVar[Mapping[str, str]] = {"search_space": "{lr: [0.001, 0.01], width: [32, 64]}"}
 
     @field_validator("search_space", mode="before")
@@ -68,7 +68,7 @@ class Grid(SamplerSpec):
             raise ValueError(f"{points} points are more than {MOST}: give fewer values, or use another sampler")
         return given
 
-    def most(self) -> int:
+    def max_trials(self) -> int:
         return math.prod(len(values) for values in self.search_space.values())
 
     def for_objective(self, objective: BaseObjective) -> Self:
@@ -143,7 +143,7 @@ class BruteForce(SamplerSpec):
     name: Literal["brute_force"] = "brute_force"
     configurations: int | None = Field(default=None, ge=1)
 
-    def most(self) -> int | None:
+    def max_trials(self) -> int | None:
         return self.configurations
 
     def for_objective(self, objective: BaseObjective) -> Self:

@@ -34,14 +34,14 @@ class Kind(Options):
         kinds: the choices of the family by their names.
         refused: why some that one might look for are none of them, by their names.
         examples: of options that have to be given, by their names.
-        knows_several: whether it can be chosen where several metrics are optimised.
+        can_be_multi_objective: whether it can be chosen where several metrics are optimised.
     """
 
     family: ClassVar[str]
     kinds: ClassVar[dict[str, type[Any]]]
     refused: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, str]] = {}
-    knows_several: ClassVar[bool] = True
+    can_be_multi_objective: ClassVar[bool] = True
     name: str
 
     @classmethod
@@ -76,14 +76,14 @@ class Kind(Options):
         except ValidationError as error:
             raise ValueError(kind._refusal(error.errors(include_url=False)[0])) from None
 
-    def for_several(self) -> None:
+    def check_multi_objective(self) -> None:
         """Check that it knows several metrics.
 
         Raises:
             ValueError: it compares one number; one line says what else there is.
         """
-        if not self.knows_several:
-            others = ", ".join(sorted(name for name, kind in self.kinds.items() if kind.knows_several))
+        if not self.can_be_multi_objective:
+            others = ", ".join(sorted(name for name, kind in self.kinds.items() if kind.can_be_multi_objective))
             raise ValueError(
                 f"--{self.family} {self.name} knows one metric only: with --directions use one of {others}, or "
                 "optimise one --metric"
@@ -101,7 +101,7 @@ class Kind(Options):
             return f"{setting}: {cls.model_fields['name'].default} has no such option" + (
                 format_name_hint(str(first["loc"][-1]), options) if options else "; it takes none"
             )
-        return refusal(setting, first)
+        return format_validation_error(setting, first)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Kind(Options):
         return self.model_dump(exclude={"name"})
 
 
-def refusal(setting: str, first: Mapping[str, Any]) -> str:
+def format_validation_error(setting: str, first: Mapping[str, Any]) -> str:
     """Return pydantic's error as a sentence that names the setting, its value and the constraint."""
     if first["type"] == "value_error":
         return f"{setting}: {first['ctx']['error']}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from hpsearch.search.study.study import StoredStudy, finalist_trials, runs_folder
+from hpsearch.search.study.study import StoredStudy, get_runs_folder, list_finalist_trials
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
@@ -67,7 +67,7 @@ def find_garbage(
     """
     found: list[Garbage] = []
     problems: list[str] = []
-    runs = runs_folder(home / "runs", study)
+    runs = get_runs_folder(home / "runs", study)
 
     searches: tuple[Callable[[], list[Garbage]], ...] = (
         lambda: [] if tracking is None else _models(study, tracking, keep_top),
@@ -138,7 +138,7 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in kept))
-    front = "the front and " if study.spec.several else ""
+    front = "the front and " if study.spec.is_multi_objective else ""
     what = f"models and best checkpoints beyond {front}the best {keep_top}"
     return [Garbage(study.spec.name, what, numbers, size, "MLflow", remove)]
 
@@ -149,13 +149,13 @@ def _best(study: StoredStudy, keep_top: int) -> set[int]:
     Those that break a constraint are, where no trial keeps to it.
     """
     best = study.best_trials() or study.best_trials(infeasible=True)
-    front = study.front() if study.spec.several else []
+    front = study.front() if study.spec.is_multi_objective else []
     return {trial.number for trial in [*best[:keep_top], *front]}
 
 
 def _needed_trials(study: StoredStudy) -> set[int]:
     """Return the trials that were ever finalists, or that the test set was opened for."""
-    needed = finalist_trials(study)
+    needed = list_finalist_trials(study)
     if (opening := read_test_evaluation(study.engine, study.study_id)) is not None:
         needed.add(opening.trial_number)
     # What is on its way to MLflow would find half of it gone.

@@ -32,10 +32,10 @@ from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.services import Services, find_services
-from hpsearch.search.spec.settings import metrics_given, resolve
-from hpsearch.search.spec.spec import StudySpec, searched_by
+from hpsearch.search.spec.settings import resolve, resolve_metric_settings
+from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import note_checkpoints
-from hpsearch.search.study.enqueue import Configurations, default_params, read_rows, require_room, waiting_trial
+from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
@@ -51,7 +51,7 @@ from hpsearch.storage.urls import Addresses
 DRAWS = 50  # configurations by which a search space is known before there are trials: enough to see its branches
 
 
-def told_by_earlier(storage: PostgresStorage, spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
+def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
     """Return the system attributes of a new study by which its sampler knows what earlier studies tell.
 
     Their trials are taken as they are now, those that run or wait with what they have reported: nothing that becomes of
@@ -151,7 +151,7 @@ def create_or_join(
 
     @functools.cache  # once, however often a connection is cut
     def new_spec() -> StudySpec:
-        if (searched := searched_by(name)) is not None:
+        if (searched := parse_parent_name(name)) is not None:
             raise SearchError(
                 f"--name {name!r} is kept for the finalists of {searched!r}: train them with "
                 f"{format_command('finalists', searched)}, or choose another --name"
@@ -174,7 +174,7 @@ def create_or_join(
                 name_metric(storage, study.spec)
                 return study, True
             study = load_study(storage, name)
-            study.require_search("run them with {go_on}, or choose another --name")
+            study.require_search("run them with {resume_command}, or choose another --name")
             resolve(settings, objective, study.spec)
             check(study.spec)
         if enqueued:
@@ -188,7 +188,7 @@ def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective)
     """Return the spec of a new study with the sampler fitted to the objective's search space."""
     with as_search_error():
         sampler = spec.sampler.for_objective(objective)
-        n_trials = settings.get("n_trials", sampler.most() or spec.n_trials)
+        n_trials = settings.get("n_trials", sampler.max_trials() or spec.n_trials)
         sampler.for_trials(n_trials)
     return spec.model_copy(update={"sampler": sampler, "n_trials": n_trials})
 
@@ -201,13 +201,13 @@ def _created(
     lock: sa.Connection,
 ) -> StoredStudy:
     """Create the study with its attributes and first trials, in one transaction."""
-    earlier, trials = told_by_earlier(storage, spec, objective), _first_trials(spec, objective, enqueued)
+    earlier, trials = make_warm_start_attrs(storage, spec, objective), _first_trials(spec, objective, enqueued)
     folder = f"{spec.name}-{secrets.token_hex(8)}"
     release = version("hpsearch")
     attrs = {SOURCE_SHA256: source_hash(objective), FOLDER: folder, VERSION: release, SPEC: spec.model_dump()}
 
     def fill(connection: sa.Connection, study_id: int) -> None:
-        if spec.metered:
+        if spec.has_epoch_or_time_budget:
             open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
         set_attrs_in(connection, study_id, earlier, kind="system")
 
@@ -223,25 +223,25 @@ def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[
     A grid lists what is run, and has no default.
     """
     if enqueued:
-        require_room(spec, len(enqueued))
-    default = default_params(objective) if spec.default_first and not spec.sampler.by_number else None
+        check_budget(spec, len(enqueued))
+    default = default_params(objective) if spec.default_first and not spec.sampler.is_indexed_by_trial else None
     if default is None:
         return list(enqueued)
     others = [trial for trial in enqueued if trial.system_attrs["fixed_params"] != default]
-    require_room(spec, 1 + len(others))
-    return [waiting_trial(default, "default"), *others]
+    check_budget(spec, 1 + len(others))
+    return [make_waiting_trial(default, "default"), *others]
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
     """Tell the dashboard what the values of a study are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names(list(spec.ways))
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names(list(spec.direction_by_metric))
 
 
 def study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
     """Return Optuna's directions of the metrics that a study optimises."""
-    return [optuna.study.StudyDirection[way.upper()] for way in spec.ways.values()]
+    return [optuna.study.StudyDirection[way.upper()] for way in spec.direction_by_metric.values()]
 
 
 def begin_search(
@@ -305,7 +305,9 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     reference = str(settings["objective"])
     objective = load_objective(reference)
     settings = {**settings, "objective": objective_reference(reference)}
-    spec = StudySpec.model_construct(**metrics_given(settings, objective))  # the rest may be that of a stored study
+    spec = StudySpec.model_construct(
+        **resolve_metric_settings(settings, objective)
+    )  # the rest may be that of a stored study
     with _metric_named(objective, spec):
         set_metrics(objective, spec)
     _check_ways(objective, spec)
@@ -319,7 +321,7 @@ def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
     known: dict[str, str] = {name: measured.direction for name, measured in MODEL_METRICS.items()}
     if isinstance(objective, Objective) and not overrides(objective, "metrics"):
         known |= DIRECTIONS
-    for name, way in spec.ways.items():
+    for name, way in spec.direction_by_metric.items():
         if known.get(name, way) != way:
             raise SearchError(f"--directions {name}={way}: it is better the other way round: use {name}={known[name]}")
 
@@ -333,8 +335,8 @@ def _metric_named(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
         wrong = error.metric
         if wrong == spec.metric == type(objective).metric:
             raise
-        own = "--directions" if spec.several else "--metric"
-        setting = own if wrong in spec.ways else "--constraints"
+        own = "--directions" if spec.is_multi_objective else "--metric"
+        setting = own if wrong in spec.direction_by_metric else "--constraints"
         raise SearchError(f"{setting} {wrong!r} {error.reason}") from None
 
 

@@ -33,7 +33,7 @@ class Devices:
     changed: dict[int, list[str]]
 
 
-def devices_of(study: StoredStudy) -> Devices | None:
+def summarize_devices(study: StoredStudy) -> Devices | None:
     """Return what the trials of a study were trained on; None where each had one device."""
     found = {
         number: [_kind(name) for name in names] for number, names in read_devices(study.engine, study.study_id).items()
@@ -49,7 +49,7 @@ def devices_of(study: StoredStudy) -> Devices | None:
     )
 
 
-def pace_of(epochs: list[dict[str, float]]) -> dict[str, object]:
+def summarize_throughput(epochs: list[dict[str, float]]) -> dict[str, object]:
     """Return the attribute that tells how fast several devices trained a trial; nothing where one did.
 
     Args:
@@ -60,7 +60,7 @@ def pace_of(epochs: list[dict[str, float]]) -> dict[str, object]:
     return {DEVICE_SPEED: told} if told else {}
 
 
-def devices_line(devices: Devices) -> str:
+def format_devices(devices: Devices) -> str:
     """Return the devices, their pace and the trials that changed them, in a line."""
     several = len(devices.trials) > 1
     parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if several else kind for kind, n in devices.trials.items())]

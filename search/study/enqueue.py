@@ -37,7 +37,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
         return None
     space = FixedTrial(objective.defaults)
     try:
-        asked_for(objective, space)
+        validate_params(objective, space)
     except NotInSpaceError as error:
         raise ObjectiveError(
             f"{type(objective).__name__}.defaults: {error}; mend it, or run with --no-default-first"
@@ -45,7 +45,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
     return space.values
 
 
-def asked_for(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
+def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
     """Return what was given as the objective's search space has it.
 
     Raises:
@@ -58,7 +58,7 @@ def asked_for(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
     return {name: space.values[name] for name in space.given}
 
 
-def waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
+def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
     """Return a trial that is to run `params`, and what they leave open as the sampler has it.
 
     Args:
@@ -107,7 +107,7 @@ def _waiting(
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
         with as_search_error(f"{where}: ", NotInSpaceError):
-            params = asked_for(objective, space)
+            params = validate_params(objective, space)
         if not params:
             raise SearchError(f"{where}: no parameter has a value")
         if same := next((before for earlier, before in found if earlier == params), None):
@@ -115,7 +115,7 @@ def _waiting(
         found.append((params, place))
     if not found:
         raise SearchError(f"--enqueue {source}: has no configuration")
-    return [waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
+    return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
 def _cells(path: Path) -> Iterator[tuple[int, FixedTrial]]:
@@ -160,7 +160,7 @@ def _wrong(path: Path, line: int, why: str) -> SearchError:
     return SearchError(f"--enqueue {path}: line {line}: {why}")
 
 
-def waits_in_vain(study: StoredStudy) -> str | None:
+def find_stopped_warning(study: StoredStudy) -> str | None:
     """Say that enqueued trials wait in a study that stopped early, and what lets them run; None where none does."""
     if study.given_up is None:
         return None
@@ -175,13 +175,13 @@ def waits_in_vain(study: StoredStudy) -> str | None:
     )
 
 
-def require_room(spec: StudySpec, trials: int) -> None:
+def check_budget(spec: StudySpec, trials: int) -> None:
     """Refuse more trials than the budget has, and any for a grid.
 
     Raises:
         SearchError: one line with the remedy.
     """
-    if spec.sampler.by_number:
+    if spec.sampler.is_indexed_by_trial:
         raise SearchError(f"--enqueue: {spec.sampler.name} runs what its search_space lists: add the values there")
     if trials > spec.n_trials:
         raise SearchError(
@@ -213,5 +213,5 @@ def add(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Seque
         return 0
     new, total = insert_missing_in(connection, study_id, trials)
     if new:
-        require_room(spec, total)
+        check_budget(spec, total)
     return new

@@ -44,20 +44,20 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
     return number in best_first({**others, number: value}, maximize=maximize)[:top]
 
 
-def first_value(trial: FrozenTrial) -> float | None:
+def get_first_value(trial: FrozenTrial) -> float | None:
     """Return a trial's value: of several metrics that of the first, by which its best epoch was chosen."""
     values = trial.values
     return None if not values else float(values[0])
 
 
-def in_bounds(trial: FrozenTrial) -> bool:
+def is_feasible(trial: FrozenTrial) -> bool:
     """Whether a trial breaks no constraint."""
     return not trial.user_attrs.get(VIOLATIONS)
 
 
 def _ended(trials: Iterable[FrozenTrial], *, infeasible: bool = False) -> list[FrozenTrial]:
     """Those that have run to their end within all bounds, or whatever their bounds, the earliest first."""
-    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and (infeasible or in_bounds(t))]
+    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and (infeasible or is_feasible(t))]
     return sorted(complete, key=lambda trial: trial.number)
 
 
@@ -81,7 +81,9 @@ def _by_first_metric(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) ->
     return sorted(trials, key=lambda trial: (sign * trial.values[0], trial.number))
 
 
-def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False) -> list[FrozenTrial]:
+def find_pareto_front(
+    trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False
+) -> list[FrozenTrial]:
     """Return those that have run to their end within all bounds and that none dominates, by the first metric.
 
     Of one metric it is the best trial. With `infeasible` those count too that break a constraint.

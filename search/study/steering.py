@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners.study_pruner import study_rungs
-from hpsearch.search.spec.spec import parse_stored_spec, typed
+from hpsearch.search.pruners.study_pruner import make_rungs
+from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import add
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
@@ -34,7 +34,7 @@ def stop_study(study: StoredStudy) -> str | None:
     """
     if why := study.attrs.get(STOPPED):
         return str(why)
-    study.set_attr(STOPPED, f"by {whoami()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+    study.set_attr(STOPPED, f"by {get_user_and_host()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
 
@@ -60,16 +60,16 @@ def start_study(study: StoredStudy) -> str | None:
 def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
     """Take the rest of the budget up, in which who waited at a rung in vain may have a place again."""
     spec = parse_stored_spec(values)
-    if take_up(connection, study.study_id) and (rungs := study_rungs(spec)) is not None:
+    if take_up(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
         wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
 
-def running_trials(study: StoredStudy) -> int:
+def count_running(study: StoredStudy) -> int:
     """Return how many trials are run by a worker that seems alive."""
     return count_running_trials(study.engine, study.study_id)
 
 
-def whoami() -> str:
+def get_user_and_host() -> str:
     """Return user and host, for a person to read."""
     try:
         user = getpass.getuser()
@@ -79,7 +79,7 @@ def whoami() -> str:
 
 
 @dataclass(frozen=True)
-class Extended:
+class BudgetChange:
     """A budget before and after, in trials unless `unit` says otherwise; how many trials were started, and enqueued."""
 
     before: float
@@ -94,7 +94,7 @@ _UNITS = {"n_trials": "trials", "budget_epochs": "epochs", "budget_seconds": "se
 
 def extend_study(
     study: StoredStudy, more: str, enqueued: Sequence[FrozenTrial] = (), *, setting: str = "n_trials"
-) -> Extended:
+) -> BudgetChange:
     """Change a budget of a study, running or not.
 
     Args:
@@ -107,15 +107,15 @@ def extend_study(
         SearchError: that is no such number, too large, or no more than was spent already; the study has no such
             budget, or no room in it for all that is enqueued; or they are finalists.
     """
-    flag, unit = typed(setting), _UNITS[setting]
+    flag, unit = get_option_name(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
         instead = (
             f": choose others with {format_command('finalists', of.study, '--new-set')}" if of.refit is None else ""
         )
-        raise SearchError(f"study {study.spec.name!r} holds {of.what}, no more than were chosen{instead}")
+        raise SearchError(f"study {study.spec.name!r} holds {of.description}, no more than were chosen{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")
-    changed: list[Extended] = []
+    changed: list[BudgetChange] = []
 
     def change(spec: dict[str, Any], started: int) -> dict[str, Any]:
         before = spec.get(setting)
@@ -131,16 +131,16 @@ def extend_study(
                 f"--trials {more}: {started} trials of {study.spec.name!r} are started already: "
                 "give a larger number, or +N for N more"
             )
-        changed.append(Extended(before, after, started, unit))
+        changed.append(BudgetChange(before, after, started, unit))
         return parse_stored_spec({**spec, setting: after}).model_dump()
 
     def then(connection: sa.Connection, values: dict[str, Any]) -> None:
         spec = parse_stored_spec(values)
         take_up(connection, study.study_id)
         changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
-        if (rungs := study_rungs(spec)) is not None:
+        if (rungs := make_rungs(spec)) is not None:
             wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
-        if not spec.metered:
+        if not spec.has_epoch_or_time_budget:
             return
         if not change_budgets(connection, study.study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds):
             if setting == "n_trials":
@@ -171,7 +171,7 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    rungs = study_rungs(study.spec)
+    rungs = make_rungs(study.spec)
     reopened, epoch = reopen_trial(study.engine, study.study_id, trial._trial_id, from_start=from_start, rungs=rungs)
     if not reopened:
         why = _why_not(find_trial(study, number))

@@ -20,7 +20,7 @@ from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, format_name_hint
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
-from hpsearch.search.study.ranking import front_of, rank_trials
+from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
@@ -61,7 +61,7 @@ class StoredStudy:
     @property
     def spending(self) -> Spending | None:
         """What is spent of its budgets in epochs and seconds; None where it has none."""
-        return read_spending(self.engine, self.study_id) if self.spec.metered else None
+        return read_spending(self.engine, self.study_id) if self.spec.has_epoch_or_time_budget else None
 
     def is_spent(self, finished: int) -> bool:
         """Whether the budget is, in trials, epochs or seconds, or its rest given up, with so many trials ended."""
@@ -77,7 +77,7 @@ class StoredStudy:
         return done(finished, self.budget, spending).replace("/", " of ")
 
     @property
-    def out_of_time(self) -> bool:
+    def is_timed_out(self) -> bool:
         """Whether the study's time is up: nothing new is begun."""
         if self.spec.timeout is None:
             return False
@@ -91,7 +91,7 @@ class StoredStudy:
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     @property
-    def go_on(self) -> str:
+    def resume_command(self) -> str:
         """The command that runs what is left of the study."""
         if (of := self.spec.finalists_of) is not None:
             return (
@@ -105,14 +105,14 @@ class StoredStudy:
         """Reject a study that holds the finalists, or the refit, of another.
 
         Args:
-            remedy: what to do instead; ``{study}`` is the name of the other study, ``{go_on}`` the command to continue.
+            remedy: the alternative; ``{study}`` is the other study, ``{resume_command}`` the command that continues it.
 
         Raises:
             SearchError: it holds finalists or a refit.
         """
         if (of := self.spec.finalists_of) is not None:
-            instead = remedy.format(study=of.study, go_on=self.go_on)
-            raise SearchError(f"study {self.spec.name!r} holds {of.what}: {instead}")
+            instead = remedy.format(study=of.study, resume_command=self.resume_command)
+            raise SearchError(f"study {self.spec.name!r} holds {of.description}: {instead}")
 
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
@@ -156,7 +156,7 @@ class StoredStudy:
 
     def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return those that no other dominates, the best by the first metric first; of one metric the best alone."""
-        return front_of(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
+        return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
 
 def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
@@ -184,7 +184,7 @@ def find_study(storage: PostgresStorage, name: str) -> int | None:
         return None
 
 
-def finalist_trials(study: StoredStudy) -> set[int]:
+def list_finalist_trials(study: StoredStudy) -> set[int]:
     """Return the numbers of the trials of a study that were ever finalists."""
     numbers: set[int] = set()
     for name in finalist_studies(study.engine, study.study_id):
@@ -193,7 +193,7 @@ def finalist_trials(study: StoredStudy) -> set[int]:
     return numbers
 
 
-def parent_of(chosen: StoredStudy) -> StoredStudy:
+def load_parent_study(chosen: StoredStudy) -> StoredStudy:
     """Return the study whose finalists, or whose refit, a study holds.
 
     Raises:
@@ -232,63 +232,63 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
     return folder
 
 
-def remove_earlier(runs: Path, claim: Claim) -> None:
+def remove_earlier_attempts(runs: Path, claim: Claim) -> None:
     """Remove the directories of the attempts before this one: the trial has ended."""
     for earlier in range(1, claim.attempt):
         shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
 
 
-def runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
+def get_runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
     """Return the folder of a study's run directories on this machine."""
     return runs_dir / study.folder
 
 
-def outbox_folder(home: Path, study: StoredStudy) -> Path:
+def get_outbox_folder(home: Path, study: StoredStudy) -> Path:
     """Return the folder of what this machine has for MLflow of a study."""
     return home / "outbox" / study.folder
 
 
-def report_path(services: Services, study: StoredStudy) -> Path:
+def get_report_path(services: Services, study: StoredStudy) -> Path:
     """Return where the report of a study is written by default."""
     return services.home / "reports" / f"{study.spec.name}.html"
 
 
-def known_tracking_uri(services: Services, study: StoredStudy) -> str | None:
+def find_tracking_uri(services: Services, study: StoredStudy) -> str | None:
     """Return the address of the study's tracking server; None where nobody has named one yet."""
     return services.tracking_uri or study.attrs.get(TRACKING_URI)
 
 
-def tracking_uri_of(services: Services, study: StoredStudy) -> str:
+def get_tracking_uri(services: Services, study: StoredStudy) -> str:
     """Return the address of the study's tracking server.
 
     Raises:
         SearchError: nobody has named one.
     """
-    if (uri := known_tracking_uri(services, study)) is None:
+    if (uri := find_tracking_uri(services, study)) is None:
         raise SearchError(f"study {study.spec.name!r} names no tracking server: give --tracking-uri")
     return uri
 
 
-def tracking_of(services: Services, study: StoredStudy) -> Tracking:
+def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
     """Return the study's tracking server, which answers.
 
     Raises:
         SearchError: nobody has named one.
         StorageError: it does not answer.
     """
-    uri = tracking_uri_of(services, study)
+    uri = get_tracking_uri(services, study)
     check_server(uri)
     return services.open_tracking(uri)
 
 
-def with_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
+def resolve_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
     """Return the services with the study's tracking server, and why it does not answer, if it does not.
 
     Raises:
         SearchError: nobody has named one.
         StorageError: its address is wrong, or it is `required` and does not answer.
     """
-    uri = tracking_uri_of(services, study)
+    uri = get_tracking_uri(services, study)
     return replace(services, tracking_uri=uri, tracking_error=probe_tracking(uri, required=required))
 
 
@@ -319,7 +319,7 @@ def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
         ObjectiveError: it does not have such a metric.
     """
     objective.set_metric(spec.metric, spec.direction)
-    objective.set_reported_metrics(spec.also_reported)
+    objective.set_reported_metrics(spec.reported_metrics)
 
 
 def require_measurable(spec: StudySpec, device: str | None) -> None:
@@ -329,7 +329,7 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
         SearchError: it cannot on that device.
         ObjectiveError: there is no such device.
     """
-    if "peak_memory_mb" in spec.also_reported and (kind := device_named(device).type) != "cuda":
+    if "peak_memory_mb" in spec.reported_metrics and (kind := device_named(device).type) != "cuda":
         raise SearchError(
             f"study {spec.name!r} asks for peak_memory_mb, which is measured on CUDA devices, and here it would be "
             f"trained on {kind}: train it where there is a GPU, or search by model_mb or parameters"

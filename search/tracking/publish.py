@@ -20,9 +20,9 @@ from hpsearch.search.finalists.table import Finalists, counting_set
 from hpsearch.search.finalists.text import confirmation_lines, optimism, ranked
 from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import first_value
-from hpsearch.search.study.study import StoredStudy, finalist_trials, load_study, parent_of
-from hpsearch.search.study.summary import Summary, format_value, rung_lines, summarise
+from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_parent_study, load_study
+from hpsearch.search.study.summary import Summary, format_rungs, format_value, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
@@ -81,13 +81,15 @@ def _tell_finalists(
     parent = str(study.attrs[RUN_ID])
     tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
-    front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.several else {}
+    front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.is_multi_objective else {}
     tracking.annotate_run(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
     for rank, row in enumerate(ranked(study, found), 1):
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
-        figures |= {f"finalist_mean_{name}": mean for name, mean in zip(study.spec.ways, row.means, strict=False)}
+        figures |= {
+            f"finalist_mean_{name}": mean for name, mean in zip(study.spec.direction_by_metric, row.means, strict=False)
+        }
         if row.trial == found.winner and found.expected is not None:
             figures |= {
                 "expected": found.expected.mean,
@@ -101,7 +103,7 @@ def _tell_finalists(
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
-    for number in finalist_trials(study) - {row.trial for row in found.rows}:
+    for number in list_finalist_trials(study) - {row.trial for row in found.rows}:
         if number in runs:
             _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
 
@@ -127,7 +129,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "seeds": list(found.seeds),
         "winner": found.winner,
         "tie": list(found.tie),
-        **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.several else {}),
+        **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.is_multi_objective else {}),
         "standard_error_of_difference": found.error,
         "fresh_divisions": found.divided,
         "expected": None if found.expected is None else dataclasses.asdict(found.expected),
@@ -154,17 +156,17 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         "",
         f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{format_command('top', spec.name)}`",
     ]
-    if spec.several and summary.front:
+    if spec.is_multi_objective and summary.front:
         lines += ["", "Front, the trials that no other dominates:", "", *_front_table(spec, summary.front)]
     elif (best := summary.best) is not None:
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
-        lines += ["", f"Best: {_linked(best)}, val {spec.metric} {first_value(best):.4f} with {params}."]
+        lines += ["", f"Best: {_linked(best)}, val {spec.metric} {get_first_value(best):.4f} with {params}."]
     if summary.out_of_bounds:
         bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
     for line in confirmation_lines(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
-    rungs = rung_lines(study)
+    rungs = format_rungs(study)
     rungs += [best_open] if (best_open := format_best_forecast(study)) else []
     lines += ["", *(f"- {line}" for line in rungs)] if rungs else []
     promoted = [line for line in format_promotions(study) if line]
@@ -173,9 +175,9 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
 
 
 def _ways(spec: StudySpec) -> str:
-    if not spec.several:
+    if not spec.is_multi_objective:
         return f"{spec.direction} val {spec.metric}"
-    return " and ".join(f"{way} {name}" for name, way in spec.ways.items())
+    return " and ".join(f"{way} {name}" for name, way in spec.direction_by_metric.items())
 
 
 def _linked(trial: FrozenTrial) -> str:
@@ -184,11 +186,15 @@ def _linked(trial: FrozenTrial) -> str:
 
 
 def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
-    head = [f"| trial | {' | '.join(spec.ways)} |", f"|---|{'---|' * len(spec.ways)}"]
+    head = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * len(spec.direction_by_metric)}"]
     shown = [
         f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_MOST]
     ]
-    return head + shown + ([f"| and {len(front) - _MOST} more | {'| ' * len(spec.ways)}"] if len(front) > _MOST else [])
+    return (
+        head
+        + shown
+        + ([f"| and {len(front) - _MOST} more | {'| ' * len(spec.direction_by_metric)}"] if len(front) > _MOST else [])
+    )
 
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
@@ -204,19 +210,19 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tag_names.FAILED: str(summary.failed),
     }
     metrics: dict[str, float] = {}
-    if summary.best is not None and (value := first_value(summary.best)) is not None:
+    if summary.best is not None and (value := get_first_value(summary.best)) is not None:
         metrics[f"best_val_{study.spec.metric}"] = value
         tags[tag_names.BEST_TRIAL] = str(summary.best.number)
         tags[tag_names.BEST_RUN_ID] = str(summary.best.user_attrs.get(RUN_ID, ""))
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         tags[tag_names.FRONT] = json.dumps(
-            {t.number: dict(zip(study.spec.ways, t.values, strict=True)) for t in summary.front}
+            {t.number: dict(zip(study.spec.direction_by_metric, t.values, strict=True)) for t in summary.front}
         )
     if study.spec.constraints:
         tags[tag_names.OUT_OF_BOUNDS] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)
     end_open_runs(study, tracking)
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         _tag_front(study, summary, tracking)
     tell_confirmation(study, tracking)
     tracking.end_study_run(
@@ -260,7 +266,7 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
     try:
         if study.spec.finalists_of is not None:
             end_open_runs(study, tracking)
-            study = parent_of(study)
+            study = load_parent_study(study)
             summary = summarise(study)
         close_study(study, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later

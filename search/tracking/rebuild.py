@@ -20,7 +20,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.errors import USER_ERRORS, SearchError
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.tracker import Tracker
@@ -127,7 +127,9 @@ def _result(
     checkpoints.files.get(next(iter(pointers.values())), last)
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
-    if best["value"] != first_value(trial):
-        raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {first_value(trial):.6g}")
+    if best["value"] != get_first_value(trial):
+        raise SearchError(
+            f"its last checkpoint has a best value of {best['value']:.6g}, not {get_first_value(trial):.6g}"
+        )
     checkpoint.write(folder / "best.pt", best)
     return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

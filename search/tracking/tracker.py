@@ -14,7 +14,7 @@ from hpsearch.kill_points import kill_point
 from hpsearch.search.console import pluralize
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.search.study.study import StoredStudy, outbox_folder, parent_of
+from hpsearch.search.study.study import StoredStudy, get_outbox_folder, load_parent_study
 from hpsearch.search.tracking.system_metrics import SystemMetrics
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from hpsearch.storage.database.locks import check_lock_held, study_lock
@@ -85,7 +85,7 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
     """
     spec = study.spec
     if spec.finalists_of is not None:
-        parent = parent_of(study)
+        parent = load_parent_study(study)
         run_id = open_parent_run(parent, tracking)
         for key in (RUN_ID, RUN_URL, TRACKING_URI):
             study.set_attr(key, parent.attrs[key])
@@ -156,7 +156,7 @@ class Tracker:
             tracking, RunLinks(study.engine), get_parent_run=parent, on_delivered=checkpoints.forget_trial
         )
         consumers: list[Consumer] = [mlflow, *make_optional_trackers(study, home)]
-        self.outbox = Outbox(outbox_folder(home, study), [consumer.name for consumer in consumers])
+        self.outbox = Outbox(get_outbox_folder(home, study), [consumer.name for consumer in consumers])
         self.sender = Sender(self.outbox, consumers, should_retry_rejected=should_retry_rejected)
         self.system_metrics = SystemMetrics() if system_metrics else None
 

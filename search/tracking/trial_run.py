@@ -21,7 +21,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import Exported, RunResult
 from hpsearch.objectives.training.trainer import device_named
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import in_bounds, is_among_best, is_on_front
+from hpsearch.search.study.ranking import is_among_best, is_feasible, is_on_front
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.tracker import Tracker, pruning_tags
 from hpsearch.storage.attributes import PENDING
@@ -162,7 +162,7 @@ class TrialTracking:
             # Of these alone: by this name people sort for whom to promote, and a pruned trial has no model. What a
             # refit scores is of samples that it is trained on, and would be the first of all.
             last = result.history[-1]
-            asked = self._spec.also_reported
+            asked = self._spec.reported_metrics
             named = {key: value for key, value in result.best_metrics.items() if key.startswith("val_") or key in asked}
             best = {f"best_{key}": value for key, value in named.items()}
             best["best_epoch"] = float(result.best_epoch)
@@ -191,13 +191,13 @@ class TrialTracking:
             return False
         # Of two that end together neither sees the other, and both may leave one; none of the best goes without.
         spec, complete = self._spec, self._study.trials(TrialState.COMPLETE)
-        best = spec.asked(result.best_metrics)
-        if spec.out_of_bounds(best):
+        best = spec.select_metrics(result.best_metrics)
+        if spec.list_violations(best):
             return False
-        if spec.several:
-            others = [trial.values for trial in complete if trial.values and in_bounds(trial)]
-            return is_on_front([best[name] for name in spec.ways], others, spec.maximized)
-        ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and in_bounds(trial)}
+        if spec.is_multi_objective:
+            others = [trial.values for trial in complete if trial.values and is_feasible(trial)]
+            return is_on_front([best[name] for name in spec.direction_by_metric], others, spec.maximized)
+        ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and is_feasible(trial)}
         return is_among_best(
             self._claim.number,
             result.best_value,

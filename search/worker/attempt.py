@@ -18,9 +18,9 @@ from hpsearch.objectives.training.ranks import RankLostError, current
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
-from hpsearch.search.samplers.suggest import division_seed, suggest, training_seed
-from hpsearch.search.study.devices import pace_of
-from hpsearch.search.study.study import open_attempt_dir, remove_earlier
+from hpsearch.search.samplers.suggest import get_resplit_seed, suggest, training_seed
+from hpsearch.search.study.devices import summarize_throughput
+from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.ranks import Job, fit_together
@@ -120,7 +120,7 @@ class Attempt:
             epochs=spec.epochs,
             seed=training_seed(spec, self._claim.number),
             split_seed=spec.seed,
-            division=division_seed(spec, self._claim.number),
+            division=get_resplit_seed(spec, self._claim.number),
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
@@ -132,12 +132,12 @@ class Attempt:
         assert session is not None
         session.keep_best()
         kept = self._tracked.publish(result, session.files)
-        pace = pace_of([record.metrics for record in result.history])
+        pace = summarize_throughput([record.metrics for record in result.history])
         spec = self._context.spec
         if isinstance(decision := result.verdict.reason, Decision):
             grounds = decision.record()
             self._tracked.tag_pruning(grounds)
-            last = spec.asked(result.history[-1].metrics)
+            last = spec.select_metrics(result.history[-1].metrics)
             attrs = {PRUNING: grounds, **pace}
             ended = self._end(
                 Outcome.PRUNED, decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
@@ -154,11 +154,11 @@ class Attempt:
                 reason = (
                     f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and validation"
                 )
-            best = {**spec.asked(result.best_metrics), spec.metric: value}
-            vector = [best[name] for name in spec.ways]
+            best = {**spec.select_metrics(result.best_metrics), spec.metric: value}
+            vector = [best[name] for name in spec.direction_by_metric]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
         session.kept.forget(but_last=kept)
-        remove_earlier(self._context.runs_dir, self._claim)
+        remove_earlier_attempts(self._context.runs_dir, self._claim)
         return ended
 
     def _infeasible(self, error: Exception) -> TrialEnd:
@@ -201,7 +201,7 @@ class Attempt:
     ) -> TrialEnd:
         # What `study.tell` does, but for the sampler's `after_trial`: constraints are written here.
         spec = self._context.spec
-        out_of_bounds = [] if metrics is None else spec.out_of_bounds(metrics)
+        out_of_bounds = [] if metrics is None else spec.list_violations(metrics)
         if out_of_bounds:
             untold = [line for line in out_of_bounds if line not in reason]
             reason += f"; out of bounds: {', '.join(untold)}" if untold else ""

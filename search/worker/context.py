@@ -12,17 +12,17 @@ from pathlib import Path
 from hpsearch.objectives.training.ranks import current
 from hpsearch.search.errors import as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
-from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import (
     check_release,
+    get_runs_folder,
     load_study,
     require_measurable,
-    runs_folder,
-    with_tracking,
+    resolve_tracking,
 )
 from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
@@ -77,13 +77,13 @@ class WorkerContext:
         study, spec = self.study, self.study.spec
         check_release(study)
         check_trackers(spec)
-        services = with_tracking(services, study, required=options.tracking_required)
+        services = resolve_tracking(services, study, required=options.tracking_required)
         if away := services.tracking_error:
             log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective()
         with as_search_error(f"study {name!r} cannot be joined here: "):
-            spec.sampler.get_ready()
+            spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
             log.warning(warning)
         self.tracking = services.open_tracking()
@@ -96,10 +96,10 @@ class WorkerContext:
             tags=run_tags(self.objective, options.device),
             system_metrics=options.system_metrics,
         )
-        self.runs_dir = runs_folder(services.home / "runs", study)
+        self.runs_dir = get_runs_folder(services.home / "runs", study)
         self.sampled = as_sampled(study.open(), partial(read_epoch_values, study.engine, study.study_id))
-        self.rungs = study_rungs(spec)
-        metered = spec.epochs if spec.metered else None
+        self.rungs = make_rungs(spec)
+        metered = spec.epochs if spec.has_epoch_or_time_budget else None
         self.claims = Claims(
             study.engine, study.study_id, worker=worker_name(), lease=options.lease, rungs=self.rungs, metered=metered
         )

@@ -48,7 +48,7 @@ class Worker:
                 ended: TrialEnd | None
                 if self._rest is not None and (given_up := self._rest.given_up()):
                     log.info("no new trial is begun: %s", given_up.why)
-                match self._context.claims.claim(open_new=not self._context.study.out_of_time):
+                match self._context.claims.claim(open_new=not self._context.study.is_timed_out):
                     case StudyStopped(why):
                         log.info("the study was stopped: %s", why)
                         return EXIT_DONE
@@ -74,7 +74,7 @@ class Worker:
     def _any_left(self) -> bool:
         """Whether there is a reason to start a worker again; a database that does not answer is one."""
         try:
-            return self._context.claims.has_trials_left(open_new=not self._context.study.out_of_time)
+            return self._context.claims.has_trials_left(open_new=not self._context.study.is_timed_out)
         except SERVICE_ERRORS:
             return True
 

@@ -8,7 +8,7 @@ from typing import Any, Self, TypedDict
 from pydantic import Field, ValidationError, model_validator
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.kinds import Number, Options, refusal
+from hpsearch.search.spec.kinds import Number, Options, format_validation_error
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.urls import Addresses
 
@@ -125,7 +125,7 @@ class WorkerOptions(Options):
             return validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise SearchError(refusal(flag_of(str(first["loc"][0])), first)) from None
+            raise SearchError(format_validation_error(flag_of(str(first["loc"][0])), first)) from None
 
     @property
     def world(self) -> int:

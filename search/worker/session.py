@@ -106,7 +106,7 @@ class TrialSession:
         # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
         spec = self._context.spec
         metrics = self._asked(record)
-        vector = [metrics[name] for name in spec.ways] if spec.several else None
+        vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
         reported = self._report(record.epoch, metrics[spec.metric], vector)
         self._context.pulse.beat()
         if not reported.counted:
@@ -121,7 +121,7 @@ class TrialSession:
             best = self._asked(self.curve.best_until(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
             decision = self._context.pruner(
-                trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.ways]
+                trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.direction_by_metric]
             )
             if decision.prune:
                 return Verdict.PRUNE.because(decision)
@@ -139,7 +139,7 @@ class TrialSession:
             ObjectiveError: one is missing; one line names it and the ones that were reported.
         """
         try:
-            return self._context.spec.asked(record.metrics)
+            return self._context.spec.select_metrics(record.metrics)
         except KeyError as missing:
             there = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
             raise ObjectiveError(
@@ -151,7 +151,7 @@ class TrialSession:
         rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
             return None
-        value = [best[name] for name in spec.ways] if spec.several else best[spec.metric]
+        value = [best[name] for name in spec.direction_by_metric] if spec.is_multi_objective else best[spec.metric]
         rung = rungs.epochs.index(epoch + 1)
         return self._context.claims.report_rung(self._claim, rung, value, system=violations(spec, best))
 
@@ -172,12 +172,12 @@ class TrialSession:
         if not values:
             return None
         last = max(values)
-        if not spec.several:
+        if not spec.is_multi_objective:
             return values[last]
         if last >= self.curve.next_epoch or not math.isfinite(values[last]):
             return None
         metrics = self._asked(self.curve.history[last])
-        return [metrics[name] for name in spec.ways]
+        return [metrics[name] for name in spec.direction_by_metric]
 
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""
@@ -189,7 +189,7 @@ class TrialSession:
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
-        ways = self._context.spec.ways
+        ways = self._context.spec.direction_by_metric
         self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)
 
 

@@ -103,20 +103,20 @@ def as_shipped(objectives: np.ndarray) -> np.ndarray:
     sorted vectors for their places; so it stops others than it means to.
     """
     found: list[int] = []
-    front_of = compute_front_ranks(objectives)
-    for front in range(int(front_of.max()) + 1):
-        members = np.flatnonzero(front_of == front)
+    find_pareto_front = compute_front_ranks(objectives)
+    for front in range(int(find_pareto_front.max()) + 1):
+        members = np.flatnonzero(find_pareto_front == front)
         found += members[np.argsort(net(objectives[members]))].tolist()
     return np.array(found)
 
 
 def as_meant(objectives: np.ndarray) -> np.ndarray:
     """The places of vectors [n] as Schmucker et al. have them: by front, within one by an epsilon-net, not scaled."""
-    front_of = compute_front_ranks(objectives)
+    find_pareto_front = compute_front_ranks(objectives)
     found = np.empty(len(objectives), dtype=int)
-    for front in range(int(front_of.max()) + 1):
-        members = np.flatnonzero(front_of == front)
-        found[members[net(objectives[members])]] = (front_of < front).sum() + np.arange(len(members))
+    for front in range(int(find_pareto_front.max()) + 1):
+        members = np.flatnonzero(find_pareto_front == front)
+        found[members[net(objectives[members])]] = (find_pareto_front < front).sum() + np.arange(len(members))
     return found
 
 

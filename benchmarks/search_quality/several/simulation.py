@@ -29,7 +29,7 @@ class Worth:
     spent: list[int] = field(default_factory=list)
     volume: list[float] = field(default_factory=list)
 
-    def most(self, epochs: int) -> float:
+    def max_trials(self, epochs: int) -> float:
         """The most it was worth until so many epochs were spent."""
         return max(self.volume[: bisect.bisect_right(self.spent, epochs)], default=0.0)
 

@@ -80,9 +80,12 @@ def test_the_first_fronts_go_on_once_per_rung_and_where_they_were_left() -> None
     assert any(work.params is None for work in way.given)
     at_first = {trial: value for trial, epoch, value in way.told if epoch == 0}
     on = {trial for trial, epoch, _ in way.told if epoch == 1}
-    front_of = compute_front_ranks(np.array([[-a, b] for a, b in at_first.values()]))
+    find_pareto_front = compute_front_ranks(np.array([[-a, b] for a, b in at_first.values()]))
     numbers = list(at_first)
-    mean = {who: np.mean([front_of[numbers.index(t)] for t in numbers if (t in on) == who]) for who in (True, False)}
+    mean = {
+        who: np.mean([find_pareto_front[numbers.index(t)] for t in numbers if (t in on) == who])
+        for who in (True, False)
+    }
     assert mean[True] + 1 < mean[False]
     assert simulation.history.epochs == len(way.told) == 300
 

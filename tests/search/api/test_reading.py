@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpsearch import SearchError, Study, delete_study, list_studies, load_objective
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.objective import Objective
-from hpsearch.search.api.actions import reference_of
+from hpsearch.search.api.actions import find_objective_reference
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.study_storage.storage import open_storage
@@ -112,11 +112,11 @@ class Here(Objective):
 
 
 def test_a_class_is_named_so_that_workers_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reference_of("wine.py") == "wine.py"
-    assert reference_of(Digits) == "digits"
-    assert reference_of(Here) == f"{__name__}:Here"
+    assert find_objective_reference("wine.py") == "wine.py"
+    assert find_objective_reference(Digits) == "digits"
+    assert find_objective_reference(Here) == f"{__name__}:Here"
     with pytest.raises(SearchError, match=r"class Wine is defined in __main__.*%%writefile wine.py"):
-        reference_of(type("Wine", (Objective,), {"__module__": "__main__"}))
+        find_objective_reference(type("Wine", (Objective,), {"__module__": "__main__"}))
 
 
 def test_a_file_that_a_notebook_writes_anew_is_read_anew(folder: Path) -> None:

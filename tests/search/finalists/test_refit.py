@@ -9,8 +9,8 @@ from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
 from hpsearch.search.finalists.table import finalist_sets
 from hpsearch.search.promotion.evaluate_test import choose_candidate
-from hpsearch.search.samplers.suggest import derive_seed, division_seed, training_seed
-from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.search.samplers.suggest import derive_seed, get_resplit_seed, training_seed
+from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.attributes import PARENT_TRIAL
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
@@ -40,12 +40,12 @@ def test_the_winner_is_trained_for_the_epochs_that_its_fresh_runs_chose(study: S
     assert [trial.user_attrs[PARENT_TRIAL] for trial in trials] == [3] * 3
     assert all(trial.system_attrs["fixed_params"] == params(3) for trial in trials)
     assert [training_seed(made.spec, number) for number in range(3)] == of.seeds
-    assert division_seed(made.spec, 0) is None
+    assert get_resplit_seed(made.spec, 0) is None
     sets = chosen.spec.finalists_of
     assert sets is not None
     used = {*sets.seeds, *(derive_seed(study.spec.seed, "trial", number) for number in range(len(VALUES)))}
     assert not used & set(of.seeds)
-    assert parent_of(made).study_id == study.study_id
+    assert load_parent_study(made).study_id == study.study_id
 
 
 def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> None:

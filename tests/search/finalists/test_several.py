@@ -77,7 +77,7 @@ def test_finalists_are_the_front_and_each_configuration_once(study: StoredStudy)
     of = chosen.spec.finalists_of
     assert of is not None
     assert (created, of.trials, of.top, chosen.spec.n_trials) == (True, [1, 2, 0], 3, 3)
-    assert chosen.spec.ways == study.spec.ways
+    assert chosen.spec.direction_by_metric == study.spec.direction_by_metric
     assert create_or_join(study, top=None, seeds=None)[1] is False
 
 

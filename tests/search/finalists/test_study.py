@@ -14,7 +14,7 @@ from hpsearch.search.finalists.choose import best_configurations, create_or_join
 from hpsearch.search.finalists.text import confirmation_lines
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, suggest, training_seed
-from hpsearch.search.study.study import StoredStudy, load_study, parent_of
+from hpsearch.search.study.study import StoredStudy, load_parent_study, load_study
 from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -59,7 +59,7 @@ def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(s
     assert chosen.attrs[FOLDER] != study.folder
     assert [t.state for t in study.trials()] == [TrialState.COMPLETE] * 5, "the search knows nothing of it"
     assert load_study(study.storage, "s.finalists").spec == chosen.spec
-    assert parent_of(chosen).study_id == study.study_id
+    assert load_parent_study(chosen).study_id == study.study_id
 
 
 def test_the_budget_is_exact(study: StoredStudy) -> None:

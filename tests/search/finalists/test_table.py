@@ -9,7 +9,7 @@ import pytest
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table
-from hpsearch.search.samplers.suggest import division_seed
+from hpsearch.search.samplers.suggest import get_resplit_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
@@ -108,8 +108,8 @@ def test_a_set_that_was_chosen_before_there_were_divisions_goes_on_without(study
     chosen.set_attr(SPEC, spec)
     again, made = create_or_join(study, top=2, seeds=2)
     assert (again.study_id, made) == (chosen.study_id, False)
-    assert division_seed(again.spec, 0) is None
-    assert division_seed(chosen.spec, 0) == division_seed(chosen.spec, 1) != division_seed(chosen.spec, 2)
+    assert get_resplit_seed(again.spec, 0) is None
+    assert get_resplit_seed(chosen.spec, 0) == get_resplit_seed(chosen.spec, 1) != get_resplit_seed(chosen.spec, 2)
     train(again, lambda trial, _: trial / 10)
     found = table(study)
     assert (found.winner, found.expected, found.divided) == (3, None, False)

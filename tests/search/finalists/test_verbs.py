@@ -7,7 +7,7 @@ import pytest
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
@@ -44,11 +44,11 @@ def test_finalists_outlive_a_search_that_another_program_deletes(study: StoredSt
     chosen, _ = create_or_join(study, top=2, seeds=2)
     study.storage.delete_study(study.study_id)
     with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
-        parent_of(chosen)
+        load_parent_study(chosen)
     again = search(study.storage, "s", [finished(0, 0.5)])
     assert read_finalists(again) is None, "another study under the old name"
     with pytest.raises(SearchError, match="was deleted"):
-        parent_of(chosen)
+        load_parent_study(chosen)
     assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
 
 

@@ -52,7 +52,7 @@ def study_of(
     storage.set_study_user_attr(made._study_id, SPEC, stored.model_dump())
     storage.import_trials(made._study_id, list(trials))
     study = load_study(storage, name)
-    if stored.several:
+    if stored.is_multi_objective:
         rows = [
             {"trial_id": each._trial_id, "step": step, "metrics": [value, *(v * (2 - step) for v in each.values[1:])]}
             for each in study.trials()

@@ -13,7 +13,7 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.figures import compute_hypervolume_history, compute_importances
 from hpsearch.search.report.trials import compute_epoch_usage, select_shown_trials
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import broken_bounds
+from hpsearch.search.study.summary import list_violations
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.search.report.support import BOUNDS, TRIALS, WAYS, study_of, trial
 
@@ -57,7 +57,7 @@ def test_trials_are_in_the_order_of_the_fronts_and_those_out_of_bounds_after_the
 
 
 def test_the_bounds_that_a_trial_breaks_are_told_also_where_it_was_pruned_as_it_waited(study: StoredStudy) -> None:
-    told = [broken_bounds(study.spec, each) for each in study.trials()]
+    told = [list_violations(study.spec, each) for each in study.trials()]
     assert told == [[], [], [], ["model_mb 12, not <= 10"], ["latency_ms 6, not <= 5"]]
 
 

@@ -294,7 +294,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
     assert len(found) == 3 + 4 + 1
     assert distinct(found) == 8
     spec = SamplerSpec.parse({"name": "brute_force"}).for_objective(Small(forked))
-    assert spec.most() == 8
+    assert spec.max_trials() == 8
     assert spec.model_dump()["configurations"] == 8
 
 

@@ -19,7 +19,7 @@ def test_the_first_of_several_is_the_metric(given: Any) -> None:
     assert (made.metric, made.direction, made.ways) == ("accuracy", "maximize", WAYS)
     assert made.several
     assert made.maximized == (True, False)
-    assert made.also_reported == ("latency_ms",)
+    assert made.reported_metrics == ("latency_ms",)
     assert (made.sampler.name, made.pruner.name) == ("freeze_thaw", "asha")
 
 
@@ -52,10 +52,10 @@ def test_options_without_a_name_are_those_of_the_usual_kind() -> None:
 def test_bounds(given: Any) -> None:
     made = spec(metric="accuracy", direction="maximize", constraints=given)
     assert made.bounds == (Bound("model_mb", "<=", 10.0), Bound("accuracy", ">=", 0.9))
-    assert made.also_reported == ("model_mb",)
-    assert made.out_of_bounds({"model_mb": 10.0, "accuracy": 0.9}) == []
+    assert made.reported_metrics == ("model_mb",)
+    assert made.list_violations({"model_mb": 10.0, "accuracy": 0.9}) == []
     broken = ["model_mb 12.5, not <= 10", "accuracy 0.8, not >= 0.9"]
-    assert made.out_of_bounds({"model_mb": 12.5, "accuracy": 0.8}) == broken
+    assert made.list_violations({"model_mb": 12.5, "accuracy": 0.8}) == broken
     assert [round(bound.violation(12.5), 6) for bound in made.bounds] == [2.5, -11.6]
     assert parse_spec(made.model_dump()) == made
 

@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners.rungs import bracket_of, shares
+from hpsearch.search.pruners.rungs import choose_bracket, compute_bracket_shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.settings import differences
@@ -218,9 +218,9 @@ def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
     trial = study.ask()
     frozen = study._storage.get_trial(trial._trial_id)
     seen = optuna.pruners._filter_study(study, frozen).get_trials(deepcopy=False)
-    parts = shares(1, 12, 3)
-    bracket = bracket_of("night", trial.number, parts)
-    assert [t.number for t in seen] == [n for n in range(31) if bracket_of("night", n, parts) == bracket]
+    parts = compute_bracket_shares(1, 12, 3)
+    bracket = choose_bracket("night", trial.number, parts)
+    assert [t.number for t in seen] == [n for n in range(31) if choose_bracket("night", n, parts) == bracket]
     assert len(seen) < 31
 
 

@@ -13,7 +13,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import promote
 from hpsearch.search.study.cleanup import Garbage, find_garbage
-from hpsearch.search.study.study import load_study, runs_folder
+from hpsearch.search.study.study import get_runs_folder, load_study
 from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
@@ -116,7 +116,7 @@ def test_a_removal_that_was_cut_short_is_gone_on_with(own_tracked: Tracked, tmp_
 @pytest.fixture
 def runs(tracked: Tracked, tmp_path: Path) -> Path:
     """Directories here of trials 0 to 2, the first of them after an attempt that came to nothing."""
-    folder = runs_folder(tmp_path / "runs", tracked.stored)
+    folder = get_runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0000-1", "0001-1", "0002-1", "notes"):
         (folder / name).mkdir(parents=True)
         (folder / name / "train.log").write_bytes(b"x" * 10)
@@ -149,7 +149,7 @@ def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Track
         tracked.stored.study_id,
         [create_trial(value=0.1, user_attrs=attrs), create_trial(state=TrialState.RUNNING, user_attrs={ATTEMPT: 2})],
     )
-    folder = runs_folder(tmp_path / "runs", tracked.stored)
+    folder = get_runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0004-1", "0004-2", "0004-3", "0005-1", "0005-2"):
         (folder / name).mkdir(parents=True)
     (garbage,) = find(tracked, tmp_path, keep_top=9)

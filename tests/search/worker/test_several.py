@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch import EpochRecord
 from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
-from hpsearch.search.study.ranking import front_of, rank_trials
+from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.search.worker.session import violations
 from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.embedded.stack import StackInfo
@@ -120,7 +120,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert tags(stack, costly)["hpsearch.out_of_bounds"] == OUT
     assert "hpsearch.out_of_bounds" not in tags(stack, good)
     maximize = study.spec.maximized
-    assert [trial.number for trial in front_of(study.trials, maximize)] == [1, 2]
+    assert [trial.number for trial in find_pareto_front(study.trials, maximize)] == [1, 2]
     assert {trial.number for trial in rank_trials(study.trials, maximize)} == {0, 1, 2}
     assert {trial.number for trial in rank_trials(study.trials, maximize, infeasible=True)} == {0, 1, 2, 4, 5}
     summary = study.summary()

@@ -11,7 +11,7 @@ from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.spec.settings import resolve
-from hpsearch.search.spec.spec import MOST_TRIALS
+from hpsearch.search.spec.spec import MAX_TRIALS
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -27,7 +27,7 @@ from tests.search.study.steering.support import Say, take
 @pytest.fixture
 def study(storage: PostgresStorage) -> optuna.Study:
     study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
-    spec = {**spec_of(name="none").model_dump(), "n_trials": MOST_TRIALS, "budget_epochs": 2}
+    spec = {**spec_of(name="none").model_dump(), "n_trials": MAX_TRIALS, "budget_epochs": 2}
     with storage.engine.begin() as connection:
         open_spending(connection, study._study_id, epochs=2, seconds=None)
     storage.set_study_user_attr(study._study_id, SPEC, spec)
@@ -108,7 +108,7 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
 def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() -> None:
     digits = load_objective("digits")
     of_epochs = resolve({"objective": "digits", "budget_epochs": 100}, digits)
-    assert of_epochs.n_trials == MOST_TRIALS
+    assert of_epochs.n_trials == MAX_TRIALS
     assert of_epochs.budgets == "100 epochs"
     both = resolve({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
     assert both.n_trials == 5

@@ -15,7 +15,7 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
-from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_best_forecast, make_forecast_table
 from hpsearch.search.report.trials import estimate_epoch_ends
@@ -40,7 +40,7 @@ def study(storage: PostgresStorage) -> optuna.Study:
 
 @pytest.fixture
 def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
-    rungs = study_rungs(load_study(storage, "s").spec)
+    rungs = make_rungs(load_study(storage, "s").spec)
     return Claims(storage.engine, study._study_id, worker="host:1", rungs=rungs)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.study.devices import pace_of
+from hpsearch.search.study.devices import summarize_throughput
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
@@ -31,7 +31,7 @@ def epoch(rate: float, **more: float) -> dict[str, float]:
 
 
 def train(claims: Claims, *epochs: dict[str, float]) -> None:
-    claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.5, attrs=pace_of(list(epochs)))
+    claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.5, attrs=summarize_throughput(list(epochs)))
 
 
 def pages(say: Say, stored: StoredStudy, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from hpsearch.search.report.show import format_summary
 from hpsearch.search.report.top import read_status
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.samplers.known_trials import as_sampled
-from hpsearch.search.study.enqueue import waits_in_vain
+from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.study.terminator import FIRST, Terminator
@@ -189,9 +189,9 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     ran(study, np.linspace(1, 0, FIRST))
-    assert waits_in_vain(stored) is None
+    assert find_stopped_warning(stored) is None
     assert rest(stored).given_up() is not None
-    assert waits_in_vain(stored) is None
+    assert find_stopped_warning(stored) is None
     mine = tmp_path / "mine.csv"
     mine.write_text("weight_decay\n0.003\n")
     home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
@@ -206,7 +206,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
     assert Study.open("s", **where).enqueue_trial(mine) == 1
     assert capsys.readouterr().err == f"warning: {why.replace('1 enqueued trial', '2 enqueued trials')}\n"
     say("start", "s")
-    assert waits_in_vain(stored) is None
+    assert find_stopped_warning(stored) is None
     assert [take(claims).number for _ in range(2)] == [FIRST, FIRST + 1]
 
 
