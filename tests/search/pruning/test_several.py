@@ -22,7 +22,9 @@ class Search:
     def __init__(self, url: str, made: StudySpec) -> None:
         self.spec = made
         self.storage = open_storage(url, application_name="test")
-        self.study = optuna.create_study(study_name=made.name, directions=[*made.ways.values()], storage=self.storage)
+        self.study = optuna.create_study(
+            study_name=made.name, directions=[*made.direction_by_metric.values()], storage=self.storage
+        )
         self.judge = StudyPruner(made, self.storage, self.study._study_id)
 
     def ask(self) -> int:

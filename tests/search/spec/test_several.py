@@ -16,8 +16,8 @@ from tests.factories import WAYS, refused, spec
 )
 def test_the_first_of_several_is_the_metric(given: Any) -> None:
     made = spec(directions=given)
-    assert (made.metric, made.direction, made.ways) == ("accuracy", "maximize", WAYS)
-    assert made.several
+    assert (made.metric, made.direction, made.direction_by_metric) == ("accuracy", "maximize", WAYS)
+    assert made.is_multi_objective
     assert made.maximized == (True, False)
     assert made.reported_metrics == ("latency_ms",)
     assert (made.sampler.name, made.pruner.name) == ("freeze_thaw", "asha")
@@ -25,12 +25,12 @@ def test_the_first_of_several_is_the_metric(given: Any) -> None:
 
 def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
     made = spec(directions={"zeta": "minimize", "alpha": "maximize"})
-    assert list(parse_spec(made.model_dump()).ways) == ["zeta", "alpha"]
+    assert list(parse_spec(made.model_dump()).direction_by_metric) == ["zeta", "alpha"]
 
 
 def test_one_direction_is_one_metric() -> None:
     made = spec(directions={"loss": "minimize"})
-    assert (made.metric, made.direction, made.directions, made.several) == ("loss", "minimize", None, False)
+    assert (made.metric, made.direction, made.directions, made.is_multi_objective) == ("loss", "minimize", None, False)
     assert (made.sampler.name, made.pruner.name) == ("tpe", "median")
 
 
