@@ -109,7 +109,7 @@ class Stored:
         if self._rungs is None or epoch + 1 not in self._rungs.epochs:
             return True
         rung = self._rungs.epochs.index(epoch + 1)
-        return self._claims.report_rung(self._claimed[trial], rung, self._best(trial)).promoted
+        return self._claims.report_rung(self._claimed[trial], rung, self._best(trial)).is_promoted
 
     def _best(self, trial: int) -> float:
         values = self._values[trial].values()

@@ -40,7 +40,7 @@ from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError, read_test_evaluation
-from hpsearch.storage.trials.history import finalist_studies, refit_studies
+from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 
 
 def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
@@ -177,7 +177,7 @@ def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
     Raises:
         SearchError: trials of one of them are running.
     """
-    names = [of(study.engine, study.study_id) for of in (finalist_studies, refit_studies)]
+    names = [of(study.engine, study.study_id) for of in (read_finalist_studies, read_refit_studies)]
     own = [load_study(study.storage, name) for some in names for name in some]
     for each in (study, *own):
         if alive := count_running(each):

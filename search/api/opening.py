@@ -145,7 +145,7 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         metric=spec.metric,
         finished=at.finished,
         budget=spec.n_trials,
-        done=at.done,
+        done=at.summary,
         complete=at.complete,
         pruned=at.pruned,
         failed=at.fail,

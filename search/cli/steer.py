@@ -77,7 +77,7 @@ def extend(
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
     if given_up is not None:
-        typer.echo(f"{name} goes on, though {given_up.why}: that is judged again after some more trials")
+        typer.echo(f"{name} goes on, though {given_up.reason}: that is judged again after some more trials")
     of = "of them" if done.unit == "trials" else "trials"
     if done.before == done.after:
         typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")

@@ -21,7 +21,7 @@ from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.fork import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.storage.attributes import STOPPED, VERSION
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.home import HOME_VARIABLE
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
@@ -98,7 +98,7 @@ class Checker:
 
 def check_store(url: str) -> Finding:
     """Check that checkpoints can be written to a URL."""
-    checkpoints = Checkpoints(url)
+    checkpoints = CheckpointStore(url)
     checkpoints.check(create=False)
     return Finding("ok", f"{checkpoints.url} can be written")
 
@@ -262,7 +262,7 @@ def check_artifacts(uri: str) -> Finding:
 def _check_study(study: StoredStudy) -> Finding:
     name = study.spec.name
     at = read_progress(study.engine, study.study_id, study.spec.direction)
-    said = f"{name}: {at.done} have ended{at.early}, {len(at.running)} running"
+    said = f"{name}: {at.summary} have ended{at.early_stop_note}, {len(at.running)} running"
     if why := study.attrs.get(STOPPED):
         return Finding(
             "warning", f"{said}; it was stopped {why}", f"run '{format_command('start', name)}' to let it go on"

@@ -39,7 +39,7 @@ from hpsearch.storage.attributes import (
 )
 from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.rungs.fronts import find_front, to_losses
-from hpsearch.storage.trials.history import finalist_studies, refit_studies
+from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 
 _LONGEST_NAME = 100  # of the spec
 
@@ -196,7 +196,7 @@ def passed_over(study: StoredStudy, top: int) -> list[int]:
 def fresh_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
     """Return seeds that nothing of the study was trained on, derived from the study's and what they are for."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
-    for names in (finalist_studies, refit_studies):
+    for names in (read_finalist_studies, read_refit_studies):
         for name in names(study.engine, study.study_id):
             of = load_study(study.storage, name).spec.finalists_of
             taken.update(of.seeds if of is not None else [])
@@ -234,6 +234,6 @@ def _require_over(study: StoredStudy) -> None:
         raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}: wait for the end: {wait}")
     if not ended:
         raise SearchError(
-            f"study {name!r} is not over, {study.done(finished)} are done: let it end, or stop it first: "
+            f"study {name!r} is not over, {study.format_progress(finished)} are done: let it end, or stop it first: "
             f"{format_command('stop', name)}"
         )

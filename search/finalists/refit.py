@@ -22,7 +22,7 @@ from hpsearch.search.study.study import StoredStudy, find_study, load_study
 from hpsearch.storage.attributes import FRESH, REFIT
 from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.records.promotions import Promotion, read_promotions
-from hpsearch.storage.trials.history import refit_studies
+from hpsearch.storage.trials.history import read_refit_studies
 
 SEEDS = 3
 
@@ -124,7 +124,7 @@ def _epochs_of(run: FrozenTrial, maximize: bool) -> list[int]:
 
 
 def _made_before(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
-    for name in reversed(refit_studies(study.engine, study.study_id)):
+    for name in reversed(read_refit_studies(study.engine, study.study_id)):
         made = load_study(study.storage, name)
         of = _of(made)
         if (of.trials, of.refit) == ([winner], epochs):
@@ -202,7 +202,7 @@ def refit_lines(made: StoredStudy, found: Refit) -> list[str]:
 
 def with_refits(study: StoredStudy) -> list[Promotion]:
     """Return the promotions of a study's trials and of refits of its winners, the first one first."""
-    refits = [find_study(study.storage, name) for name in refit_studies(study.engine, study.study_id)]
+    refits = [find_study(study.storage, name) for name in read_refit_studies(study.engine, study.study_id)]
     of = [study.study_id, *(each for each in refits if each is not None)]
     found = [promotion for study_id in of for promotion in read_promotions(study.engine, study_id)]
     return sorted(found, key=lambda promotion: promotion.promoted_at)

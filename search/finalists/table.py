@@ -18,7 +18,7 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import FRESH, INFEASIBLE
 from hpsearch.storage.rungs.fronts import count_dominating, to_losses
 from hpsearch.storage.rungs.fronts import find_front as front_places
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.trials.history import read_finalist_studies
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Finalists:
 
 def finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
     """Yield the studies that hold finalists of a study, the one made last first."""
-    for name in reversed(finalist_studies(study.engine, study.study_id)):
+    for name in reversed(read_finalist_studies(study.engine, study.study_id)):
         with suppress(SearchError):  # it was deleted just now
             yield load_study(study.storage, name)
 

@@ -174,8 +174,8 @@ def _join_bounds(study: StoredStudy) -> str:
 
 def _format_early_stop(study: StoredStudy) -> str:
     """Return a sentence with the reason if the study ended before its budget was spent, else an empty text."""
-    given_up = study.given_up
-    return "" if given_up is None else f" Stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}."
+    stop = study.given_up
+    return "" if stop is None else f" Stopped after {stop.started} of {stop.budget} trials: {stop.reason}."
 
 
 def _make_cards(
@@ -199,7 +199,7 @@ def _make_cards(
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
-        cards.append((spending.spent.replace("/", " / "), f"of the budget, {pluralize(summary.finished, 'trial')}"))
+        cards.append((spending.summary.replace("/", " / "), f"of the budget, {pluralize(summary.finished, 'trial')}"))
     if summary.out_of_bounds:
         cards.append((str(summary.out_of_bounds), f"complete, but out of bounds: {_join_bounds(study)}"))
     if summary.epochs_saved:

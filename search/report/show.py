@@ -54,7 +54,7 @@ from hpsearch.storage.attributes import (
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import (
-    TIMES,
+    DEVICE_COUNT_SEPARATOR,
     AttemptRecord,
     read_attempts,
     read_epoch_values,
@@ -76,9 +76,9 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     spec = study.spec
     shown_always = ("complete", "pruned", "failed")
     counts = [f"{count} {state}" for state, count in summary.by_state.items() if count or state in shown_always]
-    lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
+    lines = [f"study {spec.name}: {study.format_progress(summary.finished)} ({', '.join(counts)})"]
     if (given_up := study.given_up) is not None:
-        lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}")
+        lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.reason}")
     if spec.is_multi_objective and summary.front:
         lines += format_front(spec, summary.front)
     elif summary.best is not None:
@@ -292,7 +292,7 @@ def _make_parameter_table(trial: FrozenTrial) -> Table:
 
 
 def _make_attempt_table(attempts: list[AttemptRecord]) -> Table:
-    has_device = any(TIMES in (attempt.device or "") for attempt in attempts)
+    has_device = any(DEVICE_COUNT_SEPARATOR in (attempt.device or "") for attempt in attempts)
     # 80 columns have no room for a device and two times.
     when = ("device", "start (UTC)", "time") if has_device else ("start (UTC)", "end (UTC)")
     table = plain_table("attempt", "worker", *when, "outcome", wrap=("worker",))  # host names may be long

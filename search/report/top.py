@@ -23,7 +23,7 @@ from hpsearch.search.study.summary import format_seconds
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
-from hpsearch.storage.trials.register import Event, WorkerRow, read_events, read_workers
+from hpsearch.storage.trials.register import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
 
 _ETA_TRIALS = 20  # trials whose ends give the rate for the ETA
 
@@ -52,7 +52,7 @@ class StudyStatus:
     stopped: str | None
     progress: Progress
     workers: list[WorkerRow]
-    events: list[Event]
+    events: list[AttemptEnd]
     reached: dict[int, int]
     eta: float | None
     at: datetime
@@ -70,7 +70,7 @@ def read_status(study: StoredStudy) -> StudyStatus:
     spec = study.spec
     [(at,)] = Database(study.engine).fetch_rows(sa.text("SELECT clock_timestamp()"), {})
     progress = read_progress(study.engine, study.study_id, spec.direction)
-    events = read_events(study.engine, study.study_id)
+    events = read_attempt_ends(study.engine, study.study_id)
     return StudyStatus(
         study=spec.name,
         metric=spec.metric,
@@ -167,7 +167,7 @@ def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str
     if progress.best_value is not None:
         best = f"{metric} {progress.best_value:.6g} (trial {progress.best_number}){best_suffix}"
     return (
-        f"{progress.done}{progress.early}: {progress.complete} complete, {progress.pruned} pruned, "
+        f"{progress.summary}{progress.early_stop_note}: {progress.complete} complete, {progress.pruned} pruned, "
         f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; best {best}"
     )
 

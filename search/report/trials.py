@@ -16,7 +16,7 @@ from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
-from hpsearch.storage.trials.history import Stretch, read_stretches
+from hpsearch.storage.trials.history import RunInterval, read_run_intervals
 
 MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 
@@ -106,8 +106,8 @@ class EpochUsage:
 def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
     """Return the epochs of all trials of a study in the order of time."""
     rungs = make_rungs(study.spec)
-    by_trial: dict[int, list[Stretch]] = defaultdict(list)
-    for stretch in read_stretches(study.engine, study.study_id):
+    by_trial: dict[int, list[RunInterval]] = defaultdict(list)
+    for stretch in read_run_intervals(study.engine, study.study_id):
         by_trial[stretch.number].append(stretch)
     sign, order, pauses = 1 if study.spec.maximize else -1, [], {}
     for trial in study.trials():
@@ -139,7 +139,7 @@ def find_eligible_trials(study: StoredStudy) -> set[int]:
 
 
 def estimate_epoch_ends(
-    trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[int]
+    trial: FrozenTrial, stretches: Sequence[RunInterval], rungs: Sequence[int]
 ) -> Iterator[tuple[float, int]]:
     """Estimate when the epochs of a trial ended; epochs between two pauses are assumed to have equal durations.
 

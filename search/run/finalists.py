@@ -30,7 +30,7 @@ from hpsearch.search.tracking.publish import close_study
 from hpsearch.search.tracking.tracker import check_trackers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_URL, TRACKING_URI
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.records.test_evaluations import read_test_evaluation
 
 
@@ -67,7 +67,7 @@ def open_companion_study(
         StorageError: a service is unusable.
     """
     if options.checkpoint_url is not None:
-        Checkpoints(options.checkpoint_url).check()
+        CheckpointStore(options.checkpoint_url).check()
     search.require_search("{resume_command}")
     services = resolve_tracking(services, search)
     study, created = make()

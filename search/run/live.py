@@ -20,7 +20,7 @@ from hpsearch.search.report.top import EpochRate, format_counts, format_rate, re
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.summary import format_seconds
 from hpsearch.search.worker.identity import worker_name
-from hpsearch.storage.trials.history import Progress, Running
+from hpsearch.storage.trials.history import Progress, RunningTrial
 
 # Minimum seconds between two lines without a terminal: after a trial has ended, after another change, without a change.
 _FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
@@ -115,7 +115,7 @@ class LiveView:
                 workers.add_row(running.worker, "elsewhere", *self._cells(running))
         return Group(*render_progress(self._spec.name, details, progress, self._counts(progress), rate), workers)
 
-    def _cells(self, running: Running | None) -> tuple[str, str, str]:
+    def _cells(self, running: RunningTrial | None) -> tuple[str, str, str]:
         if running is None:
             return "", "", ""
         epoch = f"{0 if running.step is None else running.step + 1}/{self._spec.epochs}"

@@ -97,7 +97,7 @@ def run_search(
     else:
         given_up = study.given_up
         again = ("extend", spec.name, *_make_extend_options(study, begin)) if given_up is None else ("start", spec.name)
-        over = "the budget is spent" if given_up is None else given_up.why
+        over = "the budget is spent" if given_up is None else given_up.reason
         console.print(f"{over}; more trials with: {format_command(*again)}; or choose another --name for a new search")
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 

@@ -39,12 +39,12 @@ from hpsearch.search.study.enqueue import Configurations, check_budget, default_
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
-from hpsearch.storage.trials.budget import open_spending
+from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claims import count_running_trials
 from hpsearch.storage.urls import Addresses
 
@@ -208,7 +208,7 @@ def _created(
 
     def fill(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:
-            open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
+            create_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
         set_attrs_in(connection, study_id, earlier, kind="system")
 
     check_lock_held(lock)
@@ -274,7 +274,7 @@ def begin_search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     checkpoint_url = where.get("checkpoint_url")
     if checkpoint_url is not None:
-        Checkpoints(checkpoint_url).check()
+        CheckpointStore(checkpoint_url).check()
     with show_steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)

@@ -10,7 +10,7 @@ from itertools import groupby
 from hpsearch.search.console import pluralize
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import DEVICE_SPEED
-from hpsearch.storage.trials.history import TIMES, read_devices
+from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, read_devices
 
 _NAMED = 3  # trials that changed devices, of many
 _RATE, _EFFICIENCY = "samples_per_second_per_device", "scaling_efficiency"
@@ -84,7 +84,7 @@ def _kind(device: str) -> str:
 
 
 def _count(device: str) -> int:
-    number, times, _ = device.partition(TIMES)
+    number, times, _ = device.partition(DEVICE_COUNT_SEPARATOR)
     return int(number) if times else 1
 
 

@@ -21,9 +21,9 @@ from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import add
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
-from hpsearch.storage.trials.budget import GivenUp, change_budgets, change_spec, spending_in, take_up
+from hpsearch.storage.trials.budget import EarlyStop, cancel_early_stop, change_budgets, change_spec, read_spending_in
 from hpsearch.storage.trials.claims import count_running_trials
-from hpsearch.storage.trials.reopening import go_on_again, reopen_trial, wait_again
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials, requeue_pruned_at_rungs
 
 
 def stop_study(study: StoredStudy) -> str | None:
@@ -47,21 +47,21 @@ def start_study(study: StoredStudy) -> str | None:
         Who had stopped it, and when, or why it was given up; None if neither was so.
     """
     attrs = study.attrs
-    why, given_up = attrs.get(STOPPED), GivenUp.of(attrs)
+    why, given_up = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
     if why:
         study.set_attr(STOPPED, None)
     if given_up is not None:
         change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_go_on_with_rest, study))
     reasons = [str(why)] if why else []
-    reasons += [f"as {given_up.why}"] if given_up is not None else []
+    reasons += [f"as {given_up.reason}"] if given_up is not None else []
     return " and ".join(reasons) or None
 
 
 def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
     """Take the rest of the budget up, in which who waited at a rung in vain may have a place again."""
     spec = parse_stored_spec(values)
-    if take_up(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
-        wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
+    if cancel_early_stop(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
+        requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
 
 def count_running(study: StoredStudy) -> int:
@@ -136,21 +136,21 @@ def extend_study(
 
     def then(connection: sa.Connection, values: dict[str, Any]) -> None:
         spec = parse_stored_spec(values)
-        take_up(connection, study.study_id)
+        cancel_early_stop(connection, study.study_id)
         changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
         if (rungs := make_rungs(spec)) is not None:
-            wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
+            requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
         if not spec.has_epoch_or_time_budget:
             return
         if not change_budgets(connection, study.study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds):
             if setting == "n_trials":
                 return  # the other budget is spent, and stays as it is
-            spent = spending_in(connection, study.study_id)
+            spent = read_spending_in(connection, study.study_id)
             raise SearchError(
                 f"{flag} {more}: {study.spec.name!r} has spent {spent.epochs} epochs and {spent.seconds:.0f} seconds "
                 "already: give a larger number, or +N for N more"
             )
-        go_on_again(connection, study.study_id)
+        requeue_cut_trials(connection, study.study_id)
 
     change_spec(study.engine, study.study_id, change, then=then)
     return changed[-1]

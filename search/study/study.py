@@ -25,9 +25,9 @@ from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT,
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.budget import GivenUp, Spending, done, read_spending
+from hpsearch.storage.trials.budget import EarlyStop, Spending, format_progress, read_spending
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.trials.history import read_finalist_studies
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class StoredStudy:
         return int(self.attrs[SPEC]["n_trials"])
 
     @property
-    def given_up(self) -> GivenUp | None:
+    def given_up(self) -> EarlyStop | None:
         """That the rest of the budget was given up, and why; None while it was not."""
-        return GivenUp.of(self.attrs)
+        return EarlyStop.from_attrs(self.attrs)
 
     @property
     def spending(self) -> Spending | None:
@@ -66,15 +66,15 @@ class StoredStudy:
     def is_spent(self, finished: int) -> bool:
         """Whether the budget is, in trials, epochs or seconds, or its rest given up, with so many trials ended."""
         attrs = self.attrs
-        budget, given_up = int(attrs[SPEC]["n_trials"]), GivenUp.of(attrs)
+        budget, given_up = int(attrs[SPEC]["n_trials"]), EarlyStop.from_attrs(attrs)
         last = budget if given_up is None else min(budget, given_up.started)
-        return finished >= last or ((spending := self.spending) is not None and spending.over)
+        return finished >= last or ((spending := self.spending) is not None and spending.is_exhausted)
 
-    def done(self, finished: int) -> str:
+    def format_progress(self, finished: int) -> str:
         """Return for a person what is spent, with so many trials that have ended: ``12 of 50 trials``."""
         if (spending := self.spending) is None:
             return f"{finished} of {self.budget} trials"
-        return done(finished, self.budget, spending).replace("/", " of ")
+        return format_progress(finished, self.budget, spending).replace("/", " of ")
 
     @property
     def is_timed_out(self) -> bool:
@@ -187,7 +187,7 @@ def find_study(storage: PostgresStorage, name: str) -> int | None:
 def list_finalist_trials(study: StoredStudy) -> set[int]:
     """Return the numbers of the trials of a study that were ever finalists."""
     numbers: set[int] = set()
-    for name in finalist_studies(study.engine, study.study_id):
+    for name in read_finalist_studies(study.engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of
         numbers.update(of.trials if of is not None else ())
     return numbers

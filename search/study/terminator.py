@@ -25,7 +25,7 @@ from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import EXPECTED_GAIN
-from hpsearch.storage.trials.budget import GivenUp, give_up
+from hpsearch.storage.trials.budget import EarlyStop, stop_early
 
 FUNCTIONS = 500  # drawn from the process
 MOST_BEGUN, MOST_NEW = 50, 250  # trials that they are looked at: the best that were begun, and hopeful new ones
@@ -142,14 +142,14 @@ class Terminator:
     def __init__(self, study: StoredStudy, sampled: optuna.Study) -> None:
         self._study, self._sampled = study, sampled
 
-    def given_up(self) -> GivenUp | None:
+    def given_up(self) -> EarlyStop | None:
         """Give the rest up where it is expected to gain too little; return what was written, if it was now.
 
         It is judged by one worker or by another, and by two at once at worst: the first to write has it.
         """
         threshold = self._study.spec.min_expected_gain
         attrs = self._study.attrs
-        if threshold is None or GivenUp.of(attrs) is not None:
+        if threshold is None or EarlyStop.from_attrs(attrs) is not None:
             return None
         trials = self._study.trials()
         ended = sum(trial.state.is_finished() for trial in trials)
@@ -163,7 +163,7 @@ class Terminator:
         judged_now = {"gain": gain, "ended": ended}
         if gain is not None and gain < threshold:
             engine, study_id = self._study.engine, self._study.study_id
-            if given_up := give_up(engine, study_id, gain=gain, threshold=threshold, foreseen=judged_now):
+            if given_up := stop_early(engine, study_id, gain=gain, threshold=threshold, foreseen=judged_now):
                 return given_up
         self._study.set_attr(EXPECTED_GAIN, judged_now)
         return None

@@ -152,7 +152,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
     spec = study.spec
     lines = [
-        f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.done(summary.finished)}.",
+        f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.format_progress(summary.finished)}.",
         "",
         f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{format_command('top', spec.name)}`",
     ]

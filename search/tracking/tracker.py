@@ -191,8 +191,8 @@ class Tracker:
         """End the run of a trial that no worker runs: its workers died, or it waited at a rung and will not go on."""
         suffix = "-retired" if isinstance(trial, PrunedTrial) else "-lost"
         journal = self.begin(trial, resumed=True, suffix=suffix)
-        if isinstance(trial, PrunedTrial) and trial.grounds:
-            journal.append(pruning_tags(trial.grounds))
+        if isinstance(trial, PrunedTrial) and trial.decision:
+            journal.append(pruning_tags(trial.decision))
         outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST
         journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
         self.sender.wake(is_urgent=True)

@@ -120,7 +120,7 @@ class TrialTracking:
             trial, seed = self._spec.finalists_of.assignment(claim.number)
             of = tag_names.FINALIST_OF if self._spec.refit is None else tag_names.REFIT_OF
             tags = {of: str(trial), tag_names.SEED: str(seed)}
-        self._journal = self._tracker.begin(claim, resumed=claim.resumed if resumed is None else resumed, **tags)
+        self._journal = self._tracker.begin(claim, resumed=claim.is_resumed if resumed is None else resumed, **tags)
         if self._tracker.system_metrics is not None:
             started = self._storage.get_trial(claim.trial_id).datetime_start
             since = started.timestamp() if started else time.time()

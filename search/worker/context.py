@@ -33,7 +33,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.lease import LeaseKeeper
-from hpsearch.storage.trials.register import Register
+from hpsearch.storage.trials.register import WorkerRegistration
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +99,19 @@ class WorkerContext:
         self.runs_dir = get_runs_folder(services.home / "runs", study)
         self.sampled = as_sampled(study.open(), partial(read_epoch_values, study.engine, study.study_id))
         self.rungs = make_rungs(spec)
-        metered = spec.epochs if spec.has_epoch_or_time_budget else None
+        metered_epochs = spec.epochs if spec.has_epoch_or_time_budget else None
         self.claims = Claims(
-            study.engine, study.study_id, worker=worker_name(), lease=options.lease, rungs=self.rungs, metered=metered
+            study.engine,
+            study.study_id,
+            worker=worker_name(),
+            lease=options.lease,
+            rungs=self.rungs,
+            metered_epochs=metered_epochs,
         )
         self.lease = LeaseKeeper(self.claims)
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)
-        self.register = Register(study.engine, study.study_id, worker_identity(options.device, options.world))
+        identity = worker_identity(options.device, options.world)
+        self.registration = WorkerRegistration(study.engine, study.study_id, identity)
         self.pulse = Pulse(Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor)
         self.fleet_gone: Callable[[], bool] | None = None
         self.failed_before: int | None = None

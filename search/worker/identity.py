@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from hpsearch.storage.trials.process_identity import process_name
-from hpsearch.storage.trials.register import Identity
+from hpsearch.storage.trials.register import WorkerIdentity
 
 
 def worker_name(pid: int | None = None) -> str:
@@ -22,7 +22,7 @@ def worker_name(pid: int | None = None) -> str:
     return f"{socket.gethostname()}:{pid}-{mark}"
 
 
-def worker_identity(device: str | None, devices: int = 1) -> Identity:
+def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
     """Return this process's, where it trains on `device`; a GPU where there is one, unless given.
 
     Args:
@@ -33,7 +33,7 @@ def worker_identity(device: str | None, devices: int = 1) -> Identity:
     on = device or default_device()
     if devices > 1:
         on = f"{devices} x {on.partition(':')[0]}"
-    return Identity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
+    return WorkerIdentity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
 
 
 def default_device() -> str:

@@ -72,7 +72,7 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
         context.tracker.sender.start()
         current().on_told_to_go = context.shutdown.begin  # if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
-        context.register.enter()
+        context.registration.register()
         ended = Worker(context).work()
         _send_rest(context, over=ended == EXIT_DONE)
         code = ended
@@ -84,7 +84,7 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
     except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
     finally:
-        context.register.leave(_HOW.get(code, f"exit code {code}"))
+        context.registration.record_exit(_HOW.get(code, f"exit code {code}"))
         context.tracker.sender.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code

@@ -44,10 +44,10 @@ class Worker:
         with self._context.lease:
             while not self._context.is_stopping() and self._left != 0:
                 self._context.pulse.beat()
-                self._context.register.seen()
+                self._context.registration.send_heartbeat()
                 ended: TrialEnd | None
                 if self._rest is not None and (given_up := self._rest.given_up()):
-                    log.info("no new trial is begun: %s", given_up.why)
+                    log.info("no new trial is begun: %s", given_up.reason)
                 match self._context.claims.claim(open_new=not self._context.study.is_timed_out):
                     case StudyStopped(why):
                         log.info("the study was stopped: %s", why)
@@ -87,7 +87,7 @@ class Worker:
         """Tell of a trial that waited in vain, and remove what it would have gone on from where it never will."""
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
         self._context.tracker.settled(retired)
-        if not retired.cut:
+        if not retired.is_cut:
             self._context.checkpoints.forget_trial(retired.number)
         return TrialEnd(Outcome.PRUNED, retired.reason)
 

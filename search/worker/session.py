@@ -109,11 +109,11 @@ class TrialSession:
         vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
         reported = self._report(record.epoch, metrics[spec.metric], vector)
         self._context.pulse.beat()
-        if not reported.counted:
+        if not reported.is_counted:
             return Verdict.PAUSE.because(NO_ROOM)  # also after the last epoch: it is not written
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
-        stopped = reported.stopped or self._context.is_stopping()
+        stopped = reported.is_stopped or self._context.is_stopping()
         if record.epoch < max(self.curve.values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
@@ -126,9 +126,9 @@ class TrialSession:
             if decision.prune:
                 return Verdict.PRUNE.because(decision)
             standing = self._reach_rung(record.epoch, best)
-            if standing is not None and not standing.promoted:
+            if standing is not None and not standing.is_promoted:
                 return Verdict.PAUSE.because(standing)
-            if not reported.room:
+            if not reported.has_room:
                 return Verdict.PAUSE.because(NO_ROOM)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
@@ -157,7 +157,7 @@ class TrialSession:
 
     def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
         reported = self._context.claims.report(self._claim, epoch, value, self.kept.pending, metrics=vector)
-        if reported.counted:
+        if reported.is_counted:
             self.kept.committed(epoch)
             self.curve.values.setdefault(epoch, value)
         return reported

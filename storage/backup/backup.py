@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from hpsearch.storage.backup import archive
 from hpsearch.storage.backup.dumps import count_rows, open_snapshot
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
@@ -319,7 +319,7 @@ def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files
     if locations.artifacts is None:
         return
     if (folder := locations.artifacts_folder) is None:
-        for name, size in sorted(Checkpoints(locations.artifacts, setting="--artifacts").sizes().items()):
+        for name, size in sorted(CheckpointStore(locations.artifacts, setting="--artifacts").sizes().items()):
             writer.add_index_entry(archive.ARTIFACTS + name, size, None)
         return
     action = f"{'adding' if files else 'listing'} the artifacts"

@@ -59,7 +59,7 @@ class RungRank:
     rung: int
     rank: int
     reached: int
-    promoted: bool
+    is_promoted: bool
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class PrunedTrial:
     number: int
     attempt: int
     reason: str
-    grounds: dict[str, Any]
-    cut: bool = False
+    decision: dict[str, Any]
+    is_cut: bool = False
 
 
 # For a person to read: no decision needs it.

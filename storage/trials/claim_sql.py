@@ -1,6 +1,6 @@
-"""The statements by which trials are claimed and reported on. Times are the database's.
+"""SQL statements of claims and reports. All times are by the database's clock.
 
-They are those of the moment, not of the transaction's beginning: a claim may have waited for its lock since.
+They use `clock_timestamp()` and not the start of the transaction, because a claim may have waited for its lock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from hpsearch.storage.database.locks import IDLE_TIMEOUT
 from hpsearch.storage.database.trial_rows import FENCE, NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
 
-# Locks the study's row, as Optuna does to number a trial, and the spec's: a claim that waited while the budget was
-# changed reads the new one. Trials are counted in a later statement: this one sees those from before it waited.
+# Locks the study's row, as Optuna does to number a trial, and the spec's row, so that a claim that waited for a change
+# of the budget reads the new one. A later statement counts the trials, because this one sees the state before the wait.
 LOCK_STUDY = sa.text(f"""
     {IDLE_TIMEOUT}
     SELECT spec.value_json AS spec, (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
@@ -32,15 +32,15 @@ SELECT_CLAIM = sa.text("""
      WHERE claim_id = :claim AND ended_at IS NULL
 """)
 
-# Attempts that came to nothing since the trial last got on: an attempt that an engine preempted after some epochs costs
-# those before it nothing, and one epoch that kills every worker is tried no oftener for those before it.
+# Lost and failed attempts since the trial last made progress: an attempt that is preempted after some epochs resets the
+# count, and an epoch that kills every worker gets no extra tries for the epochs before it.
 _COUNT_FAILURES = f"""
     (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = {{trial}} AND b.outcome IN ('lost', 'failed')
         AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
                                     WHERE g.trial_id = b.trial_id AND g.key = '{LAST_PROGRESS}'), 1))
 """  # noqa: S608 the part is a constant
 
-# A lease that ran out while the server itself was down says nothing about the worker.
+# A lease that expired while the server was down does not show that the worker is dead.
 _IS_EXPIRED = """
     (a.expires_at < clock_timestamp()
      AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second')
@@ -52,8 +52,7 @@ SELECT_LIVE_ATTEMPTS = sa.text(f"""
      WHERE t.study_id = :study AND a.ended_at IS NULL
 """)  # noqa: S608 the part is a constant
 
-# Of the live attempts those that may be over: of the others a claim has nothing to ask, and of a large fleet's there
-# are as many as workers.
+# Only live attempts that may have ended: a large fleet has many others, which a claim need not read.
 SELECT_SUSPECT_ATTEMPTS = sa.text(f"""
     SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_IS_EXPIRED} AS expired,
            {_COUNT_FAILURES.format(trial="a.trial_id")} AS failures
@@ -62,7 +61,7 @@ SELECT_SUSPECT_ATTEMPTS = sa.text(f"""
      ORDER BY t.number
 """)  # noqa: S608 the parts are constants
 
-# `opens`: as many trials as may be started, which are fewer than `n_trials` once the rest was given up.
+# `opens`: number of trials that may be started; fewer than `n_trials` after early termination.
 _SELECT_CANDIDATES = f"""
     WITH waiting AS (
         SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
@@ -94,7 +93,7 @@ _INSERT_LEASE = """
     )
 """
 
-# A trial that was given back has its first start again.
+# A released trial gets its first start back.
 CLAIM_WAITING_TRIAL = sa.text(f"""
     WITH mine AS (
         UPDATE trials t
@@ -129,7 +128,7 @@ _RENEW_OWN_LEASE = f"""
     )
 """  # noqa: S608 the part is a constant
 
-# The attempt after which failures count from the beginning.
+# Failures are counted from this attempt on.
 _PROGRESS = f"""
     INSERT INTO trial_user_attributes (trial_id, key, value_json)
     SELECT trial_id, '{LAST_PROGRESS}', attempt::text FROM mine WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
@@ -149,7 +148,7 @@ _CHECKPOINT = """
     )
 """
 
-# A state in the midst of an epoch takes the place of that after the epoch before.
+# A mid-epoch checkpoint replaces the checkpoint after the previous epoch.
 RECORD_MID_EPOCH_CHECKPOINT = sa.text(f"""
     WITH {_RENEW_OWN_LEASE}, got_on AS ({_PROGRESS} {_PROGRESS_AGAIN}), {_CHECKPOINT}
     SELECT EXISTS (SELECT FROM mine) AS mine
@@ -170,7 +169,7 @@ _REPORT = f"""
            EXISTS (SELECT FROM study_user_attributes
                     WHERE study_id = :study AND key = '{STOPPED}' AND value_json <> 'null') AS stopped
 """  # noqa: S608 the parts are constants
-# Of a study of several metrics.
+# For multi-objective studies.
 _INSERT_METRICS = """
     others AS (
         INSERT INTO hpsearch_epoch_values (trial_id, step, metrics)
@@ -183,8 +182,8 @@ def _report(others: str) -> sa.TextClause:
     return sa.text(f"WITH {_RENEW_OWN_LEASE}, {_REPORT.format(live='mine', others=others)}")
 
 
-# Of a study with a budget in epochs or seconds. The update waits for those who count at the same moment, and looks
-# again: an epoch past the budget is not written. One that was reported before is counted already.
+# For studies with a budget in epochs or seconds. The UPDATE waits for concurrent reports and evaluates its condition
+# again, so no epoch beyond the budget is written. An epoch that was reported before is not counted again.
 def _budgeted_report(others: str) -> sa.TextClause:
     return sa.text(f"""
     WITH live AS (
@@ -213,7 +212,7 @@ def _budgeted_report(others: str) -> sa.TextClause:
 """)  # noqa: S608 the parts are constants
 
 
-# By whether the study has a budget in epochs or seconds, and several metrics.
+# Keys: whether the study has a budget in epochs or seconds, and whether it is multi-objective.
 REPORT = {
     (False, False): _report(""),
     (False, True): _report(_INSERT_METRICS),
@@ -221,7 +220,7 @@ REPORT = {
     (True, True): _budgeted_report(_INSERT_METRICS),
 }
 
-# A trial that has reported all of its epochs needs none of the budget.
+# A trial that has reported all of its epochs needs no budget.
 HAS_ALL_EPOCHS = sa.text("SELECT count(*) >= :epochs FROM trial_intermediate_values WHERE trial_id = :trial")
 
 SELECT_LAST_EPOCH = sa.text("""

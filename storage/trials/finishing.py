@@ -1,4 +1,4 @@
-"""End a trial: its final state and reason, in one transaction."""
+"""Ends of attempts and trials: state, values and attributes in one statement."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from hpsearch.storage.database.trial_rows import (
 
 
 class Outcome(Enum):
-    """How an attempt ended, and its trial with it unless that is tried again.
+    """Outcome of an attempt, and of its trial unless the trial is tried again.
 
     Attributes:
-        value: what `hpsearch_attempts` has.
-        trial_state: the trial's state, by Optuna's name; ``WAITING`` leaves it to the next claim.
-        mlflow_status: of the trial's run.
+        value: value in `hpsearch_attempts`.
+        trial_state: Optuna's name of the trial's state; the next claim takes a ``WAITING`` trial.
+        mlflow_status: status of the trial's MLflow run.
     """
 
     trial_state: str
     mlflow_status: str
 
-    # MLflow knows no PRUNED: KILLED tells it from FINISHED in lists, the run's tag tells it from one that was killed.
+    # MLflow has no status PRUNED. KILLED differs from FINISHED in lists; a tag of the run marks cancelled trials.
     COMPLETE = "complete", "COMPLETE", "FINISHED"
     PRUNED = "pruned", "PRUNED", "KILLED"
-    INFEASIBLE = "infeasible", "PRUNED", "FAILED"  # it diverged or did not fit: PRUNED, from which the sampler learns
+    INFEASIBLE = "infeasible", "PRUNED", "FAILED"  # diverged or out of memory: PRUNED, so that samplers use it
     FAILED = "failed", "FAIL", "FAILED"
-    LOST = "lost", "FAIL", "FAILED"  # its worker died, or froze, and its retries are spent
+    LOST = "lost", "FAIL", "FAILED"  # its worker died or froze, and no retries are left
     CANCELLED = "cancelled", "FAIL", "KILLED"  # the trial was ended from outside
-    RELEASED = "released", "WAITING", "RUNNING"  # given back by a worker that was told to stop
-    PAUSED = "paused", "WAITING", "RUNNING"  # at a rung, until it is among the best there
+    RELEASED = "released", "WAITING", "RUNNING"  # by a worker that shuts down
+    PAUSED = "paused", "WAITING", "RUNNING"  # at a rung, until it is promoted or pruned
 
     def __new__(cls, value: str, trial_state: str, mlflow_status: str) -> Self:
-        """Make a member of its three words."""
+        """Create a member from its value, trial state and MLflow status."""
         member = object.__new__(cls)
         member._value_ = value
         member.trial_state, member.mlflow_status = trial_state, mlflow_status
@@ -50,32 +50,36 @@ class Outcome(Enum):
 
     @property
     def run_state(self) -> str:
-        """What the trial's run is tagged with: it tells apart what MLflow has one status for."""
+        """Tag of the MLflow run, which distinguishes outcomes with the same status."""
         return "fail" if self in {Outcome.FAILED, Outcome.LOST} else str(self.value)
 
     @classmethod
     def from_run_state(cls, state: str) -> Outcome:
-        """Return the outcome of a run's state, in letters of either case; raises ValueError if there is none."""
+        """Return the outcome with a run state, in any case.
+
+        Raises:
+            ValueError: no outcome has this run state.
+        """
         for outcome in cls:
             if outcome.run_state == state.lower():
                 return outcome
-        raise ValueError(f"no trial ends as {state!r}")
+        raise ValueError(f"unknown run state {state!r}")
 
     @classmethod
     def from_trial_state(cls, state: str, *, infeasible: bool) -> Outcome:
-        """Return how a finished trial ended: its state by Optuna's name, and whether it is marked as infeasible."""
+        """Return the outcome of a finished trial, given Optuna's name of its state."""
         return cls.INFEASIBLE if infeasible else cls.from_run_state(state)
 
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """How a trial ended, and why."""
+    """Outcome of a trial, with its reason."""
 
     outcome: Outcome
     reason: str
 
 
-def finish_attempt(  # noqa: PLR0913 all that is written of an end, by keyword
+def finish_attempt(  # noqa: PLR0913 keyword arguments for all columns of one statement
     connection: sa.Connection,
     trial_id: int,
     attempt: int,
@@ -86,19 +90,22 @@ def finish_attempt(  # noqa: PLR0913 all that is written of an end, by keyword
     attrs: Mapping[str, Any] | None = None,
     system: Mapping[str, Any] | None = None,
 ) -> bool:
-    """End a live attempt and set its trial's state; return whether that attempt was live and its trial RUNNING.
+    """End a live attempt and set the state of its trial.
 
     Args:
-        connection: in a transaction.
-        trial_id: the trial.
-        attempt: the attempt; when it is not live nothing is written.
-        outcome: of the attempt, and of the trial.
-        retry: leave the trial to the next claim all the same.
-        value: the trial's, or one for each of several metrics; infinities are stored as Optuna does.
-        attrs: user attributes of the trial to set.
-        system: system attributes of the trial to set.
+        connection: connection in a transaction.
+        trial_id: id of the trial.
+        attempt: number of the attempt.
+        outcome: outcome of the attempt and of the trial.
+        retry: set the trial to WAITING, whatever the outcome.
+        value: value or values of the trial; infinities are stored as in Optuna, and nothing if one is NaN.
+        attrs: user attributes to set.
+        system: system attributes to set.
+
+    Returns:
+        False if the attempt is not live or its trial not RUNNING; nothing was written then.
     """
-    # No NaN among a trial's values.
+    # Optuna stores no NaN among the values of a trial.
     values = [value] if isinstance(value, float | int) else value or ()
     arguments = {
         "trial_id": trial_id,
@@ -113,22 +120,22 @@ def finish_attempt(  # noqa: PLR0913 all that is written of an end, by keyword
 
 
 def prune_waiting_trial(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
-    """End a trial that waits as PRUNED, with its last value."""
+    """Set a waiting trial to PRUNED, with its last reported value."""
     connection.execute(_PRUNE_WAITING, {"trial_id": trial_id, **make_attr_parameters("user", attrs)})
 
 
 def close_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
-    """End an attempt, if it is live, and leave its trial as it is."""
+    """End an attempt if it is live, and leave its trial unchanged."""
     connection.execute(_CLOSE_ATTEMPT, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
 
 
 def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> bool:
-    """Whether the attempt has ended so."""
+    """Return whether the attempt has ended with this outcome."""
     found = connection.execute(_SELECT_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
     return bool(found == outcome.value)
 
 
-# A trial that is given back has no start until it is taken again, by which claims tell it from those at rungs.
+# A released trial has no start until the next claim; this distinguishes it from trials that wait at rungs.
 _FINISH_ATTEMPT = sa.text(f"""
     WITH mine AS (
         UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {FENCE}

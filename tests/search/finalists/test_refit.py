@@ -14,7 +14,7 @@ from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.attributes import PARENT_TRIAL
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.history import finalist_studies, refit_studies
+from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 from tests.search.finalists.support import VALUES, Say, params, table, train, train_runs
 
 FRESH = {"error": 0.01, "divided": True, "sizes": [60, 20, 20]}
@@ -63,8 +63,8 @@ def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
     chosen = confirm(study, winner=3, epochs=[1, 2])
     before = table(study)
     create_or_join_refit(study, seeds=None)
-    assert finalist_studies(study.engine, study.study_id) == ["s.finalists"]
-    assert refit_studies(study.engine, study.study_id) == ["s.refit"]
+    assert read_finalist_studies(study.engine, study.study_id) == ["s.finalists"]
+    assert read_refit_studies(study.engine, study.study_id) == ["s.refit"]
     assert [each.study_id for each in finalist_sets(study)] == [chosen.study_id]
     assert table(study) == before
     assert "s.refit (refit)" in say("studies")

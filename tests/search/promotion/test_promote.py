@@ -26,7 +26,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.promotions import end_promotion, record_promotion
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.trials.history import read_finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
 
 WHO = r"\S+@\S+"
@@ -132,7 +132,7 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
 
 def test_finalists_are_promoted_by_the_study_that_they_confirm(tracked: Tracked) -> None:
     train_finalists(tracked, [1, 2], winner=1)
-    (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
+    (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}': promote it with: .*promote"):
         promote(load_study(tracked.storage, name), tracked.tracking)
 
@@ -274,7 +274,7 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
     assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 2"
     done = promote(tracked.stored, tracked.tracking)
     assert (done.trial, done.unconfirmed) == (2, "the test set was not opened for it")
-    (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
+    (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     opening = record_test_evaluation(
         tracked.storage.engine,
         tracked.stored.study_id,

@@ -22,7 +22,7 @@ from hpsearch.storage.attributes import REASON, RUN_ID, SPEC, VIOLATIONS
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.trials.history import read_finalist_studies
 from tests.factories import WAYS
 from tests.search.promotion.support import Left, Tracked, unregister
 
@@ -101,7 +101,7 @@ def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracke
     with pytest.raises(SearchError, match="no other finalist of 'several-promoted' dominates trials 1, 0"):
         choose_candidate(stored, trial=None, unconfirmed=False)
     assert promote(stored, several.tracking, trial=0).unconfirmed == "the test set was not opened for it"
-    (finalists,) = finalist_studies(engine, stored.study_id)
+    (finalists,) = read_finalist_studies(engine, stored.study_id)
     candidate = choose_candidate(stored, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, finalists)
     other = choose_candidate(stored, trial=1, unconfirmed=False)

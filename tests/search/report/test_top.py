@@ -9,17 +9,17 @@ from rich.console import Console
 
 from hpsearch.search.report.top import StudyStatus, render_status
 from hpsearch.storage.trials.history import Progress
-from hpsearch.storage.trials.register import Event, Identity, WorkerRow
+from hpsearch.storage.trials.register import AttemptEnd, WorkerIdentity, WorkerRow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def standing() -> StudyStatus:
-    who = Identity("node-17:1234-abcd", "node-17", 1234, "slurm", "99_7", "cuda:0", "0.1.0")
+    who = WorkerIdentity("node-17:1234-abcd", "node-17", 1234, "slurm", "99_7", "cuda:0", "0.1.0")
     worker = WorkerRow(who, "running", 141, 12, 3, NOW, NOW, 58.0, None)
     reason = "median pruner at epoch 3 of 27: best accuracy 0.9 is below 0.918056, the median of 12 trials"
     ago = NOW - timedelta(minutes=75)
-    events = [Event(ago, 140, "pruned", "w", reason), Event(ago, 139, "released", "w", None)]
+    events = [AttemptEnd(ago, 140, "pruned", "w", reason), AttemptEnd(ago, 139, "released", "w", None)]
     progress = Progress(budget=200, pruned=1)
     return StudyStatus("s", "accuracy", "maximize", 27, None, progress, [worker], events, {1: 2}, None, NOW)
 

@@ -185,7 +185,7 @@ def test_cmaes_learns_from_trials_that_were_pruned_where_it_is_told_to(database_
             worker.suggest(claim)
             worker.claims.report(claim, 0, math.nan if state == "diverged" and number % 2 else float(number))
             if state == "paused":
-                assert not worker.claims.report_rung(claim, 0, float(number)).promoted
+                assert not worker.claims.report_rung(claim, 0, float(number)).is_promoted
             else:
                 worker.claims.finish_attempt(claim, Outcome.PRUNED if state == "pruned" else Outcome.INFEASIBLE)
         states = {"pruned": "PRUNED", "paused": "WAITING", "diverged": "PRUNED"}

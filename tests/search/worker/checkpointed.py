@@ -15,7 +15,7 @@ from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.checkpoints.pointers import read_pointers
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
@@ -56,7 +56,7 @@ class Study:
         self.storage.set_study_user_attr(self.study_id, SPEC, {"n_trials": 1, "retries": 9})
         self.claims = Claims(self.engine, self.study_id, worker="w")
         self.folder = folder
-        self.checkpoints = StudyCheckpoints(Checkpoints(url), self.engine, self.study_id, folder="s-1-abcd")
+        self.checkpoints = StudyCheckpoints(CheckpointStore(url), self.engine, self.study_id, folder="s-1-abcd")
 
     def attempt(self, number: int, *, machine: str = "a") -> Attempt:
         """The next attempt, after the one before has given its trial back."""

@@ -24,7 +24,7 @@ from hpsearch.storage.backup import restore as adapt
 from hpsearch.storage.backup.backup import BackupResult, backup
 from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs
 from hpsearch.storage.backup.restore import restore
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
@@ -65,7 +65,7 @@ def execute(url: str, statement: str, *arguments: Any) -> list[Any]:
         connection.close()
 
 
-def fill(url: str, checkpoint: Stored | None = None) -> PostgresStorage:
+def fill(url: str, checkpoint: StoredFile | None = None) -> PostgresStorage:
     """A study with a running trial that has reported an epoch."""
     storage = open_storage(url, application_name="test")
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "wine")
@@ -114,7 +114,7 @@ def test_the_parts_of_a_checkpoint_are_taken_along(
     folder.mkdir(parents=True)
     for name in ("0000-1.pt", "0000-1.pt.0_0.distcp", "0000-1.pt.metadata", "0001-1.pt.0_0.distcp"):
         (folder / name).write_text(name)
-    fill(database_url, Stored("wine-1/0000/0000-1.pt", "0" * 64, 9))
+    fill(database_url, StoredFile("wine-1/0000/0000-1.pt", "0" * 64, 9))
     make(file, owner_url, home)
     restore(
         file, owner_url=postgres_server.url(other, user=OWNER), home=str(tmp_path / "new"), dashboard=DASHBOARD_COMMAND

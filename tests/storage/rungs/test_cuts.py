@@ -118,7 +118,7 @@ def test_who_goes_on_is_the_best_of_those_among_the_best(
             gone.add(claim.number)
             continue
         came[claim.number] = drawn.choice([0.5, drawn.random()])
-        if claims.report_rung(claim, 0, came[claim.number]).promoted:
+        if claims.report_rung(claim, 0, came[claim.number]).is_promoted:
             gone.add(claim.number)
     assert len(came) > 30
 

@@ -20,7 +20,7 @@ from hpsearch.storage.rungs.fronts import count_dominating, sort_by_front, to_lo
 from hpsearch.storage.rungs.rungs import RungRank, Rungs, record_rung_value
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.reopening import reopen_trial, wait_again
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import budget, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))
@@ -71,7 +71,7 @@ def test_each_arrival_gives_all_their_places_and_its_own_standing(claims: Claims
         expected = by_fronts(vectors[:count])
         assert places(engine) == expected
         rank = expected.index(count - 1) + 1
-        assert standing == RungRank(0, rank, count, promoted=rank <= count // 2)
+        assert standing == RungRank(0, rank, count, is_promoted=rank <= count // 2)
 
 
 def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.Engine) -> None:
@@ -79,7 +79,7 @@ def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.
     for claim, vector in zip([take(claims) for _ in vectors], vectors, strict=True):
         claims.report(claim, 0, vector[0], metrics=vector)
         claims.report_rung(claim, 0, vector)
-    while isinstance(claim := claims.claim(), Claim) and claim.resumed:
+    while isinstance(claim := claims.claim(), Claim) and claim.is_resumed:
         pass
     went_on = promotions(engine, 0)
     assert {0, 1, 4} == set(by_fronts(vectors)[:3]) <= went_on
@@ -93,7 +93,7 @@ def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.
 def test_of_equal_ones_the_earlier_goes_on(claims: Claims) -> None:
     first, second = take(claims), take(claims)
     come(claims, second, [0.5, 5.0])
-    assert come(claims, first, [0.5, 5.0]).promoted, "whoever came first"
+    assert come(claims, first, [0.5, 5.0]).is_promoted, "whoever came first"
 
 
 def test_nobody_is_given_up_before_the_end(
@@ -102,11 +102,11 @@ def test_nobody_is_given_up_before_the_end(
     budget(storage, study_id, n_trials=4)  # two may go on from the rung: with one metric the third never would
     held = [take(claims) for _ in range(4)]
     for claim, vector in zip(held[:3], ([0.9, 1.0], [0.8, 2.0], [0.7, 3.0]), strict=True):
-        assert not come(claims, claim, vector).promoted
+        assert not come(claims, claim, vector).is_promoted
     goes_on = take(claims)
     assert goes_on.number == 0
     assert claims.claim() == NoTrialAvailable(running=2), "the last may change any order"
-    assert come(claims, held[3], [0.6, 0.5]).promoted, "no other dominates it"
+    assert come(claims, held[3], [0.6, 0.5]).is_promoted, "no other dominates it"
     assert places(engine) == [0, 3, 1, 2]
     for claim in (goes_on, held[3]):
         assert isinstance(claims.claim(), NoTrialAvailable)
@@ -135,7 +135,7 @@ _FOUR = [[0.5, 5.0], [0.9, 4.0], [0.4, 6.0], [0.6, 1.0]]  # 1 and 3 are the fron
 def four(claims: Claims) -> list[Claim]:
     """Let four come to the first rung; return those that go on at once, which are the front."""
     held = [take(claims) for _ in range(4)]
-    at_once = [claim for claim, vector in zip(held, _FOUR, strict=True) if come(claims, claim, vector).promoted]
+    at_once = [claim for claim, vector in zip(held, _FOUR, strict=True) if come(claims, claim, vector).is_promoted]
     assert [claim.number for claim in at_once] == [1, 3]
     return at_once
 
@@ -149,7 +149,7 @@ def test_in_a_larger_budget_all_who_waited_in_vain_wait_again(
     assert [type(claims.claim()) for _ in range(3)] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     budget(storage, study_id, n_trials=6)
     with engine.begin() as connection:
-        assert wait_again(connection, study_id, RUNGS, n_trials=6) == 2
+        assert requeue_pruned_at_rungs(connection, study_id, RUNGS, n_trials=6) == 2
     waiting = storage.get_all_trials(study_id, states=(TrialState.WAITING,))
     assert [(trial.number, trial.values) for trial in waiting] == [(0, None), (2, None)]
     for claim, vector in zip([take(claims), take(claims)], ([0.1, 9.0], [0.2, 8.0]), strict=True):
@@ -181,7 +181,7 @@ def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_an
     come(claims, second, [0.95, 1.0])
     goes_on = take(claims)
     assert goes_on.number == 1
-    assert not come(claims, goes_on, [0.95, 1.0], rung=1).promoted
+    assert not come(claims, goes_on, [0.95, 1.0], rung=1).is_promoted
     to_the_end = take(claims)
     assert (to_the_end.number, to_the_end.attempt) == (1, 3)
     claims.finish_attempt(to_the_end, Outcome.COMPLETE, value=[0.95, 1.0])
@@ -212,13 +212,13 @@ def test_eight_at_once_promote_each_trial_once_and_only_who_has_a_place(
                 continue
             assert isinstance(claim, Claim)
             rung, vector = 0, _vector(claim.number)
-            if claim.resumed:
+            if claim.is_resumed:
                 waited = storage.get_trial(claim.trial_id).user_attrs[RUNG]["rung"]
                 promoted.append((claim.number, waited))
                 rung = waited + 1
             while rung < len(rungs.epochs):
                 claims.report(claim, rungs.epochs[rung] - 1, vector[0], metrics=vector)
-                if not claims.report_rung(claim, rung, vector).promoted:
+                if not claims.report_rung(claim, rung, vector).is_promoted:
                     break
                 promoted.append((claim.number, rung))
                 rung += 1

@@ -17,7 +17,7 @@ from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.reopening import reopen_trial, wait_again
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
@@ -33,7 +33,7 @@ def asha(engine: sa.Engine, study_id: int) -> Asha:
 def pause(claims: Claims, value: float, rung: int = 0) -> Claim:
     """Take a trial, and leave it at a rung."""
     claim = take(claims)
-    assert not claims.report_rung(claim, rung, value).promoted
+    assert not claims.report_rung(claim, rung, value).is_promoted
     return claim
 
 
@@ -54,7 +54,7 @@ def test_the_best_goes_on_before_a_new_trial_is_begun_and_all_of_the_budget_is_b
     pause(claims, 0.1)
     second = take(claims)
     standing = claims.report_rung(second, 0, 0.9)
-    assert (standing.rank, standing.reached, standing.promoted) == (1, 2, True)  # it never waits
+    assert (standing.rank, standing.reached, standing.is_promoted) == (1, 2, True)  # it never waits
     claims.finish_attempt(second, Outcome.COMPLETE, value=0.9)
     assert [take(claims).number for _ in range(2)] == [2, 3]  # trial 0 is not the best
 
@@ -78,9 +78,9 @@ def test_the_highest_rung_is_promoted_from_first(asha: Asha, storage: BaseStorag
     claims = asha()
     held = [take(claims) for _ in range(6)]
     values = (0.1, 0.9, 0.95, 0.6, 0.7, 0.05)
-    first = [claims.report_rung(claim, 0, value).promoted for claim, value in zip(held, values, strict=True)]
+    first = [claims.report_rung(claim, 0, value).is_promoted for claim, value in zip(held, values, strict=True)]
     assert first == [False, True, True, False, False, False]
-    assert [claims.report_rung(held[n], 1, value).promoted for n, value in ((1, 0.9), (2, 0.8))] == [False, False]
+    assert [claims.report_rung(held[n], 1, value).is_promoted for n, value in ((1, 0.9), (2, 0.8))] == [False, False]
     assert [take(claims).number for _ in range(2)] == [1, 4]
 
 
@@ -88,7 +88,7 @@ def test_lower_is_better_where_the_study_says_so(storage: BaseStorage, study_id:
     budget(storage, study_id, n_trials=8)
     claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 4, 2, maximize=False))
     pause(claims, 0.9)
-    assert claims.report_rung(take(claims), 0, 0.1).promoted
+    assert claims.report_rung(take(claims), 0, 0.1).is_promoted
 
 
 def test_of_equal_values_the_earlier_trial_is_the_better(asha: Asha, storage: BaseStorage, study_id: int) -> None:
@@ -146,7 +146,7 @@ def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
     for number in (0, 1):  # the best third, of whom none is the best third of two
         claim = take(claims)
         assert claim.number == number
-        assert not claims.report_rung(claim, 1, 2 / (1 + number)).promoted
+        assert not claims.report_rung(claim, 1, 2 / (1 + number)).is_promoted
     best = take(claims)
     assert (best.number, best.attempt) == (0, 3)
     retired = [claims.claim() for _ in range(4)]
@@ -219,7 +219,7 @@ def test_a_trial_that_loses_its_worker_after_its_promotion_comes_first_and_is_no
     kill(engine, take(claims))
     again = take(asha())
     assert (again.number, again.attempt) == (0, 3)
-    assert claims.report_rung(again, 0, 0.9).promoted  # it reports again where it went on from
+    assert claims.report_rung(again, 0, 0.9).is_promoted  # it reports again where it went on from
     assert promotions(engine) == [(0, 0)]
 
 
@@ -257,7 +257,7 @@ def test_a_pause_whose_answer_is_lost_is_a_pause_also_when_the_trial_has_gone_on
         assert take(other).number == 0
 
     sa.event.listen(engine, "commit", at_commit)
-    assert not claims.report_rung(claim, 0, 0.9).promoted
+    assert not claims.report_rung(claim, 0, 0.9).is_promoted
     sa.event.remove(engine, "commit", at_commit)
     assert cut
     assert promotions(engine) == [(0, 0)]
@@ -281,7 +281,7 @@ def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
     claims = asha()
     pause(claims, 0.1)
     best = take(claims)
-    assert claims.report_rung(best, 0, 0.9).promoted
+    assert claims.report_rung(best, 0, 0.9).is_promoted
     claims.finish_attempt(best, Outcome.FAILED)
     reopen_trial(engine, study_id, best.trial_id, from_start=True, rungs=RUNGS)
     assert rows(engine, "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id)") == [(0,)]
@@ -296,13 +296,13 @@ def test_in_a_larger_budget_who_waited_in_vain_waits_again_where_there_is_a_plac
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.1, 0.4, 0.3, 0.2), strict=True):
         storage.set_trial_intermediate_value(claim.trial_id, 0, value)
-        if claims.report_rung(claim, 0, value).promoted:
+        if claims.report_rung(claim, 0, value).is_promoted:
             claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
     claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.3)
     assert [type(claims.claim()) for _ in range(3)] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     budget(storage, study_id, n_trials=6)  # three places
     with engine.begin() as connection:
-        assert wait_again(connection, study_id, RUNGS, n_trials=6) == 1
+        assert requeue_pruned_at_rungs(connection, study_id, RUNGS, n_trials=6) == 1
     waits = storage.get_trial(held[3].trial_id)
     assert (waits.state, waits.value) == (TrialState.WAITING, None)
     assert waits.intermediate_values == {0: 0.2}
@@ -327,7 +327,7 @@ while isinstance(claim := claims.claim(), (Claim, PrunedTrial)):
         continue
     value = random.Random(claim.number).random()
     rung = claim.attempt - 1  # a trial that never waited is seen at the next
-    while rung < 3 and claims.report_rung(claim, rung, value).promoted:
+    while rung < 3 and claims.report_rung(claim, rung, value).is_promoted:
         rung += 1
     if rung == 3:
         claims.finish_attempt(claim, Outcome.COMPLETE, value=value)

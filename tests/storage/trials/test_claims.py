@@ -12,7 +12,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.trials.claims import (
     ClaimLostError,
@@ -63,7 +63,7 @@ def test_a_dead_workers_trial_is_taken_over_at_once_with_its_parameters(
     assert living.claim() == NoTrialAvailable(running=1)
     kill(engine, claim)
     again = take(living)
-    assert (again.trial_id, again.number, again.attempt, again.resumed) == (claim.trial_id, 0, 2, True)
+    assert (again.trial_id, again.number, again.attempt, again.is_resumed) == (claim.trial_id, 0, 2, True)
     assert storage.get_trial(again.trial_id).params == {"x": value}
     assert outcomes(engine) == [(1, "lost"), (2, None)]
 
@@ -83,7 +83,7 @@ def test_a_trial_that_kills_its_workers_fails(
     assert trial.state == TrialState.FAIL
     assert trial.datetime_complete is not None
     assert trial.user_attrs[REASON] == lost.reason
-    assert lost.reason == "lost its worker w2; 2 attempts came to nothing"
+    assert lost.reason == "lost its worker w2; 2 attempts without progress"
 
 
 def test_a_sweep_puts_back_what_a_dead_worker_left(
@@ -152,10 +152,10 @@ def test_a_stopped_study_hands_out_nothing_and_says_so_at_the_next_report(
 ) -> None:
     claims = join()
     claim = take(claims)
-    assert not claims.report(claim, 0, 0.5).stopped
+    assert not claims.report(claim, 0, 0.5).is_stopped
     storage.set_study_user_attr(study_id, STOPPED, "by ada at noon")
     assert claims.claim() == StudyStopped("by ada at noon")
-    assert claims.report(claim, 1, 0.5).stopped
+    assert claims.report(claim, 1, 0.5).is_stopped
     claims.finish_attempt(claim, Outcome.RELEASED)
     storage.set_study_user_attr(study_id, STOPPED, None)
     assert take(claims).number == 0
@@ -190,8 +190,8 @@ def test_an_infinite_value_settles_a_trial(storage: BaseStorage, study_id: int, 
         assert storage.get_trial(claim.trial_id).value == value
 
 
-def stored(path: str) -> Stored:
-    return Stored(path, "0" * 64, 1)
+def stored(path: str) -> StoredFile:
+    return StoredFile(path, "0" * 64, 1)
 
 
 def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
@@ -282,5 +282,5 @@ def test_an_attempt_that_got_on_costs_the_later_ones_nothing(
         kill(engine, claim)
     lost = join().claim()
     assert isinstance(lost, RetriesExhausted)
-    assert lost.reason == "lost its worker w7; 3 attempts came to nothing"
+    assert lost.reason == "lost its worker w7; 3 attempts without progress"
     assert outcomes(engine) == [(attempt, "lost") for attempt in range(1, 8)]

@@ -17,7 +17,7 @@ from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import BUDGET_CUT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.budget import open_spending
+from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
@@ -29,7 +29,7 @@ def study(storage: PostgresStorage) -> optuna.Study:
     study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
     spec = {**spec_of(name="none").model_dump(), "n_trials": MAX_TRIALS, "budget_epochs": 2}
     with storage.engine.begin() as connection:
-        open_spending(connection, study._study_id, epochs=2, seconds=None)
+        create_spending(connection, study._study_id, epochs=2, seconds=None)
     storage.set_study_user_attr(study._study_id, SPEC, spec)
     return study
 
@@ -37,14 +37,14 @@ def study(storage: PostgresStorage) -> optuna.Study:
 @pytest.fixture
 def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
     metered = load_study(storage, "s").spec.epochs
-    return Claims(storage.engine, study._study_id, worker="host:1", metered=metered)
+    return Claims(storage.engine, study._study_id, worker="host:1", metered_epochs=metered)
 
 
 def cut(claims: Claims) -> PrunedTrial:
     """Spend the budget, and return the trial that it cuts."""
     claim = take(claims)
-    assert claims.report(claim, 0, 0.5).room
-    assert not claims.report(claim, 1, 0.6).room
+    assert claims.report(claim, 0, 0.5).has_room
+    assert not claims.report(claim, 1, 0.6).has_room
     claims.finish_attempt(claim, Outcome.RELEASED)
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
@@ -60,7 +60,7 @@ def test_what_is_spent_is_told_in_its_unit(
     assert "the budget of 2 epochs was spent" in shown
     assert "the budget of 2 epochs was spent" in say("show", "s", "--trial", "0")
     standing = read_status(load_study(storage, "s"))
-    assert (standing.progress.done, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
+    assert (standing.progress.summary, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
     assert render_status(standing, None)
     assert load_study(storage, "s").is_spent(1)
     assert "1 trial, 2/2 epochs" in say("studies")

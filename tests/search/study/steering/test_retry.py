@@ -12,7 +12,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.study.steering import retry_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, RetriesExhausted
@@ -25,7 +25,7 @@ def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, st
     """Run a trial that fails, or is infeasible, after some epochs; `checkpoint` is the last one that has one."""
     claim = take(claims)
     for epoch in range(epochs):
-        kept = Stored(f"{epoch}.pt", "0" * 64, 1) if checkpoint is not None and epoch <= checkpoint else None
+        kept = StoredFile(f"{epoch}.pt", "0" * 64, 1) if checkpoint is not None and epoch <= checkpoint else None
         claims.report(claim, epoch, 0.1 * epoch, kept)
     if state == "FAIL":
         claims.finish_attempt(claim, Outcome.FAILED, attrs={REASON: "a bug"})

@@ -25,7 +25,7 @@ from hpsearch.search.tracking.publish import study_note
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
-from hpsearch.storage.trials.history import Stretch
+from hpsearch.storage.trials.history import RunInterval
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
@@ -143,6 +143,6 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
 def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:
     """An attempt before a pause had the epochs to that rung; others are as long as each other."""
     stretches = [(0, 10, None), (20, 30, 0), (100, 140, None)]
-    found = [Stretch(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
+    found = [RunInterval(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
     trial = create_trial(value=1.0, intermediate_values=dict.fromkeys(range(4), 1.0))
     assert list(estimate_epoch_ends(trial, found, (2, 8))) == [(10, 0), (30, 1), (120, 2), (140, 3)]

@@ -13,7 +13,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.register import Identity, Register
+from hpsearch.storage.trials.register import WorkerIdentity, WorkerRegistration
 from tests.search.study.steering.support import Say, take
 
 HOST = "ip-172-31-22-11.eu-central-1"
@@ -21,8 +21,8 @@ HOST = "ip-172-31-22-11.eu-central-1"
 
 def worker(stored: StoredStudy, pid: int, device: str) -> Claims:
     """What a worker that trains on `device` claims by."""
-    identity = Identity(f"{HOST}:{pid}", HOST, pid, None, None, device, "1")
-    Register(stored.engine, stored.study_id, identity).enter()
+    identity = WorkerIdentity(f"{HOST}:{pid}", HOST, pid, None, None, device, "1")
+    WorkerRegistration(stored.engine, stored.study_id, identity).register()
     return Claims(stored.engine, stored.study_id, worker=identity.name)
 
 

@@ -20,12 +20,12 @@ def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say:
     assert "stopped s" in said
     assert "running trials: 1" in said
     assert "start s" in said
-    assert claims.report(claim, 0, 0.5).stopped, "a running trial is to be given back"
+    assert claims.report(claim, 0, 0.5).is_stopped, "a running trial is to be given back"
     stopped = claims.claim()
     assert isinstance(stopped, StudyStopped)
-    assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.why)
-    assert stopped.why in say("stop", "s"), "the second one says who was first"
-    assert stopped.why in say("show", "s")
+    assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.reason)
+    assert stopped.reason in say("stop", "s"), "the second one says who was first"
+    assert stopped.reason in say("show", "s")
     assert "s (stopped)" in say("studies")
 
 
@@ -35,7 +35,7 @@ def test_a_started_study_goes_on(say: Say, claims: Claims, stored) -> None:
     stop_study(stored)
     assert "started s, which was stopped by " in say("start", "s")
     claim = take(claims)
-    assert not claims.report(claim, 0, 0.5).stopped
+    assert not claims.report(claim, 0, 0.5).is_stopped
     assert start_study(stored) is None
 
 

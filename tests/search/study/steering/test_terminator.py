@@ -30,7 +30,7 @@ from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
-from hpsearch.storage.trials.budget import give_up
+from hpsearch.storage.trials.budget import stop_early
 from hpsearch.storage.trials.claim_sql import LOCK_STUDY
 from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
@@ -73,7 +73,7 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     assert rest(stored).given_up() is None, "it is written once"
     assert isinstance(claims.claim(), NoTrialAvailable)
     assert claims.has_trials_left(), "one runs"
-    assert not claims.report(running, 0, 0.5).stopped
+    assert not claims.report(running, 0, 0.5).is_stopped
     claims.finish_attempt(running, Outcome.COMPLETE, value=0.5)
     assert not claims.has_trials_left()
     assert load_study(stored.storage, "s").is_spent(FIRST + 1)
@@ -155,7 +155,7 @@ def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: Stor
     engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         written = list(
-            pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
+            pool.map(lambda e: stop_early(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
         )
     assert sum(one is not None for one in written) == 1
     assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{EARLY_TERMINATION}'")) == 1
