@@ -1,4 +1,4 @@
-"""The study database: whether it answers, has the tables and the rights, what its clock says, who else is connected."""
+"""The checks of the study database: connection, tables, permissions, clock and free connections."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hpsearch.search.doctor.checks import Checks, Finding
 from hpsearch.storage.database.connect import open_cursor, read_schema_revisions, read_table_privileges
 
 ROUND_TRIPS = 5
-MAX_CLOCK_SKEW_SECONDS = 2.0  # seconds that two clocks may differ
-CONNECTIONS_PER_WORKER = 5  # what one worker may have open at a time
+MAX_CLOCK_SKEW_SECONDS = 2.0
+CONNECTIONS_PER_WORKER = 5  # at most
 
-# The sequences that number the rows of the tables. CASE: WHERE alone may ask for the rights on what is none.
+# The sequences of the tables that the user may not use. CASE, because WHERE may evaluate the privilege of a relation
+# that is not a sequence, which is an error.
 _FIND_LOCKED_SEQUENCES = """
     SELECT s.relname FROM pg_depend d JOIN pg_class s ON s.oid = d.objid
      WHERE d.refobjid = ANY (SELECT to_regclass(quote_ident(name))::oid FROM unnest(%s) AS name)
@@ -30,7 +31,7 @@ _COUNT_CONNECTIONS = """
 
 
 def run_database_check(look: Callable[[Any], Finding], url: str, setting: str) -> Finding:
-    """Return the finding of one of `DATABASE_CHECKS` about the database at `url`, which was given by `setting`."""
+    """Run one of `DATABASE_CHECKS` on the database at `url`; errors name `setting`, which gave the URL."""
     with open_cursor(url, application_name="hpsearch doctor", setting=setting, autocommit=True) as cursor:
         return look(cursor)
 
@@ -47,7 +48,9 @@ def _check_connection(cursor: Any) -> Finding:
         return Finding("failed", f"{where} is a read-only replica", "give the primary's URL")
     if schema is None:
         grant = f"GRANT USAGE ON SCHEMA public TO {user}"
-        return Finding("failed", f"{where}: user {user!r} lacks rights on the schema of database {database!r}", grant)
+        return Finding(
+            "failed", f"{where}: user {user!r} has no permission on the schema of database {database!r}", grant
+        )
     laps = []
     for _ in range(ROUND_TRIPS):
         began = time.perf_counter()
@@ -62,15 +65,15 @@ def _check_schema(cursor: Any) -> Finding:
     rows = read_table_privileges(cursor)
     if missing := [name for name, is_missing, _ in rows if is_missing]:
         all_missing = len(missing) == len(rows)
-        said = "there are no tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
-        return Finding("failed", said, migrate)
+        text = "there are no tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
+        return Finding("failed", text, migrate)
     revisions = read_schema_revisions(cursor)
     for owner, found, needed in revisions:
         if found != needed:
-            other = f"the tables are of another version of {owner}: {found}, this release needs {needed}"
+            other = f"the tables have revision {found} of {owner}, but this release needs {needed}"
             return Finding("failed", other, migrate)
     shown = ", ".join(f"{owner} {found}" for owner, found, _ in revisions)
-    return Finding("ok", f"the tables are of this release ({shown})")
+    return Finding("ok", f"the tables match this release ({shown})")
 
 
 def _check_permissions(cursor: Any) -> Finding:
@@ -90,15 +93,15 @@ def _check_clock(cursor: Any) -> Finding:
     began = time.time()
     cursor.execute("SELECT extract(epoch FROM clock_timestamp())")
     there = float(cursor.fetchone()[0])
-    ahead = (began + time.time()) / 2 - there  # the reply was written about half-way
+    ahead = (began + time.time()) / 2 - there  # assumes that the reply was written half-way
     if abs(ahead) <= MAX_CLOCK_SKEW_SECONDS:
-        return Finding("ok", f"{abs(ahead):.2f} s from the database's")
+        return Finding("ok", f"{abs(ahead):.2f} s from the database's clock")
     which = "ahead of" if ahead > 0 else "behind"
     return Finding(
         "warning",
-        f"this machine's is {abs(ahead):.1f} s {which} the database's; leases go by the database's, so that only the "
-        "times in logs are off",
-        "set it by NTP",
+        f"this machine's clock is {abs(ahead):.1f} s {which} the database's; leases use the database's clock, so only "
+        "times in logs are wrong",
+        "synchronize it with NTP",
     )
 
 
@@ -106,11 +109,11 @@ def _check_connections(cursor: Any) -> Finding:
     cursor.execute(_COUNT_CONNECTIONS)
     most, used = cursor.fetchone()
     left = max(0, most - used)
-    said = f"{left} of {most} left"
+    text = f"{left} of {most} left"
     if left >= CONNECTIONS_PER_WORKER:
-        return Finding("ok", said)
+        return Finding("ok", text)
     remedy = "raise max_connections, or put PgBouncer before the database"
-    return Finding("warning", f"{said}; a worker has up to {CONNECTIONS_PER_WORKER}", remedy)
+    return Finding("warning", f"{text}; a worker uses up to {CONNECTIONS_PER_WORKER}", remedy)
 
 
 DATABASE_CHECKS: Checks = (

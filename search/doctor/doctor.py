@@ -43,17 +43,17 @@ def run_checks(
     checkpoint_url: str | None = None,
     home: str | None = None,
 ) -> Iterator[Finding]:
-    """Yield what each check of this machine comes to; nothing is started, and no file that is written stays.
+    """Yield the result of each check of this machine; start no services, and remove all test files.
 
     Args:
-        study: the name of a study that a worker here is to join.
-        storage_url, tracking_uri: the services; without them the embedded stack, if it runs.
-        checkpoint_url: where the checkpoints go; by default where the study says, else a folder of the home.
-        home: folder of the embedded stack, runs and logs; by default the user's.
+        study: name of a study that a worker on this machine should join; None checks no study.
+        storage_url, tracking_uri: addresses of the services; None for the embedded stack, if it runs.
+        checkpoint_url: address of the checkpoints; None for that of the study, else a folder in the home.
+        home: folder of the embedded stack, runs and logs; None for the default.
 
     Raises:
-        SearchError: there is no such study, or only the tracking server was given.
-        StorageError: the home cannot be used, or the database's URL cannot be read.
+        SearchError: the study does not exist, or `tracking_uri` is given without `storage_url`.
+        StorageError: the home is unusable, or the database URL is invalid.
     """
     check_pair({"storage_url": storage_url, "tracking_uri": tracking_uri}, both=False)
     folder = prepare_home(home)
@@ -64,8 +64,8 @@ def run_checks(
     first = [checker.run("services", partial(_check_services, folder, storage_url, running))]
     for name, look, need in DATABASE_CHECKS:
         first.append(checker.run(name, partial(run_database_check, look, database or "", given), need))
-    # Opened before the first finding is printed: if there is no such study, that error is the only output.
-    found = _open_study(study, database) if study is not None and database and checker.passed("rights") else None
+    # Opened before the first finding is printed, so that the error of a missing study is the only output.
+    found = _open_study(study, database) if study is not None and database and checker.has_passed("rights") else None
     yield from first
 
     is_unread, attrs = study is not None and found is None, found.attrs if found is not None else {}
@@ -95,7 +95,7 @@ def _check_services(home: Path, storage_url: str | None, running: stack.StackInf
     states = ", ".join(f"{service.name} {service.state}" for service in stack.read_status(home))
     return Finding(
         "failed",
-        f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",
+        f"no --storage-url is given, and the embedded stack in {home} is not running ({states})",
         f"run '{format_command('up')}', or give --storage-url and --tracking-uri",
     )
 
@@ -107,16 +107,16 @@ def _open_study(name: str, url: str) -> StoredStudy:
 
 def _report_missing_server(study: StoredStudy | None) -> Finding:
     if study is not None:
-        return Finding("failed", f"study {study.spec.name!r} names no tracking server", "give --tracking-uri")
-    return Finding("skipped", "no --tracking-uri is given; a worker takes its study's: name the STUDY to check that")
+        return Finding("failed", f"study {study.spec.name!r} has no tracking server", "give --tracking-uri")
+    return Finding("skipped", "no --tracking-uri is given; give STUDY to check the tracking server of a study")
 
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
-_STATUS, _NAME = 9, 13  # columns, with the blanks after them
+_STATUS, _NAME = 9, 13  # widths of the columns
 
 
 def format_finding(finding: Finding, columns: int | None) -> Text:
-    """Return the line of a finding, folded at `columns`; None folds nothing."""
+    """Return the line of a finding, wrapped at `columns`; None does not wrap."""
     head = f"{finding.status:{_STATUS}}{finding.check:{_NAME}}"
     line = head + finding.found + (f": {finding.remedy}" if finding.remedy else "")
     if columns is not None:
@@ -128,7 +128,7 @@ def format_finding(finding: Finding, columns: int | None) -> Text:
 
 
 def format_status_counts(findings: Iterable[Finding]) -> str:
-    """Return how many checks came to what: ``14 ok, 1 warning, 1 failed``."""
+    """Return the number of checks by status: ``14 ok, 1 with a warning, 1 failed``."""
     counts = Counter(finding.status for finding in findings)
     words = {"ok": "ok", "warning": "with a warning", "failed": "failed", "skipped": "skipped"}
     return ", ".join(f"{counts[status]} {said}" for status, said in words.items() if counts[status])  # type: ignore[index]  # a status is one of these words

@@ -76,7 +76,7 @@ def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_a_home_that_cannot_be_written_is_told() -> None:
     home = check_home(Path("/proc"))
     assert home.status == "failed"
-    assert "/proc cannot be written" in home.found
+    assert "/proc is not writable" in home.found
 
 
 def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_server_of_another_series_that_takes_no_artifacts_is_told(healthy: str
     assert mlflow.status == "warning"
     assert "MLflow 2.9.1" in mlflow.found
     assert artifacts.status == "failed"
-    assert artifacts.found.startswith("cannot be written: ")
+    assert artifacts.found.startswith("not writable: ")
     assert "--artifacts-destination" in artifacts.remedy
 
 

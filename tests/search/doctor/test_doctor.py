@@ -132,7 +132,7 @@ def test_tables_of_another_release_are_to_be_migrated(look: Look, owner_url: str
     execute(owner_url, "UPDATE hpsearch_alembic_version SET version_num = '0001'")
     code, checks = look("--storage-url", database_url)
     assert code == 1
-    assert "another version of hpsearch: 0001" in checks["schema"]["found"]
+    assert "revision 0001 of hpsearch" in checks["schema"]["found"]
     assert "hpsearch migrate" in checks["schema"]["remedy"]
     assert checks["rights"]["status"] == "skipped"
     assert checks["clock"]["status"] == "ok"
@@ -189,7 +189,7 @@ def test_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Pat
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert [checks[name]["status"] for name in ("study", "release", "objective", "source")] == ["ok"] * 4
-    assert "0/9 trials have ended" in checks["study"]["found"]
+    assert "0/9 trials ended" in checks["study"]["found"]
 
 
 def test_what_keeps_a_worker_from_a_study_is_told(
