@@ -71,7 +71,7 @@ def test_a_mistake_is_one_line(changed: dict[str, object], words: list[str]) -> 
     ],
 )
 def test_a_password_is_refused_and_not_repeated(engine: str, url: str) -> None:
-    with pytest.raises(USER_ERRORS, match="holds a password") as raised:
+    with pytest.raises(USER_ERRORS, match="contains a password") as raised:
         launch(engine=engine, image="hpsearch:1" if engine == "kubernetes" else None, storage_url=url)
     assert "geheim" not in str(raised.value)
 
