@@ -90,10 +90,10 @@ class Checker:
         except USER_ERRORS as error:  # the message includes the remedy
             return Finding("failed", str(error))
         except Exception as error:  # the other checks still run
-            said = f"{type(error).__name__}: {format_error(error)}"
+            message = f"{type(error).__name__}: {format_error(error)}"
             for url in self._secrets:
-                said = redact_password(said, url)
-            return Finding("failed", said)
+                message = redact_password(message, url)
+            return Finding("failed", message)
 
 
 def check_store(url: str) -> Finding:
