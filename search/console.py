@@ -85,7 +85,7 @@ def format_command(*arguments: str) -> str:
 
 @contextmanager
 def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: beside a spinner on a terminal, else as a line."""
+    """Yield a function that shows the current step: next to a spinner on a terminal, otherwise as a line."""
     if not console.is_terminal:
         yield console.print
         return

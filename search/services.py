@@ -109,8 +109,8 @@ def find_services(
         )
     url, uri = normalise_url(storage_url), where.get("tracking_uri")
     check_database(url)
-    away = None if uri is None else probe_tracking(uri, required=tracking_required)
-    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=away)
+    tracking_error = None if uri is None else probe_tracking(uri, required=tracking_required)
+    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=tracking_error)
 
 
 def check_pair(where: Addresses, *, both: bool = True) -> None:

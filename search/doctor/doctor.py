@@ -47,7 +47,8 @@ def run_checks(
 
     Args:
         study: name of a study that a worker on this machine should join; None checks no study.
-        storage_url, tracking_uri: addresses of the services; None for the embedded stack, if it runs.
+        storage_url: database URL; None for the embedded stack, if it runs.
+        tracking_uri: MLflow server; None for that of the embedded stack or the study.
         checkpoint_url: address of the checkpoints; None for that of the study, else a folder in the home.
         home: folder of the embedded stack, runs and logs; None for the default.
 

@@ -147,7 +147,10 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
         services: services of the study.
         study: the study, whose search has ended.
         options: options of the workers.
-        top, seeds, new_set, infeasible: for :func:`hpsearch.search.finalists.choose.create_or_join`.
+        top: number of finalists; None for the default or the existing set.
+        seeds: number of new seeds; None for the default or the existing set.
+        new_set: whether to choose a new set of finalists.
+        infeasible: whether trials that violate a constraint may be chosen.
         workers: number of workers; 0 only chooses and shows the finalists.
         console: console for the live view and the result.
 
@@ -234,7 +237,8 @@ def run_refit(
         services: services of the study.
         study: the search, whose finalists have a winner.
         options: options of the workers.
-        trial, seeds: for :func:`hpsearch.search.finalists.refit.create_or_join_refit`.
+        trial: number of the winner, which is compared with the stored one; None does not compare.
+        seeds: number of seeds; None for the default.
         workers: number of workers; 0 only creates and shows the refit.
         console: console for the live view and the result.
 

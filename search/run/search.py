@@ -74,15 +74,15 @@ def run_search(
         objective = study.objective()
         services = resolve_tracking(services, study, required=options.tracking_required)
         start_clock(study)
-        away = open_study_run(services, study, required=options.tracking_required)
+        tracking_error = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
             show_step("overfitting one batch")
-        smoke_warning = smoke_test(study, objective, None if away else services.open_tracking())
+        smoke_warning = smoke_test(study, objective, None if tracking_error else services.open_tracking())
     begin = summarise(study)
     _print_begin(console, study, objective, begin, workers=workers, created=created)
-    if away:
+    if tracking_error:
         outbox = services.home / "outbox"
-        console.print(f"{away}; the search continues, and its records wait in {outbox}", style="yellow")
+        console.print(f"{tracking_error}; the search continues, and its records wait in {outbox}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
     if why := find_stopped_warning(study):

@@ -65,20 +65,20 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         SearchError: the study has no tracking server, and none was given.
         StorageError: a service is unusable.
     """
-    name, away = study.spec.name, None
+    name, tracking_error = study.spec.name, None
     try:
         tracking = open_study_tracking(services, study)
     except TrackingUnavailableError as error:
         if not make_optional_trackers(study, services.home):
             raise  # otherwise the other trackers still receive their records
-        tracking, away = services.open_tracking(get_tracking_uri(services, study)), error
+        tracking, tracking_error = services.open_tracking(get_tracking_uri(services, study)), error
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, should_retry_rejected=True)
     problems: list[str] = []
     with show_steps(console) as step:
         left = tracker.flush(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=step)))
-    if away is not None and not left:
-        raise away  # records of a lost machine may be missing there
+    if tracking_error is not None and not left:
+        raise tracking_error  # records of a lost machine may be missing there
     sent = tracker.sender.sent_journals
     text = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
