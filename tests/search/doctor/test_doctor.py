@@ -150,7 +150,7 @@ def test_a_clock_that_differs_and_few_connections_are_warned_of(look: Look, data
     code, checks = look("--storage-url", database_url)
     assert code == 0
     assert checks["clock"]["status"] == checks["connections"]["status"] == "warning"
-    assert "leases go by the database's" in checks["clock"]["found"]
+    assert "leases use the database's clock" in checks["clock"]["found"]
     assert "PgBouncer" in checks["connections"]["remedy"]
 
 
@@ -163,7 +163,7 @@ def test_mlflow_that_is_away_is_told(look: Look, database_url: str) -> None:
 
 
 def test_without_a_tracking_uri_the_study_is_asked(look: Look, database_url: str, path: Path) -> None:
-    assert "name the STUDY" in look("--storage-url", database_url)[1]["mlflow"]["found"]
+    assert "give STUDY to check" in look("--storage-url", database_url)[1]["mlflow"]["found"]
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert checks["mlflow"]["status"] == checks["artifacts"]["status"] == "ok"
@@ -232,4 +232,4 @@ def test_bad_input_is_one_line(arguments, words, database_url: str, capsys: pyte
 
 def test_a_tracking_server_without_a_database_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["doctor", "--tracking-uri", AWAY]) == 2
-    assert "--storage-url is not" in capsys.readouterr().err
+    assert "given without --storage-url" in capsys.readouterr().err
