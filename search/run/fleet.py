@@ -25,7 +25,7 @@ from hpsearch.search.run.live import LiveView
 from hpsearch.search.services import DASHBOARD_COMMAND, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.tracking.rebuild import needed, resend
+from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.tracker import Tracker, open_parent_run
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import STOPPED
@@ -177,7 +177,7 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
     def resend_winner() -> None:
-        resend(study, tracker, checkpoints, only=needed(study))  # trials of lost machines
+        resend(study, tracker, checkpoints, only=list_trials_requiring_model(study))  # trials of lost machines
 
     with show_steps(console) as show_step:
         patience = _INTERRUPTED_UPLOAD_SECONDS if interrupted else math.inf

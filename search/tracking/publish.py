@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 ARTIFACT = "finalists.json"
 
 
-def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
-    """Write the finalists' table and the test scores to the runs in MLflow. Safe to call again, and at once."""
+def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
+    """Log the finalists' results and the test scores to MLflow. Safe to repeat, also concurrently."""
     runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in study.trials() if RUN_ID in trial.user_attrs}
     counting = counting_set(study)
     if counting is not None and not counting[1].pending:
-        _tell_finalists(study, *counting, runs, tracking)
+        _log_finalists(study, *counting, runs, tracking)
     opening = read_test_evaluation(study.engine, study.study_id)
     if opening is not None and opening.scores is not None and (run := _scored_run(study, opening, runs)):
         _annotate(
@@ -64,7 +64,7 @@ def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def _scored_run(study: StoredStudy, opening: TestEvaluation, runs: dict[int, str]) -> str | None:
-    """Return the run whose model was scored on the test set: the trial's, or that of its refit."""
+    """Return the run whose model was scored on the test set: the run of the trial or of its refit."""
     if opening.refit is None:
         return runs.get(opening.trial_number)
     with suppress(SearchError):  # somebody deleted the refit
@@ -74,7 +74,7 @@ def _scored_run(study: StoredStudy, opening: TestEvaluation, runs: dict[int, str
     return None
 
 
-def _tell_finalists(
+def _log_finalists(
     study: StoredStudy, chosen: StoredStudy, found: Finalists, runs: dict[int, str], tracking: Tracking
 ) -> None:
     ended = max(t.datetime_complete.timestamp() for t in chosen.trials() if t.datetime_complete is not None)
@@ -109,17 +109,17 @@ def _tell_finalists(
 
 
 def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
-    """Write to a trial's run. One that somebody deleted must not keep the others from being told."""
+    """Annotate a trial's run; a run that was deleted must not prevent the annotation of the others."""
     try:
         tracking.annotate_run(run, tags=tags, metrics=metrics, at=at)
-    except Exception as error:  # what is away is raised again; MLflow refuses by several types
+    except Exception as error:  # MLflow's client rejects requests with several types of errors
         if is_retryable(error):
             raise
-        log.warning("run %s is not told: %s", run, describe_error(error))
+        log.warning("run %s: results not logged (%s)", run, describe_error(error))
 
 
 def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
-    """Return the table as plain values, for a file."""
+    """Return the finalists' table as JSON values."""
     rows = [{**dataclasses.asdict(row), "optimism": optimism(study, row)} for row in ranked(study, found)]
     return {
         "study": study.spec.name,
@@ -141,7 +141,7 @@ _MOST = 20  # trials of a front
 
 
 def write_note(study: StoredStudy, summary: Summary) -> None:
-    """Write the study's note in the dashboard."""
+    """Write the note of the study in the Optuna dashboard."""
     from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
 
     optuna_study = optuna.load_study(study_name=study.spec.name, storage=study.storage)
@@ -149,7 +149,7 @@ def write_note(study: StoredStudy, summary: Summary) -> None:
 
 
 def study_note(study: StoredStudy, summary: Summary) -> str:
-    """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
+    """Return the note of the study in Markdown; the dashboard renders links only in notes, not in attributes."""
     spec = study.spec
     lines = [
         f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.format_progress(summary.finished)}.",
@@ -198,9 +198,9 @@ def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
 
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
-    """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
+    """Log the result to the parent run and to the dashboard's note; end the run if the budget is spent.
 
-    Safe to call more than once, and from several processes: each writes the same.
+    Safe to repeat, also from several processes.
     """
     tags = {
         tag_names.TRIALS: f"{summary.finished} of {study.budget}",
@@ -224,7 +224,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
     end_open_runs(study, tracking)
     if study.spec.is_multi_objective:
         _tag_front(study, summary, tracking)
-    tell_confirmation(study, tracking)
+    log_confirmation(study, tracking)
     tracking.end_study_run(
         parent,
         tags=tags,
@@ -236,7 +236,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
 
 
 def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
-    """Tag the runs of the front's trials, by which the MLflow UI finds them, and no longer those that were on it."""
+    """Tag the runs of the trials on the Pareto front for searches in the MLflow UI, and untag all others."""
     tagged = tracking.find_tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
     on_front = {str(trial.user_attrs[RUN_ID]) for trial in summary.front if RUN_ID in trial.user_attrs}
     for run in on_front - tagged:
@@ -246,7 +246,7 @@ def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None
 
 
 def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
-    """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
+    """End the open runs of finished trials, whose workers died before they could end them in MLflow."""
     left = tracking.find_running_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
     for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
@@ -256,9 +256,9 @@ def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
-    """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it.
+    """Close a study whose budget is spent; in a fleet without `run`, the last worker calls this.
 
-    Finalists have no run of their own: when they are done, the study that they are of has more to tell.
+    Finalists have no parent run of their own, so their end updates the run of their search.
     """
     summary = summarise(study)
     if not study.is_spent(summary.finished):
@@ -270,11 +270,11 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
             summary = summarise(study)
         close_study(study, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
-        log.warning("the end of study %s did not reach MLflow: %s", study.spec.name, describe_error(error))
+        log.warning("study %s: result not logged to MLflow (%s)", study.spec.name, describe_error(error))
 
 
 def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
-    """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
+    """Set the run of a study with new work to RUNNING, and update its tags."""
     if study.spec.finalists_of is not None:
         return  # the run is that of the search, which is over
     tracking.reopen_run(open_parent_run(study, tracking))
@@ -282,7 +282,7 @@ def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
-    """Show a trial's run, which its next attempt goes on with, as one that is still to be run."""
+    """Set the run of a trial to SCHEDULED until the next attempt resumes it."""
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
         tracking.schedule_run(str(run_id))

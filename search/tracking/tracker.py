@@ -1,4 +1,4 @@
-"""The trackers of a worker: one journal and one reader per tracking service."""
+"""The tracking of a study's trials: journals, which consumers send to the tracking services."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_trackers(spec: StudySpec) -> None:
 
 
 def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
-    """Return the readers of a study in addition to MLflow; their files on this machine are in its `home`."""
+    """Return the consumers of a study's journals in addition to MLflow; they keep local files in `home`."""
     return [
         tracker(setting, study.spec.name, study.folder, home, TrialOutcomes(study.engine))
         for tracker, setting in _optional_trackers(study.spec)
@@ -55,34 +55,31 @@ def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
 
 
 def _optional_trackers(spec: StudySpec) -> list[tuple[type[OptionalTracker], str]]:
-    """Return the trackers whose settings a study has, with the values of the settings."""
+    """Return the trackers that a study selects, with the values of their settings."""
     settings = [(tracker, getattr(spec, tracker.name)) for tracker in TRACKERS]
     return [(tracker, setting) for tracker, setting in settings if setting is not None]
 
 
 def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
-    """Return the study's parent run, made if it is missing; all who ask at once get the same one.
+    """Return the id of the study's parent run, which is created if it is missing; concurrent calls get the same run.
 
-    One that is there is found without the study's lock, which a frozen process may hold.
+    An existing run is found without the study's lock, which a frozen process may hold.
 
     Raises:
-        StorageError: its run, or the experiment, was deleted; or somebody else is at it for long.
-        MlflowException: the server does not answer, or refuses.
+        StorageError: the run or the experiment was deleted, or another process holds the lock for too long.
+        MlflowException: the server does not answer, or rejects the request.
     """
     attrs = study.attrs
-    known = attrs.get(RUN_ID)
-    if known is not None and attrs.get(TRACKING_URI) == tracking.uri and tracking.has_run(known):
-        if attrs.get(RUN_URL) != (url := tracking.run_url(known)):  # MLflow is shown under another address by now
+    run_id = attrs.get(RUN_ID)
+    if run_id is not None and attrs.get(TRACKING_URI) == tracking.uri and tracking.has_run(run_id):
+        if attrs.get(RUN_URL) != (url := tracking.run_url(run_id)):  # the address of MLflow's UI has changed
             study.set_attr(RUN_URL, url)
-        return str(known)
+        return str(run_id)
     return _ensure_parent_run(study, tracking)
 
 
 def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
-    """Make the study's parent run under its lock, unless somebody else was faster.
-
-    The runs of finalists are children of the run of the search that they are of.
-    """
+    """Return the study's parent run under the study's lock; finalists use the run of their search."""
     spec = study.spec
     if spec.finalists_of is not None:
         parent = load_parent_study(study)
@@ -106,7 +103,7 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
 
 
 def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec flat: ``sampler.n_startup_trials`` and so on."""
+    """Return the spec with flat keys, such as ``sampler.n_startup_trials``."""
     flat: dict[str, Any] = {}
     for key, value in spec.items():
         if isinstance(value, dict):
@@ -121,20 +118,20 @@ _STARTUP_SECONDS = 15.0  # that a server may take to start
 
 
 def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
-    """Return what notes on what grounds a trial was pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
+    """Return the tags with the pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
     return journal_records.Tags({tag_names.PRUNING: json.dumps(grounds)})
 
 
 class Tracker:
-    """Logs the trials of one study, whether or not the tracking server answers, and other readers are there.
+    """Writes the trials of one study to journals, and sends them to all trackers, available or not.
 
     Args:
         study: the study.
-        tracking: its tracking server.
-        checkpoints: of the study; those that were kept until a trial's model has arrived are removed then.
-        home: where the outbox is.
-        tags: for the run of every trial that this process trains.
-        system_metrics: whether runs get the machine's load too.
+        tracking: the tracking server of the study.
+        checkpoints: the checkpoints of the study; the last one of a trial is removed when MLflow has its model.
+        home: the home folder, which contains the outbox.
+        tags: tags for the run of every trial that this process trains.
+        system_metrics: whether to log the system metrics of this machine.
         should_retry_rejected: whether to retry journals that a consumer rejected earlier.
     """
 
@@ -160,16 +157,16 @@ class Tracker:
         self.sender = Sender(self.outbox, consumers, should_retry_rejected=should_retry_rejected)
         self.system_metrics = SystemMetrics() if system_metrics else None
 
-    def begin(
+    def open_journal(
         self, trial: Claim | RetriesExhausted | PrunedTrial, *, resumed: bool, suffix: str = "", **tags: str
     ) -> Journal:
-        """Begin the journal of an attempt, which is sent from now on.
+        """Open the journal of an attempt and start sending it.
 
         Args:
-            trial: the trial and the attempt; the journals of later attempts have precedence.
+            trial: the trial and the attempt; journals of later attempts have precedence.
             resumed: whether the trial may have a run already.
             suffix: the end of the journal's name.
-            tags: of the trial's run.
+            tags: further tags of the trial's run.
         """
         spec = self._study.spec
         header = journal_records.Header(
@@ -187,10 +184,10 @@ class Tracker:
         return journal
 
     @kill_point("log retired trial")
-    def settled(self, trial: RetriesExhausted | PrunedTrial) -> None:
-        """End the run of a trial that no worker runs: its workers died, or it waited at a rung and will not go on."""
+    def end_run_without_worker(self, trial: RetriesExhausted | PrunedTrial) -> None:
+        """End the run of a trial that has no worker: its workers died, or it was paused at a rung and is pruned."""
         suffix = "-retired" if isinstance(trial, PrunedTrial) else "-lost"
-        journal = self.begin(trial, resumed=True, suffix=suffix)
+        journal = self.open_journal(trial, resumed=True, suffix=suffix)
         if isinstance(trial, PrunedTrial) and trial.decision:
             journal.append(pruning_tags(trial.decision))
         outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST

@@ -18,7 +18,7 @@ from hpsearch.search.process import (
     StopEvent,
 )
 from hpsearch.search.tracking.publish import close_if_spent
-from hpsearch.search.tracking.rebuild import needed, resend
+from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.identity import worker_name
@@ -103,7 +103,7 @@ def _send_rest(context: WorkerContext, *, over: bool) -> None:
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
     alone = context.fleet_gone is None or context.fleet_gone()
     if over and (alone or study.spec.finalists_of is not None):
-        resend(study, tracker, checkpoints, only=needed(study), objective=context.objective)
+        resend(study, tracker, checkpoints, only=list_trials_requiring_model(study), objective=context.objective)
         tracker.sender.flush(patience)
         close_if_spent(study, context.tracking)
 

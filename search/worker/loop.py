@@ -80,13 +80,13 @@ class Worker:
 
     def _lost(self, lost: RetriesExhausted) -> TrialEnd:
         log.error("trial %d: FAIL, %s", lost.number, lost.reason)
-        self._context.tracker.settled(lost)
+        self._context.tracker.end_run_without_worker(lost)
         return TrialEnd(Outcome.LOST, lost.reason)
 
     def _retired(self, retired: PrunedTrial) -> TrialEnd:
         """Tell of a trial that waited in vain, and remove what it would have gone on from where it never will."""
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
-        self._context.tracker.settled(retired)
+        self._context.tracker.end_run_without_worker(retired)
         if not retired.is_cut:
             self._context.checkpoints.forget_trial(retired.number)
         return TrialEnd(Outcome.PRUNED, retired.reason)

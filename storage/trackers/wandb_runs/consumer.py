@@ -1,4 +1,4 @@
-"""The reader that sends journals to Weights & Biases."""
+"""The consumer that sends journals to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _HOSTED = (
     "api.forge.coreweave.com",
     "forge.coreweave.com",
     "api.wandb.ai",
-)  # the same service, by its package
-_PATIENCE = 5.0  # seconds
+)  # the library treats them as the same service
+_TIMEOUT_SECONDS = 5.0
 
 
 _ONLINE, _MODES = {"online", "run", "shared"}, ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
 def is_online() -> bool:
-    """Whether runs go to a server, and not to files alone, by WANDB_MODE."""
+    """Return whether WANDB_MODE sends runs to a server, not only to files."""
     return os.environ.get("WANDB_MODE", "online") in _ONLINE
 
 
-def server() -> str:
-    """Return the address of the server."""
+def server_url() -> str:
+    """Return the address of the Weights & Biases server."""
     return os.environ.get("WANDB_BASE_URL") or f"https://{_HOSTED[0]}"
 
 
 def _has_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(server()).netloc
+    host = urlsplit(server_url()).netloc
     hosts = _HOSTED if host in _HOSTED else (host,)
     paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     for path in paths:
@@ -54,43 +54,44 @@ def _has_key() -> bool:
             known = netrc.netrc(Path(path).expanduser())
         except (OSError, netrc.NetrcParseError, RuntimeError):
             continue
-        # Its `default` entry is for any host, and so no key of this one.
+        # The `default` entry applies to any host, so it is not a key of this server.
         if any(host in known.hosts and known.hosts[host][2] for host in hosts):
             return True
     return False
 
 
 def _check_reachable() -> None:
-    """Check that something answers where the server is; what it says is no matter.
+    """Check that the server answers, with any HTTP status.
 
     Raises:
-        WandbUnavailableError: nothing does.
+        StorageError: WANDB_BASE_URL is not an HTTP address.
+        WandbUnavailableError: the server does not answer.
     """
-    if urlsplit(server()).scheme not in {"http", "https"}:
-        raise StorageError(f"WANDB_BASE_URL {server()}: must be the http(s):// address of a server")
+    if urlsplit(server_url()).scheme not in {"http", "https"}:
+        raise StorageError(f"WANDB_BASE_URL {server_url()}: must be the http(s):// address of a server")
     try:
-        urllib.request.urlopen(server(), timeout=_PATIENCE).close()  # noqa: S310 the scheme is checked
+        urllib.request.urlopen(server_url(), timeout=_TIMEOUT_SECONDS).close()  # noqa: S310 the scheme is checked
     except urllib.error.HTTPError:
         return
     except (OSError, ValueError) as error:
-        raise WandbUnavailableError(f"{server()}: no answer ({getattr(error, 'reason', error)})") from None
+        raise WandbUnavailableError(f"{server_url()}: no answer ({getattr(error, 'reason', error)})") from None
 
 
-_OPEN, _TELL, _FINISH = 60.0, 30.0, 60.0  # seconds in which the process has to answer
-_SYSTEM = "system/"  # how the machine's load is named, whose steps are seconds
+_OPEN_SECONDS, _LOG_SECONDS, _FINISH_SECONDS = 60.0, 30.0, 60.0  # within which the process must reply
+_SYSTEM_PREFIX = "system/"  # of the names of system metrics, whose steps are seconds
 
 
 @dataclass
 class _Run:
-    """A run that is open in the process of a generation."""
+    """A run that a process of `generation` has opened."""
 
     id: str
     generation: int
-    load: dict[str, float] = field(default_factory=dict)  # of the machine, to go with the next epoch
+    system_metrics: dict[str, float] = field(default_factory=dict)  # to log with the next epoch
 
 
 class WandbConsumer(OptionalTracker):
-    """Sends the trials of one study to the Weights & Biases project, or entity/project, that the setting names."""
+    """Sends the trials of one study to the Weights & Biases project, or entity/project, of the setting."""
 
     name, title = "wandb", "Weights & Biases"
 
@@ -103,10 +104,14 @@ class WandbConsumer(OptionalTracker):
 
     @classmethod
     def check(cls, setting: str) -> None:
-        """Check that the package is installed, and that there is a key where one is needed."""
+        """Check that the package is installed, and that an API key is configured if WANDB_MODE needs one.
+
+        Raises:
+            StorageError: the package or the key is missing, or WANDB_MODE is invalid.
+        """
         super().check(setting)
         if (mode := os.environ.get("WANDB_MODE", "online")) not in _MODES:
-            raise StorageError(f"WANDB_MODE {mode!r}: set it to online or offline, or leave it out")
+            raise StorageError(f"WANDB_MODE {mode!r}: unknown mode; set it to online or offline, or unset it")
         if is_online() and not _has_key():
             raise StorageError(
                 f"--{cls.name} {setting}: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run "
@@ -114,14 +119,14 @@ class WandbConsumer(OptionalTracker):
             )
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
-        """Tell the trial's run of these; its journal has arrived when its end has."""
+        """Log records to the trial's run; they are committed when the run has finished, which ends the journal."""
         if not entries:
             return False
-        if self._known(cursor) is None:  # of this process: what an earlier one was told may not have arrived
+        if self._opened_run(cursor) is None:  # an earlier process may have lost the entries in flight
             cursor.return_buffered()
             cursor.rewind()
             entries = cursor.read_pending()
-        told, over = self._open(cursor), False
+        run, is_complete = self._open_run(cursor), False
         config: dict[str, Any] = {}
         rows: list[tuple[int, dict[str, float]]] = []
         summary: dict[str, Any] = {}
@@ -130,16 +135,16 @@ class WandbConsumer(OptionalTracker):
                 case journal_records.Params(values) | journal_records.Tags(values):
                     config |= values
                 case journal_records.Epoch(step, at, values):
-                    rows.append((step, {**told.load, **values, "_timestamp": at}))
-                    told.load = {}
-                case journal_records.Metrics(_, _, values) if all(key.startswith(_SYSTEM) for key in values):
-                    told.load |= values
+                    rows.append((step, {**run.system_metrics, **values, "_timestamp": at}))
+                    run.system_metrics = {}
+                case journal_records.Metrics(_, _, values) if all(key.startswith(_SYSTEM_PREFIX) for key in values):
+                    run.system_metrics |= values
                 case journal_records.Metrics(_, _, values):
                     summary |= values
                 case journal_records.End() | journal_records.Released():
-                    over = True
-        self._ask(_TELL, "tell", run_id=told.id, config=config, rows=rows, summary=summary)
-        if not over:
+                    is_complete = True
+        self._request(_LOG_SECONDS, "log_rows", run_id=run.id, config=config, rows=rows, summary=summary)
+        if not is_complete:
             cursor.mark_in_flight([entry for entry in entries if entry.end_offset is not None])
             return False
         last = entries[-1].record
@@ -148,56 +153,57 @@ class WandbConsumer(OptionalTracker):
         return True
 
     def write_outcome(self, cursor: Cursor, end: journal_records.End) -> None:
-        """Tell how a trial ended whose process could not say so."""
-        self._open(cursor)
+        """Finish the run of a trial whose process died before it recorded the outcome."""
+        self._open_run(cursor)
         self._finish(cursor, end)
 
     def release(self, cursor: Cursor) -> None:
-        """Finish the run here, which another attempt may go on with."""
-        if self._known(cursor) is not None:
+        """Finish the run in this process; another attempt may resume it."""
+        if self._opened_run(cursor) is not None:
             self._finish(cursor, None)
             cursor.commit_in_flight()
 
     def close(self) -> None:
-        """Let the process end."""
+        """Let the process of the wandb library exit."""
         self._process.close()
 
-    def _known(self, cursor: Cursor) -> _Run | None:
+    def _opened_run(self, cursor: Cursor) -> _Run | None:
         run = self._runs.get(cursor)
         return run if run is not None and run.generation == self._process.generation else None
 
-    def _open(self, cursor: Cursor) -> _Run:
-        """Return the run of a cursor, opened if need be."""
-        if (run := self._known(cursor)) is not None:
+    def _open_run(self, cursor: Cursor) -> _Run:
+        if (run := self._opened_run(cursor)) is not None:
             return run
         if is_online():
             _check_reachable()
         header = cursor.journal.header
-        made = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._owner}-{header.number:04d}")
-        more = {"entity": self._entity} if self._entity else {}
-        answer = self._ask(
-            _OPEN, "open", run_id=made, folder=str(self._folder), project=self._project, group=self._study,
-            name=f"{self._study}-{header.number:04d}", job_type="trial", config=dict(header.tags), **more,
+        run_id = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._owner}-{header.number:04d}")
+        entity = {"entity": self._entity} if self._entity else {}
+        reply = self._request(
+            _OPEN_SECONDS, "open", run_id=run_id, folder=str(self._folder), project=self._project, group=self._study,
+            name=f"{self._study}-{header.number:04d}", job_type="trial", config=dict(header.tags), **entity,
         )  # fmt: skip
-        if answer.get("busy"):
-            raise LockHeldError(f"{made}: another process tells of it")
-        self._runs[cursor] = _Run(made, self._process.generation)
+        if reply.get("busy"):
+            raise LockHeldError(f"{run_id}: another process has opened this run")
+        self._runs[cursor] = _Run(run_id, self._process.generation)
         return self._runs[cursor]
 
     def _finish(self, cursor: Cursor, end: journal_records.End | None) -> None:
         run = self._runs[cursor]
         if end is not None:
             summary = {"state": end.outcome.run_state, "reason": end.reason}
-            self._ask(_TELL, "tell", run_id=run.id, config={}, rows=[], summary=summary)
-        well = end is not None and end.outcome in {Outcome.COMPLETE, Outcome.PRUNED}
-        self._ask(_FINISH, "finish", run_id=run.id, exit_code=int(not well), left=end is None)
+            self._request(_LOG_SECONDS, "log_rows", run_id=run.id, config={}, rows=[], summary=summary)
+        has_succeeded = end is not None and end.outcome in {Outcome.COMPLETE, Outcome.PRUNED}
+        self._request(
+            _FINISH_SECONDS, "finish", run_id=run.id, exit_code=int(not has_succeeded), is_preempted=end is None
+        )
         del self._runs[cursor]
 
-    def _ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
-        answer = self._process.ask(timeout, do, **request)
-        if (error := answer.get("error")) is None:
-            return answer
-        told = format_error(error, 200)
-        if "deleted" in told:  # a person's wish: no run is made in its place
-            raise RunRejectedError(told)
-        raise WandbUnavailableError(told)
+    def _request(self, timeout_seconds: float, command: str, **arguments: Any) -> dict[str, Any]:
+        reply = self._process.request(timeout_seconds, command, **arguments)
+        if (error := reply.get("error")) is None:
+            return reply
+        text = format_error(error, 200)
+        if "deleted" in text:  # by a user: no other run may replace it
+            raise RunRejectedError(text)
+        raise WandbUnavailableError(text)

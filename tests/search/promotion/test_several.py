@@ -17,7 +17,7 @@ from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.tracking.publish import close_study, study_note, tell_confirmation
+from hpsearch.search.tracking.publish import close_study, log_confirmation, study_note
 from hpsearch.storage.attributes import REASON, RUN_ID, SPEC, VIOLATIONS
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
@@ -143,7 +143,7 @@ def test_the_front_is_told_to_mlflow_and_the_dashboard(several: Tracked) -> None
     confirm(several, {0: [0.96, 5.0], 1: [0.95, 4.0]})
     for trial in load_study(several.storage, f"{several.name}-f").trials():
         assert trial.datetime_complete is not None
-    tell_confirmation(stored, several.tracking)
+    log_confirmation(stored, several.tracking)
     tags = several.client.get_run(stored.attrs[RUN_ID]).data.tags
     assert (tags["hpsearch.finalists_front"], tags["hpsearch.winner"]) == ("0, 1", "")
     assert several.client.get_run(several.run_of(0)).data.tags["hpsearch.finalist"] == "front"

@@ -101,7 +101,7 @@ def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
     server.away = True
     log(journal, range(2, 4), end=Outcome.PRUNED)
     with monkeypatch.context() as patch:
-        patch.setattr(wandb_consumer, "_FINISH", 3.0)
+        patch.setattr(wandb_consumer, "_FINISH_SECONDS", 3.0)
         with pytest.raises(WandbUnavailableError) as told:
             post.consume(reader, journal)
     assert reader.classify_error(told.value).is_transient

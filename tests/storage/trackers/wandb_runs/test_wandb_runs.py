@@ -177,8 +177,8 @@ import os, signal, sys
 from pathlib import Path
 from hpsearch.storage.trackers.wandb_runs.connection import Connection
 line = Connection(Path(sys.argv[1]))
-assert line.ask(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
-line.ask(120, "tell", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})
+assert line.request(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
+line.request(120, "log_rows", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -188,11 +188,11 @@ def test_of_a_worker_that_is_killed_what_it_told_is_written_down_and_its_run_is_
     done = subprocess.run([sys.executable, "-c", _PUPPET, str(folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
     line, deadline = Connection(folder), time.monotonic() + 300
-    while line.ask(120, "open", run_id="x", folder=str(folder), project="p", config={}).get("busy"):
+    while line.request(120, "open", run_id="x", folder=str(folder), project="p", config={}).get("busy"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    line.ask(120, "tell", run_id="x", config={}, rows=[[1, {"a": 2}], [2, {"a": 3}]], summary={})
-    line.ask(120, "finish", run_id="x", exit_code=0, left=False)
+    line.request(120, "log_rows", run_id="x", config={}, rows=[[1, {"a": 2}], [2, {"a": 3}]], summary={})
+    line.request(120, "finish", run_id="x", exit_code=0, is_preempted=False)
     line.close()
     found = [row["_step"] for path in folder.glob("wandb/offline-run-*/*.wandb") for row in rows(path)]
     assert sorted(found) == [0, 1, 2]
@@ -281,10 +281,10 @@ def test_a_key_that_is_missing_is_one_line(
 
 def test_records_of_many_blocks_are_read_whole(tmp_path: Path) -> None:
     line = Connection(tmp_path)
-    assert line.ask(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}
+    assert line.request(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}
     many = [[step, {"long": "x" * 20_000, "step": step}] for step in range(20)]
-    line.ask(120, "tell", run_id="x", config={}, rows=many, summary={})
-    line.ask(120, "finish", run_id="x", exit_code=0, left=False)
+    line.request(120, "log_rows", run_id="x", config={}, rows=many, summary={})
+    line.request(120, "finish", run_id="x", exit_code=0, is_preempted=False)
     line.close()
     [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert [(row["_step"], len(row["long"])) for row in rows(path)] == [(step, 20_000) for step in range(20)]
