@@ -104,7 +104,7 @@ def test_what_nobody_can_know_yet_is_not_refused(objective_with):
 
 @pytest.mark.parametrize("name", MODEL_METRICS)
 def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
-    with pytest.raises(MetricError, match="does not tell the best epoch"):
+    with pytest.raises(MetricError, match="cannot select the best epoch"):
         wine.set_metric(name, "minimize")
 
 

@@ -1,4 +1,4 @@
-"""Where a run's training batches come from: the device's memory, or a DataLoader."""
+"""Training batches of a run, from the device's memory or a DataLoader."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class LazyBatch(NamedTuple):
-    """A micro-batch that is not loaded yet, or this rank's share of it.
+    """Micro-batch, or this rank's share of it, that `get` loads.
 
     Attributes:
-        size: its number of samples over all ranks.
+        size: number of samples over all ranks.
         get: loads this rank's samples onto the device.
-        counts: False where this rank has no sample of it. The rank then gets one sample of weight 0, because ranks step
-            together.
+        counts: False if this rank has no sample of it. The rank then gets one sample with weight 0, because all ranks
+            must take part in a step.
     """
 
     size: int
@@ -40,10 +40,7 @@ MicroBatches = tuple[LazyBatch, ...]
 
 
 class BatchSource:
-    """The training data of a run, in batches that a DataLoader loads.
-
-    Every rank gets its share of each batch.
-    """
+    """Training batches of a run, loaded by a DataLoader. Every rank gets its share of each batch."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class BatchSource:
     def iterate_steps(self, epoch: int, first: int = 0) -> Iterator[MicroBatches]:
         """Iterate over the micro-batches of each optimizer step from step `first` on.
 
-        An epoch (0-based) has every sample once, in an order drawn from (seed, epoch).
+        The order of the epoch (0-based) depends only on (seed, epoch).
         """
         found = list(self._order.iterate_steps(epoch, torch.device("cpu")))
         batches = [rows for micro_batches in found for rows in micro_batches]
@@ -87,14 +84,14 @@ class BatchSource:
         )
 
     def inputs(self) -> Iterator[Tree]:
-        """Iterate over all inputs in their order and without augmentation, in batches on the device."""
+        """Iterate over all inputs in order and without augmentation, in batches on the device."""
         rows = torch.split(torch.arange(len(self._train)), self._config.batch_size)
         for batch in self._loaded(list(rows), None, self._seed):
             yield to_device(batch.x, self._device)
 
 
 class _MemoryBatchSource(BatchSource):
-    """Training data that lie on the device. A DataLoader is many times slower for data in memory."""
+    """Training batches from tensors on the device, which is many times faster than a DataLoader."""
 
     def iterate_steps(self, epoch: int, first: int = 0) -> Iterator[MicroBatches]:
         for micro_batches in islice(self._order.iterate_steps(epoch, self._device), first, None):
@@ -124,7 +121,7 @@ def build_batch_source(
     augment: Augment | None,
     ranks: Ranks,
 ) -> BatchSource:
-    """Return a feed from the device's memory, or by a DataLoader if the configuration or the data require one."""
+    """Return a source in the device's memory, or one with a DataLoader if `num_workers` is set or the data need it."""
     if config.num_workers is None and train.in_memory:
         return _MemoryBatchSource(train.to(device), config, order, seed, device, augment, ranks)
     return BatchSource(train, config, order, seed, device, augment, ranks)

@@ -1,4 +1,4 @@
-"""Preprocessing as modules: fitted on training data, kept as buffers, exported with the model."""
+"""Preprocessing modules, fitted on training data and exported with the model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hpsearch.objectives.training.data.samples import MemmapRows
 
 
 class Standardize(nn.Module):
-    """(x - mean) / std, with statistics of the training data. Input and output [n, ...], any float type.
+    """Standardization (x - mean) / std by statistics of the training data. Input and output [n, ...], any float type.
 
-    The statistics are buffers: they are in the state dict, move with the module and export with it.
+    The statistics are buffers, so they are in the state dict and in the exported model.
     """
 
     mean: Tensor
@@ -24,9 +24,9 @@ class Standardize(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor | MemmapRows, dim: int | tuple[int, ...] = 0) -> Standardize:
-        """Statistics over `dim`: 0 standardises each feature, (0, 2, 3) each channel of images.
+        """Compute the statistics over `dim`: 0 standardizes each feature, (0, 2, 3) each channel of images.
 
-        A feature that never changes is centred and keeps its scale. Rows that are mapped to memory are read in parts.
+        Constant features are centered but not scaled. Memory-mapped rows are read in parts.
         """
         if isinstance(x, MemmapRows):
             count: float = 0
@@ -46,5 +46,5 @@ class Standardize(nn.Module):
         return cls(mean[0].to(torch.float32), std[0].to(torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardised x, of the same shape."""
+        """Return x standardized, of the same shape."""
         return (x - self.mean) / self.std

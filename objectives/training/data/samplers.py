@@ -1,4 +1,4 @@
-"""Orders of an epoch that are not plain chance: an objective's own sampler, and batches of samples of like length."""
+"""Order of the samples in an epoch: random, by an objective's sampler, or in batches of similar length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed
 if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
 
-# A torch sampler: of rows, or of batches of rows, which then take the place of `batch_size`.
+# A PyTorch sampler of rows, or of batches of rows; the latter override `batch_size`.
 Sampler = torch_data.Sampler[int] | torch_data.Sampler[list[int]]
 
 
@@ -48,9 +48,9 @@ class LengthGroupedSampler(torch_data.Sampler[list[int]]):
 
 
 class EpochOrder:
-    """The rows of each optimizer step of an epoch, a pure function of (seed, epoch).
+    """Rows of each optimizer step of an epoch, which depend only on (seed, epoch).
 
-    The order is a random permutation, or that of the objective's sampler if it has one. The last step may have fewer
+    The order is a random permutation, or the one of the objective's sampler. The last step may have fewer
     micro-batches. `drop_last` omits a short last micro-batch unless it is the only one.
     """
 
@@ -63,12 +63,12 @@ class EpochOrder:
         with wrap_user_errors("sampler"), seeded(self._seed, "order", 0):
             first = next(iter(sampler), None)
             if first is None or not self._length:
-                raise ObjectiveError("sampler() gave a sampler without samples, or without a length")
+                raise ObjectiveError("sampler() returned a sampler without samples, or of length 0")
         return first
 
     @property
     def steps(self) -> int:
-        """The optimizer steps in one epoch."""
+        """Number of optimizer steps in one epoch."""
         config, batches = self._config, self._length
         if not self._in_batches:
             batches = math.ceil(self._length / config.batch_size)

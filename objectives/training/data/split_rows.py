@@ -20,11 +20,11 @@ def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) ->
     """Draw a share of the rows [m], or of their groups, and return the remaining rows and the drawn ones.
 
     Args:
-        rows: numbers of samples [m].
-        share: in (0, 1).
+        rows: indices of samples [m].
+        share: share in (0, 1).
         labels: classes of all samples, for a stratified draw; or None.
-        groups: groups of all samples, none of which is divided; or None.
-        seed: of the draw.
+        groups: groups of all samples, which stay together; or None.
+        seed: seed of the draw.
 
     Raises:
         ObjectiveError: a part would be empty, or a class is too rare.
@@ -46,13 +46,13 @@ def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) ->
 def split_by_time(
     times: Any, samples: int, val: float, test: float, *, earlier: float = 0.0
 ) -> tuple[Rows, Rows, Rows]:
-    """Return the rows of the earliest, the next and the latest samples; no moment is in two parts.
+    """Split rows into the earliest, the next and the latest samples. Equal times are in the same part.
 
-    `val`, `test` and `earlier` are shares of the samples. `earlier` moves the middle part back, which leaves a gap
-    before the last part: a rolling origin (Tashman 2000, *International Journal of Forecasting* 16).
+    `val`, `test` and `earlier` are shares of the samples. `earlier` moves the middle part back in time, which leaves a
+    gap before the last part: a rolling origin (Tashman 2000, *International Journal of Forecasting* 16).
 
     Raises:
-        ObjectiveError: a time is missing, or there are too few moments for three parts.
+        ObjectiveError: a time is missing, or there are too few distinct times for three parts.
     """
     moments = np.asarray(times)
     if moments.shape != (samples,):
@@ -64,7 +64,9 @@ def split_by_time(
     cuts = []
     for share in (1 - val - test - earlier, 1 - test - earlier, 1 - test):
         first_later = ordered[min(round(share * samples), samples - 1)]
-        cuts.append(int(np.searchsorted(ordered, first_later, side="left")))  # the whole moment is later
+        cuts.append(
+            int(np.searchsorted(ordered, first_later, side="left"))
+        )  # samples of equal time belong to the later part
     train, valid, _, held = np.split(order, cuts)
     if min(len(train), len(valid), len(held)) == 0:
         raise ObjectiveError(
@@ -73,15 +75,15 @@ def split_by_time(
     return train, valid, held
 
 
-# The seed of a division; of a refit all samples but the test split; or the study's own division.
+# The seed of a new split into training and validation; "all" to train on both (a refit); None for the study's split.
 Division = int | Literal["all"] | None
 
-_MIN_SAMPLES = 2  # samples, of all or of a class, that a half is judged by, where it can be
+_MIN_SAMPLES = 2  # of a half, and of each class in it if possible
 
 
 @dataclass
 class SplitRequest:
-    """What is wanted of `Splits.make`, and whether it joined train and validation, as a refit wants it."""
+    """Request to `Splits.make` for another split; `joined` is set if it merged training and validation samples."""
 
     division: Division
     joined: bool = False
@@ -92,38 +94,38 @@ _SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("division", default
 
 @contextmanager
 def resplit(division: Division) -> Iterator[SplitRequest]:
-    """Make `Splits.make` draw train and validation by `division`, with an unchanged test split.
+    """Make `Splits.make` split training and validation by `division`, with an unchanged test split.
 
-    With "all" the training split has all samples but the test split, including the validation samples of the study.
+    With "all", the training split also contains the validation samples.
     """
-    wish = SplitRequest(division)
-    token = _SPLIT_REQUEST.set(wish)
+    request = SplitRequest(division)
+    token = _SPLIT_REQUEST.set(request)
     try:
-        yield wish
+        yield request
     finally:
         _SPLIT_REQUEST.reset(token)
 
 
 def get_requested_split_seed() -> int | None:
-    """The seed of the division that is wanted; None for the study's own."""
-    wish = _SPLIT_REQUEST.get()
-    return wish.division if wish is not None and isinstance(wish.division, int) else None
+    """Return the seed of the requested split; None for the study's split."""
+    request = _SPLIT_REQUEST.get()
+    return request.division if request is not None and isinstance(request.division, int) else None
 
 
 def select_training_rows(train: Rows, val: Rows) -> Rows:
-    """The rows to train on: those of the training split, and in a refit the validation samples as well."""
-    wish = _SPLIT_REQUEST.get()
-    if wish is None or wish.division != "all":
+    """Return the rows to train on: the training rows, and in a refit also the validation rows."""
+    request = _SPLIT_REQUEST.get()
+    if request is None or request.division != "all":
         return train
-    wish.joined = True
+    request.joined = True
     return np.sort(np.concatenate([train, val]))
 
 
 def compute_time_shift(division: int | None, val: float, test: float) -> float:
-    """By which share of the samples the validation window of a division by time is moved back from the study's.
+    """Return by which share of the samples the validation window moves back in a new split by time.
 
-    By half of its length to all of it, for the study's window has chosen the configuration; and so that half of the
-    training samples stay.
+    It moves by half of its length up to all of it, because the configuration was selected on the study's window. At
+    least half of the training samples remain.
     """
     if division is None:
         return 0.0
@@ -132,11 +134,11 @@ def compute_time_shift(division: int | None, val: float, test: float) -> float:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What of the validation samples belongs together, and is neither halved nor resampled apart.
+    """Groups of validation samples that stay together when the samples are halved or resampled.
 
     Attributes:
-        numbers: of the block of each sample [n]: its group, its moment.
-        ordered: whether the blocks follow each other in time, and so do the samples.
+        numbers: number of the block of each sample [n], such as its group or its time.
+        ordered: whether blocks and samples are ordered by time.
     """
 
     numbers: Rows
@@ -158,6 +160,6 @@ def split_halves(labels: Rows | None, samples: int, blocks: Blocks | None, seed:
         cut = cut or int(np.searchsorted(numbers, numbers[0], side="right"))
         return rows[:cut], rows[cut:]
     if labels is not None and (numbers is not None or np.unique(labels, return_counts=True)[1].min() < _MIN_SAMPLES):
-        labels = None  # a class that has but one is in one of them alone; a metric that needs it says so
+        labels = None  # a class with one sample is in one half only; a metric that needs it raises an error
     first, second = draw_split(rows, 0.5, labels, numbers, derive_seed(seed, "halves"))
     return np.sort(first), np.sort(second)

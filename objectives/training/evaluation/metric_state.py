@@ -1,6 +1,6 @@
-"""What metrics have gathered so far, as plain values: for a checkpoint in the midst of an epoch.
+"""State of metrics as plain values, for mid-epoch checkpoints.
 
-Metrics are anybody's: torchmetrics' keep what they gather under names that they declare, others in their attributes.
+torchmetrics declare the names of their state; other metrics keep it in their attributes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class UnserializableStateError(Exception):
-    """Something that is gathered is no plain value: it cannot be put into a checkpoint."""
+    """Metric state that a checkpoint cannot hold."""
 
 
 def get_metric_state(metrics: object) -> dict[str, Any]:
-    """Return the values that an object and the objects within it hold, by their names.
+    """Return the attribute values of an object and its nested objects, by name.
 
     Raises:
         UnkeptError: a value is neither plain nor a constant.
@@ -37,7 +37,7 @@ def get_metric_state(metrics: object) -> dict[str, Any]:
 
 
 def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
-    """Puts back what `get_metric_state` gave, into an object that was made in the same way."""
+    """Restore the result of `get_metric_state` in an object that was constructed in the same way."""
     for name, value in state.items():
         attribute = name.removeprefix("buffer ").removeprefix("module ")
         if isinstance(value, Mapping) and value.get("kind") == "object":
@@ -56,7 +56,7 @@ def _object(thing: object, path: str, above: list[int]) -> dict[str, Any]:
 
 
 def _parts(thing: object) -> Iterator[tuple[str, Any]]:
-    """What an object holds: names and values."""
+    """Iterate over names and values of an object's state."""
     if isinstance(thing, nn.Module):
         yield from ((f"buffer {name}", value) for name, value in thing._buffers.items())
         yield from ((f"module {name}", value) for name, value in thing._modules.items())
@@ -112,7 +112,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(current, Tensor) and isinstance(value, Tensor):
         value = value.to(current.device)
     if isinstance(current, (dict, set)) and type(value) is not type(current) and isinstance(value, (dict, set)):
-        current.clear()  # of a kind of its own, such as a Counter
+        current.clear()  # keeps a subclass such as Counter
         current.update(value)
     else:
         setattr(owner, name, value)

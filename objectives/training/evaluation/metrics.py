@@ -1,4 +1,4 @@
-"""Metrics over a whole split: the field's definitions, from torchmetrics."""
+"""Built-in metrics over a split, from torchmetrics."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ DIRECTIONS = {
 
 
 class Metrics(Protocol):
-    """Named metrics that gather batches; a `torchmetrics.MetricCollection` fits."""
+    """Interface of named metrics that accumulate batches, such as `torchmetrics.MetricCollection`."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Adds a batch of outputs [n, ...] and targets [n, ...]."""
+        """Add a batch of outputs [n, ...] and targets [n, ...]."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Each metric by name, a scalar, over all that was added since the last reset."""
+        """Return each metric by name, a scalar, over the batches since the last reset."""
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Reset the state to that without batches."""
 
     def to(self, device: torch.device) -> Any:
-        """Moves what was gathered to a device."""
+        """Move the state to a device."""
 
 
 def metrics_for(metric: str, train: Dataset) -> Metrics:
-    """Return the usual set of metrics that `metric` belongs to.
+    """Return the built-in set of metrics that contains `metric`.
 
     Raises:
-        MetricError: `metric` is in no set, or does not fit the targets. The objective must override `metrics`.
+        MetricError: no set contains `metric`, or it is incompatible with the targets; override `Objective.metrics`.
     """
     if metric in MODEL_METRICS:
         raise make_selection_metric_error(metric)
@@ -75,12 +75,12 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
 
 
 def make_selection_metric_error(metric: str) -> MetricError:
-    """The error of a measure of the model where a metric of validation is needed."""
-    return MetricError(metric, "does not tell the best epoch: name a metric of validation first, this one after it")
+    """Return the error for a model metric that is used to select the best epoch."""
+    return MetricError(metric, "cannot select the best epoch; put a validation metric first, and this one after it")
 
 
 def list_default_metrics(metric: str) -> tuple[str, ...]:
-    """All that the usual set of a metric may report: with the loss that is what fits the targets."""
+    """Return all names that the built-in set of a metric may report; for "loss", those of all compatible sets."""
     if metric == "loss":
         return ("loss", *CLASSIFICATION, *REGRESSION)
     sets = (CLASSIFICATION, REGRESSION, (*BINARY, "base_rate"))
@@ -88,11 +88,11 @@ def list_default_metrics(metric: str) -> tuple[str, ...]:
 
 
 def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str]:
-    """Return the built-in metrics that fit targets [n, ...] and, unless None, outputs for some samples [k, ...]."""
+    """Return the built-in metrics for targets [n, ...] and, unless None, outputs of some samples [k, ...]."""
     numbers = y.dtype.is_floating_point
     labels = not numbers and y.ndim == 1
     size, wanted = None if output is None else output[0].numel(), y[0].numel()
-    # One logit for two classes: accuracy would take it for a class of its own, always the same.
+    # With one logit for two classes, accuracy would always predict class 0.
     enough = output is None or (output.ndim > 1 and output.shape[1] > int(y.max()))
     two = wanted == 1 and bool(((y == 0) | (y == 1)).all())
     found: list[str] = []
@@ -103,18 +103,19 @@ def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str
 
 
 def make_incompatible_metric_error(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
-    """The error of a built-in metric that is none of those fitting; it names these."""
+    """Return the error for an incompatible built-in metric; the message lists the compatible ones."""
     labels = not y.dtype.is_floating_point and y.ndim == 1
     targets = (
         f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
     )
-    outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} a sample for "
-    would = ", ".join(list_compatible_metrics(y, output)) or "none that is built in"
-    return MetricError(metric, f"does not fit {outputs}{targets}; metrics that fit: {would}; or override metrics()")
+    outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} per sample for "
+    compatible = ", ".join(list_compatible_metrics(y, output)) or "none of the built-in ones"
+    reason = f"is incompatible with {outputs}{targets}; compatible metrics: {compatible}; or override metrics()"
+    return MetricError(metric, reason)
 
 
 def classification(classes: int) -> Metrics:
-    """`accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
+    """Return `accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
     library = _import_torchmetrics("classification")
     return _build_collection(
         accuracy=library.MulticlassAccuracy(classes, average="micro", validate_args=False),
@@ -123,7 +124,7 @@ def classification(classes: int) -> Metrics:
 
 
 def regression() -> Metrics:
-    """`rmse`, `mae` and `r2` from predictions and values of one shape, [n] or [n, 1]."""
+    """Return `rmse`, `mae` and `r2` from predictions and targets with equal numbers of values."""
     library = _import_torchmetrics("regression")
     return _FlatMetrics(
         _build_collection(
@@ -133,9 +134,9 @@ def regression() -> Metrics:
 
 
 def binary() -> Metrics:
-    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one logit [n] or [n, 1], or two.
+    """Return `auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one or two logits.
 
-    The base rate, the share of positives, is the average precision of a model that knows nothing.
+    The base rate, the share of positives, is the average precision of random scores.
     """
     library = _import_torchmetrics("classification")
     return _BinaryMetrics(
@@ -147,7 +148,7 @@ def binary() -> Metrics:
 
 
 class NoMetrics:
-    """No metrics besides the loss and what steps measure."""
+    """No metrics, besides the loss and those that steps return."""
 
     def update(self, output: Any, target: Any) -> None:
         """Add nothing."""
@@ -185,16 +186,16 @@ class _NamedMetric:
 
 
 def as_metrics(found: Any, metric: str) -> Metrics:
-    """Check the methods of metrics, and name a single torchmetrics `Metric` by the metric that is optimised."""
-    lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
-    if lacking:
-        raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")
+    """Check the methods of metrics, and name a single torchmetrics `Metric` by the metric that is optimized."""
+    missing = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
+    if missing:
+        raise ObjectiveError(f"metrics() must return metrics with {', '.join(missing)}, not {type(found).__name__}")
     alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
     return _NamedMetric(found, metric) if alone else found
 
 
 class _FlatMetrics:
-    """Compares [n, 1] with [n]: subtracting them would give [n, n]."""
+    """Metrics of flattened outputs and targets: [n, 1] minus [n] would broadcast to [n, n]."""
 
     def __init__(self, inner: Metrics) -> None:
         self._inner = inner
@@ -216,7 +217,7 @@ class _FlatMetrics:
 
 
 class _RegressionIfShapesMatch(_FlatMetrics):
-    """No metrics where outputs are not of the targets' shape: of a density they are its parameters."""
+    """Metrics that are empty if outputs and targets differ in shape, such as for parameters of a density."""
 
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
@@ -244,8 +245,8 @@ class _BinaryMetrics(_FlatMetrics):
     def update(self, output: Tensor, target: Tensor) -> None:
         if output.ndim == 2 and output.shape[1] == 2:
             output = output[:, 1] - output[:, 0]
-        # torchmetrics applies a sigmoid to those batches alone whose values leave [0, 1]: give it probabilities.
-        # In float64, so that confident scores do not become equal.
+        # torchmetrics applies a sigmoid only to batches with values outside [0, 1], so it gets probabilities; in
+        # float64, so that confident scores stay distinct.
         super().update(output.double().sigmoid(), target.long())
         self._positives.update(target.sum())
         self._count.update(target.numel())
@@ -253,7 +254,7 @@ class _BinaryMetrics(_FlatMetrics):
     def compute(self) -> Mapping[str, Any]:
         count = self._count.compute()
         rate = self._positives.compute() / count
-        if not 0 < float(rate) < 1:  # torchmetrics would answer 0.0
+        if not 0 < float(rate) < 1:  # torchmetrics would return 0.0
             raise ObjectiveError(f"auroc needs both classes, but all {int(count)} labels of a split are {int(rate)}")
         return {**super().compute(), "base_rate": rate}
 
@@ -269,7 +270,7 @@ class _BinaryMetrics(_FlatMetrics):
 
 
 def can_sync_over_ranks(metrics: Any) -> bool:
-    """Whether metrics sum over ranks by themselves, as torchmetrics' do, and ours, which hold such."""
+    """Return whether metrics synchronize over ranks by themselves, as torchmetrics and the built-in ones do."""
     if isinstance(metrics, (_NamedMetric, NoMetrics, _FlatMetrics)):
         return True
     held = metrics.values() if isinstance(metrics, nn.ModuleDict) and hasattr(metrics, "compute_groups") else [metrics]
@@ -280,7 +281,7 @@ def _import_torchmetrics(part: str) -> Any:
     try:
         return importlib.import_module(f"torchmetrics.{part}")
     except ModuleNotFoundError as error:
-        raise ObjectiveError("the built-in metrics need torchmetrics: pip install torchmetrics") from error
+        raise ObjectiveError("the built-in metrics need torchmetrics; run pip install torchmetrics") from error
 
 
 def _build_collection(**metrics: Any) -> Metrics:
@@ -290,7 +291,7 @@ def _build_collection(**metrics: Any) -> Metrics:
 
 
 def compute_majority_share(data: Dataset) -> float | None:
-    """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
+    """Return the share of the most frequent class, a baseline accuracy; None if targets are not class labels."""
     if not isinstance(data.y, Tensor) or data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
         return None
     return float(torch.bincount(data.y).max()) / len(data)

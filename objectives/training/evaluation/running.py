@@ -17,9 +17,9 @@ from hpsearch.objectives.training.ranks import ALONE, Ranks
 
 
 class RunningMetrics:
-    """Metrics of the outputs that training produced, added in chunks: an update costs more than a small batch.
+    """Metrics of training outputs, updated in chunks, because an update costs more than a small batch.
 
-    What a chunk holds is bounded by rows and by bytes: of images or of tokens a single batch is a chunk.
+    Chunks are limited by rows and bytes, so that a batch of images or tokens is a chunk by itself.
     """
 
     _ROWS, _BYTES = 4096, 4 << 20
@@ -29,19 +29,19 @@ class RunningMetrics:
         self._outputs: list[Any] = []
         self._targets: list[Any] = []
         self._rows = self._bytes = 0
-        self._measured: RunningMeans | None = None  # by the steps themselves
+        self._measured: RunningMeans | None = None  # metrics that the steps return
         with torch.inference_mode():
             metrics.reset()
 
     def add(self, step: Step, size: int) -> None:
-        """Adds a batch of `size` samples; of none only the names of what it measures."""
+        """Add a batch of `size` samples; of an empty batch only the metric names."""
         if step.metrics:
             self._measured = self._measured or RunningMeans(step.loss.device)
             self._measured.add(step, size)
         if step.outputs is None or not size:
             return
         outputs = detach_outputs(step.outputs)
-        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
+        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors can be concatenated
             self._update(outputs, step.targets)
             return
         if outputs.ndim > 2 and self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
@@ -54,7 +54,7 @@ class RunningMetrics:
             self._flush()
 
     def compute(self) -> dict[str, Tensor]:
-        """All metrics over what was added."""
+        """Return all metrics of the added batches."""
         self._flush()
         measured = {} if self._measured is None else self._measured.compute(self._ranks)
         measured.pop("loss", None)
@@ -62,7 +62,7 @@ class RunningMetrics:
             return {**measured, **self._metrics.compute()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was added so far as plain values and tensors, in chunks, because sums depend on them.
+        """Return the state as plain values and tensors. It keeps the chunks, because rounding depends on them.
 
         Raises:
             UnkeptError: the metrics hold a value that is not plain.
@@ -77,7 +77,7 @@ class RunningMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restores what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self._outputs, self._targets = to_device(state["outputs"], device), to_device(state["targets"], device)
         self._rows, self._bytes = state["rows"], state["bytes"]
         if state["measured"] is not None:
@@ -99,19 +99,19 @@ class RunningMetrics:
 
 
 def aggregate_over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
-    """The metrics over what all ranks add: torchmetrics' sum by themselves, others are given all of it."""
+    """Return metrics over the batches of all ranks: torchmetrics synchronize themselves, others get all batches."""
     return metrics if ranks.alone or can_sync_over_ranks(metrics) else _GatheredMetrics(metrics, ranks)
 
 
 def disable_rank_sync(metrics: Metrics) -> Metrics:
-    """Return the metrics over what this rank adds: `compute` does not wait for other ranks."""
+    """Make torchmetrics compute over this rank's batches only, without waiting for other ranks."""
     for metric in _find_torchmetrics(metrics, set()):
         metric.sync_on_compute = False
         metric.distributed_available_fn = _not_distributed  # torchmetrics reads sync_on_compute only at construction
     return metrics
 
 
-def _not_distributed() -> bool:  # no lambda, which cannot be pickled
+def _not_distributed() -> bool:  # a lambda cannot be pickled
     return False
 
 
@@ -122,7 +122,7 @@ class _GatheredMetrics:
         self._inner, self._each = inner, ranks.each
         self._kept: list[tuple[Any, Any]] = []
         self._device = torch.device("cpu")
-        disable_rank_sync(inner)  # such as one that somebody's class holds: it would sum once more
+        disable_rank_sync(inner)  # a torchmetrics metric inside a custom class would sum over ranks again
 
     def update(self, output: Any, target: Any) -> None:
         self._kept.append((to_cpu(output), to_cpu(target)))
@@ -148,7 +148,7 @@ class _GatheredMetrics:
 
 
 def _find_torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
-    """The metrics of torchmetrics that an object holds."""
+    """Iterate over the torchmetrics inside an object."""
     if id(thing) in seen:
         return
     seen.add(id(thing))

@@ -19,21 +19,21 @@ Call = Callable[[nn.Module, Tree], Any]
 
 
 def call_single(model: nn.Module, x: Tree) -> Any:
-    """``model(x)``."""
+    """Return ``model(x)``."""
     return model(x)
 
 
 def bind_forward(model: nn.Module, x: Tree) -> Call:
-    """Return how to call `model` with a batch: a mapping by name, a tuple in order, or else as one argument.
+    """Return a function that calls `model` with a batch: a mapping by keyword, a tuple by position, or one argument.
 
     Raises:
-        ObjectiveError: the model takes the batch in no way.
+        ObjectiveError: the model's `forward` cannot be called with the batch.
     """
     if not isinstance(x, (Mapping, tuple)):
         return call_single
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # implemented in C
         return call_single
     if isinstance(x, Mapping) and _can_bind(signature, **x):
         return lambda model, x: model(**x)
@@ -59,14 +59,14 @@ def _can_bind(signature: inspect.Signature, *arguments: Any, **named: Any) -> bo
 
 @dataclass(slots=True)
 class Step:
-    """What a batch came to.
+    """Result of a batch.
 
     Attributes:
-        loss: to be lowered: the mean over the batch, a scalar, or one value a sample [n].
-        outputs: what `Objective.metrics` are updated with; None where they are not.
-        targets: likewise; the batch's unless given.
-        metrics: scalars that are means over the batch, such as parts of the loss: averaged, and reported by name.
-        weight: what the means are over, where that is not the samples of the batch: the tokens that count, say.
+        loss: the loss to minimize: a scalar mean over the batch, or one value per sample [n].
+        outputs: outputs for `Objective.metrics`; None to skip the metrics.
+        targets: targets for `Objective.metrics`; by default those of the batch.
+        metrics: scalar means over the batch, such as parts of the loss. They are averaged and reported by name.
+        weight: divisor of the means if it is not the number of samples, for example the number of unmasked tokens.
     """
 
     loss: Tensor
@@ -76,19 +76,19 @@ class Step:
     weight: Tensor | float | None = None
 
 
-# The step of a batch that is on the model's device; its loss is a scalar.
+# Computes the step of a batch on the model's device; the loss is a scalar.
 StepFunction = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
 
 
 class LossStep:
-    """``loss(model(x), y)``, with the loss in fp32."""
+    """Step function for ``loss(model(x), y)``, with the loss in fp32."""
 
     def __init__(self, loss: nn.Module, call: Call = call_single) -> None:
         self.loss, self.call = loss, call
         self._uneven = hasattr(loss, "weigh")
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
-        """The step of a batch."""
+        """Return the step of a batch."""
         with autocast or nullcontext():
             output = self.call(model, batch.x)
         loss = compute_mean_loss(self.loss, output, batch.y, batch.size)

@@ -40,7 +40,10 @@ NET = nn.Linear(13, 3)
             {"metric": "recall", "metrics": lambda s, t: type(s).__mro__[1]().metrics(t)},
             "is none that Changed gives",
         ),
-        ({"metric": "auroc"}, "'auroc' does not fit 3 outputs a sample for 3 classes; metrics that fit: accuracy, mac"),
+        (
+            {"metric": "auroc"},
+            "'auroc' is incompatible with 3 outputs per sample for 3 classes; compatible metrics: accuracy, mac",
+        ),
         ({"metric": "loss"}, "loss is to minimize, so set direction = 'minimize'"),
         ({"direction": "minimize"}, "accuracy is to maximize, so set direction = 'maximize'"),
     ],

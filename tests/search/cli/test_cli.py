@@ -163,8 +163,8 @@ def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: 
 )
 def test_a_metric_that_does_not_fit_names_those_that_do(refuse, database_url: str, objective, metric, fits) -> None:
     message = refuse("run", objective, "--metric", metric, *services(database_url))
-    assert f"--metric '{metric}' does not fit" in message
-    assert f"metrics that fit: {fits}; or" in message
+    assert f"--metric '{metric}' is incompatible with" in message
+    assert f"compatible metrics: {fits}; or" in message
 
 
 def test_a_dead_tracking_server_is_told(capsys: pytest.CaptureFixture[str], database_url: str) -> None:

@@ -77,15 +77,21 @@ def test_two_logits_are_judged_and_trained_as_their_difference():
 @pytest.mark.parametrize(
     ("metric", "y", "message"),
     [
-        ("accuracy", torch.rand(9), "'accuracy' does not fit targets .*metrics that fit: rmse, mae, r2, loss"),
-        ("frechet", torch.rand(9, 2), "no loss is usual for metric 'frechet' and targets that are not .*override loss"),
+        (
+            "accuracy",
+            torch.rand(9),
+            "'accuracy' is incompatible with targets .*compatible metrics: rmse, mae, r2, loss",
+        ),
+        ("frechet", torch.rand(9, 2), "metric 'frechet' has no default loss for targets that are not .*override loss"),
     ],
 )
 def test_a_loss_that_nobody_can_guess_is_asked_for(metric, y, message):
     with pytest.raises(ObjectiveError, match=message):
         build_default_loss(metric, y)
     assert isinstance(build_default_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
-    with pytest.raises(ObjectiveError, match=r"label_smoothing 0.1 needs classes: the usual loss for r2 is the sq"):
+    with pytest.raises(
+        ObjectiveError, match=r"label_smoothing 0.1 needs class labels, but the default loss for r2 is the sq"
+    ):
         build_default_loss("r2", torch.rand(9), label_smoothing=0.1)
 
 

@@ -76,7 +76,7 @@ def test_the_set_follows_from_the_metric():
     assert set(_over_batches(metrics_for("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
     with pytest.raises(ObjectiveError, match="metric 'acuracy' is not built in: did you mean 'accuracy'"):
         metrics_for("acuracy", labels)
-    wrong = r"'accuracy' does not fit targets \[n\] of torch.float32; metrics that fit: rmse, mae, r2, loss"
+    wrong = r"'accuracy' is incompatible with targets \[n\] of torch.float32; compatible metrics: rmse, mae, r2, loss"
     with pytest.raises(MetricError, match=wrong):
         metrics_for("accuracy", numbers)
 
