@@ -210,7 +210,7 @@ def _reporting(*reports, outside=False):
         (_reporting((0.5, None)), "trial.report needs a dictionary of numbers by name, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
-            r"state\.a\.0 is a object, which no",
+            r"state\.a\.0 is a object, which a checkpoint",
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
@@ -245,7 +245,7 @@ def test_the_best_is_tested_and_exported(tmp_path):
     assert kept["value"] == result.best_value == promotable(checkpoint.read(tmp_path / "last.pt"))["value"]
     bare = type("Bare", (Gan,), {"test": LoopObjective.test, "export": LoopObjective.export})()
     assert not _fit(bare).has_model
-    with pytest.raises(ObjectiveError, match=r"Bare has no test\(\): define it to score"):
+    with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define it to evaluate"):
         restore_model(bare, kept)
     with pytest.raises(ObjectiveError, match=r"Bare has no export\(\): define it to have a model"):
         _fit(bare).exported()

@@ -261,7 +261,7 @@ def test_a_state_that_names_a_file_elsewhere_is_refused(tmp_path):
     last = checkpoint.read(tmp_path / "last.pt")
     last["folder"] = {"../elsewhere": torch.zeros(1, dtype=torch.uint8)}
     checkpoint.write(tmp_path / "last.pt", last)
-    with pytest.raises(ObjectiveError, match=r"the state names a file outside of its folder: ../elsewhere"):
+    with pytest.raises(ObjectiveError, match=r"the state contains a file outside its folder: ../elsewhere"):
         _saves(tmp_path, False)
 
 
