@@ -247,7 +247,7 @@ def test_the_best_is_tested_and_exported(tmp_path):
     assert not _fit(bare).has_model
     with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define it to evaluate"):
         restore_model(bare, kept)
-    with pytest.raises(ObjectiveError, match=r"Bare has no export\(\): define it to have a model"):
+    with pytest.raises(ObjectiveError, match=r"Bare has no export\(\); define it to get a model"):
         _fit(bare).exported()
 
 
