@@ -17,7 +17,7 @@ from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.production import Production
 from benchmarks.search_quality.simulation import History, Simulation, Work
 from benchmarks.search_quality.surrogates import surrogate
-from hpsearch.search.study.terminator import AGAIN, FIRST, Left, expected_gain
+from hpsearch.search.study.terminator import AGAIN, FIRST, RemainingBudget, expected_gain
 
 THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
@@ -46,7 +46,7 @@ class Judged:
         if ended >= max(FIRST, AGAIN * self.judged):
             self.judged = ended
             trials.study._thread_local.cached_all_trials = None
-            left = Left(begun * (self.budget - spent) / spent, self.epochs)
+            left = RemainingBudget(begun * (self.budget - spent) / spent, self.epochs)
             gain = expected_gain(trials.study, left, seed=ended)
             self.gains += [] if gain is None else [(spent, gain)]
         return self.way.next_work()

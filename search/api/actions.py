@@ -44,7 +44,7 @@ from hpsearch.storage.trials.history import read_finalist_studies, read_refit_st
 
 
 def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
-    """Return a row for each trial: what it was given, what it scored, and why it ended as it did.
+    """Return a row per trial with parameters, value and the reason of its end.
 
     Of several metrics `value` is that of the first, and each has a column, as Optuna names it: ``values_accuracy``.
     Where there are constraints, `out_of_bounds` has those that the trial breaks.
@@ -97,7 +97,7 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
 
 
 def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
-    """Write a study's report and return where; by default in the home.
+    """Write a study's report and return its path, by default in the data directory.
 
     Raises:
         SearchError: the study holds finalists, or the file cannot be written.
@@ -112,7 +112,7 @@ def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
 
 
 def log(services: Services, study: StoredStudy, report: Path) -> None:
-    """Log a report to the study's run in MLflow, and tell that what came of the study; without a server do nothing.
+    """Log a report and the results to the study's MLflow run; do nothing without a tracking server.
 
     Raises:
         SearchError: MLflow refused.
@@ -125,14 +125,14 @@ def log(services: Services, study: StoredStudy, report: Path) -> None:
         close_study(study, summarise(study), tracking)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
     except (MlflowException, RunDeletedError) as error:
-        raise SearchError(f"the report is written, but MLflow was not told ({describe_error(error)})") from None
+        raise SearchError(f"the report is written, but MLflow was not updated ({describe_error(error)})") from None
 
 
 def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
-    """Return for whom the test set of a study is to be opened.
+    """Return the trial to evaluate on the test set.
 
     Raises:
-        SearchError: it was opened, no finalists have decided, or the trial is none to open it for.
+        SearchError: the test set was evaluated already, the finalists have no winner, or the trial is not eligible.
     """
     study.require_search("open the test set of {study!r}")
     try:
@@ -144,10 +144,10 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: b
 def evaluate_test_set(
     services: Services, study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False
 ) -> dict[str, float]:
-    """Open the test set, once in the life of a study; return the scores of the winner's best weights by their metrics.
+    """Evaluate the winner's best weights on the test set, once per study; return the scores by metric.
 
     Raises:
-        SearchError: as `choose`, or the weights are not to be had.
+        SearchError: as `choose`, or the weights are not available.
         StorageError: MLflow does not answer.
     """
     candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
@@ -170,9 +170,9 @@ def _as_search_error(study: StoredStudy, error: AlreadyEvaluatedError) -> Search
 
 
 def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
-    """Return what is deleted with a study, in order: its finalists, the refits of their winners, and it itself.
+    """Return the studies to delete, in order: finalists, refits, and the search itself.
 
-    The search is the last: without it nobody would know whose the others are.
+    The search is last, because the others are found by it.
 
     Raises:
         SearchError: trials of one of them are running.
@@ -189,7 +189,7 @@ def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
 
 
 def describe_deletion(study: StoredStudy) -> str:
-    """Return what deleting a study takes away, for a question.
+    """Return the list of items to delete, for the confirmation prompt.
 
     Raises:
         SearchError: trials of it or of its finalists are running.
@@ -201,11 +201,11 @@ def describe_deletion(study: StoredStudy) -> str:
 
 
 def delete_study(services: Services, study: StoredStudy) -> list[str]:
-    """Delete a study with its finalists, checkpoints and files here; return the names of what was deleted.
+    """Delete a study with its finalists, checkpoints and local files; return the names of the deleted studies.
 
     Raises:
         SearchError: trials of it or of its finalists are running.
-        StorageError: the place for checkpoints does not answer.
+        StorageError: the checkpoint store does not answer.
     """
     gone = list_studies_to_delete(study)
     for each in gone:

@@ -24,22 +24,22 @@ from hpsearch.storage.urls import Addresses
 
 
 def update_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
-    """Tell the study's tracking server; one that does not answer costs a warning, for the study goes on without it."""
+    """Run `tell` with the study's tracking server; print a warning if MLflow does not answer."""
     if RUN_ID not in study.attrs or find_tracking_uri(services, study) is None:
         return  # nobody has opened a run of the study yet
     try:
         tell(open_study_tracking(services, study))
     except Exception as error:  # the study is changed already: a server that is away must not hide it
-        warn(f"MLflow was not told ({describe_error(error)}); it is when the trials run")
+        warn(f"MLflow was not updated ({describe_error(error)}); it is when the trials run")
 
 
 def warn(message: str) -> None:
-    """Print a warning where errors go."""
+    """Print a warning on stderr."""
     PlainConsole(stderr=True).print(f"warning: {message}")
 
 
 def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
-    """Record what was promoted in the MLflow UI, if MLflow answers; without it, what is recorded is what is told."""
+    """Record the promotions made in the MLflow UI, if MLflow answers."""
     uri = services.tracking_uri if study is None else find_tracking_uri(services, study)
     if uri is None:
         return
@@ -57,7 +57,7 @@ def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: 
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One study in a list.
+    """A study in a list.
 
     Attributes:
         name, objective, metric: of the study; of one that hpsearch did not make the name alone.
@@ -112,10 +112,10 @@ def open_services(where: Addresses, progress: Callable[[str], None] | None = Non
 def open_study(
     name: str, where: Addresses, progress: Callable[[str], None] | None = None
 ) -> tuple[StoredStudy, Services]:
-    """Return a stored study and where it is kept.
+    """Return a stored study and its services.
 
     Raises:
-        SearchError: there is none of that name, or hpsearch did not make it.
+        SearchError: the study does not exist, or another program created it.
         StorageError: a service cannot be used.
     """
     services, storage = open_services(where, progress)
@@ -123,7 +123,7 @@ def open_study(
 
 
 def list_studies(where: Addresses) -> list[StudyRow]:
-    """Return a row for each study, by name; what was promoted in the MLflow UI is recorded first.
+    """Return a row per study, by name, after recording the promotions made in the MLflow UI.
 
     Raises:
         StorageError: a service cannot be used.

@@ -46,7 +46,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
 
 
 def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
-    """Return what was given as the objective's search space has it.
+    """Return fixed parameters, validated against the objective's search space.
 
     Raises:
         NotInSpaceError: it does not have it.
@@ -59,7 +59,7 @@ def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, An
 
 
 def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
-    """Return a trial that is to run `params`, and what they leave open as the sampler has it.
+    """Return a waiting trial with `params`; the sampler sets the others.
 
     Args:
         params: some or all parameters.
@@ -73,7 +73,7 @@ Configurations = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Path | str
 
 
 def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTrial]:
-    """Return the trials that a file or a program asks for, in its order.
+    """Return waiting trials for the given configurations, in order.
 
     Args:
         given: parameters by their names, a list of these, or a .csv file with the names above or .jsonl file of
@@ -102,7 +102,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
 def _waiting(
     source: str, unit: str, rows: Iterable[tuple[int, FixedTrial]], objective: BaseObjective
 ) -> list[FrozenTrial]:
-    """Return a waiting trial for each row; its origin is the name of the source and the place of the row."""
+    """Return a waiting trial per row, with source and row as its origin."""
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
@@ -161,7 +161,7 @@ def _wrong(path: Path, line: int, why: str) -> SearchError:
 
 
 def find_stopped_warning(study: StoredStudy) -> str | None:
-    """Say that enqueued trials wait in a study that stopped early, and what lets them run; None where none does."""
+    """Return a warning if enqueued trials wait in a study that stopped early, else None."""
     if study.given_up is None:
         return None
     waiting = [trial._trial_id for trial in study.trials(TrialState.WAITING)]
@@ -176,7 +176,7 @@ def find_stopped_warning(study: StoredStudy) -> str | None:
 
 
 def check_budget(spec: StudySpec, trials: int) -> None:
-    """Refuse more trials than the budget has, and any for a grid.
+    """Reject more trials than the budget has, and any trials for a grid.
 
     Raises:
         SearchError: one line with the remedy.
@@ -208,7 +208,7 @@ def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
 
 
 def add(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Sequence[FrozenTrial]) -> int:
-    """Do as `enqueue` does, in a transaction that has the study's lock."""
+    """Enqueue trials in a transaction that has the study's lock; return their number."""
     if not trials:
         return 0
     new, total = insert_missing_in(connection, study_id, trials)

@@ -1,4 +1,4 @@
-"""What a person may do to a study from anywhere: stop it, start it again, extend it, give a failed trial another go."""
+"""Steer a study: stop, start, extend, and retry trials."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials, 
 
 
 def stop_study(study: StoredStudy) -> str | None:
-    """Stop a study: no trial is handed out, and workers give theirs back after the epoch they are in.
+    """Stop a study: no trial is claimed, and workers release theirs after the current epoch.
 
     Returns:
         Who stopped it before, and when; None if it was not stopped.
@@ -39,7 +39,7 @@ def stop_study(study: StoredStudy) -> str | None:
 
 
 def start_study(study: StoredStudy) -> str | None:
-    """Let a study go on that was stopped, or gave the rest of its budget up.
+    """Start a study that was stopped or terminated early.
 
     Whether that is worth it is judged again after some more trials.
 
@@ -58,19 +58,19 @@ def start_study(study: StoredStudy) -> str | None:
 
 
 def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
-    """Take the rest of the budget up, in which who waited at a rung in vain may have a place again."""
+    """Restore the remaining budget; trials that were retired at a rung may pause there again."""
     spec = parse_stored_spec(values)
     if cancel_early_stop(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
         requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
 
 def count_running(study: StoredStudy) -> int:
-    """Return how many trials are run by a worker that seems alive."""
+    """Return the number of trials with a valid lease."""
     return count_running_trials(study.engine, study.study_id)
 
 
 def get_user_and_host() -> str:
-    """Return user and host, for a person to read."""
+    """Return ``USER@HOST``."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry
@@ -80,7 +80,7 @@ def get_user_and_host() -> str:
 
 @dataclass(frozen=True)
 class BudgetChange:
-    """A budget before and after, in trials unless `unit` says otherwise; how many trials were started, and enqueued."""
+    """A changed budget, in trials or `unit`, with the numbers of started and enqueued trials."""
 
     before: float
     after: float
@@ -157,7 +157,7 @@ def extend_study(
 
 
 def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
-    """Make a failed or infeasible trial the next to be run, under its number and with its parameters.
+    """Queue a failed or infeasible trial to run next, with its number and parameters.
 
     Args:
         study: the study.
@@ -186,7 +186,7 @@ def _why_not(trial: FrozenTrial) -> str:
 
 
 def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
-    """Return a trial of the study as it is now.
+    """Return a trial of the study.
 
     Raises:
         SearchError: there is none of that number.

@@ -32,7 +32,7 @@ from hpsearch.storage.trials.history import read_finalist_studies
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """A study together with the spec stored in it."""
+    """A study with its stored spec."""
 
     spec: StudySpec
     storage: PostgresStorage
@@ -40,45 +40,45 @@ class StoredStudy:
 
     @property
     def engine(self) -> sa.Engine:
-        """The database that the study is kept in."""
+        """The database of the study."""
         return self.storage.engine
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """The study's user attributes as they are now."""
+        """The study's user attributes, read from the database."""
         return self.storage.get_study_user_attrs(self.study_id)
 
     @property
     def budget(self) -> int:
-        """How many trials the study may have by now: it is extended while others have it open."""
+        """The current budget in trials, read from the database, because `extend` may change it."""
         return int(self.attrs[SPEC]["n_trials"])
 
     @property
     def given_up(self) -> EarlyStop | None:
-        """That the rest of the budget was given up, and why; None while it was not."""
+        """The record of an early termination; None if there is none."""
         return EarlyStop.from_attrs(self.attrs)
 
     @property
     def spending(self) -> Spending | None:
-        """What is spent of its budgets in epochs and seconds; None where it has none."""
+        """The used epochs and seconds; None without such a budget."""
         return read_spending(self.engine, self.study_id) if self.spec.has_epoch_or_time_budget else None
 
     def is_spent(self, finished: int) -> bool:
-        """Whether the budget is, in trials, epochs or seconds, or its rest given up, with so many trials ended."""
+        """Return whether a budget is spent or the study terminated early, after `finished` trials."""
         attrs = self.attrs
         budget, given_up = int(attrs[SPEC]["n_trials"]), EarlyStop.from_attrs(attrs)
         last = budget if given_up is None else min(budget, given_up.started)
         return finished >= last or ((spending := self.spending) is not None and spending.is_exhausted)
 
     def format_progress(self, finished: int) -> str:
-        """Return for a person what is spent, with so many trials that have ended: ``12 of 50 trials``."""
+        """Return the progress after `finished` trials as text: ``12 of 50 trials``."""
         if (spending := self.spending) is None:
             return f"{finished} of {self.budget} trials"
         return format_progress(finished, self.budget, spending).replace("/", " of ")
 
     @property
     def is_timed_out(self) -> bool:
-        """Whether the study's time is up: nothing new is begun."""
+        """Whether the timeout is over, after which no trial starts."""
         if self.spec.timeout is None:
             return False
         started = self.attrs.get(STARTED_AT)
@@ -86,13 +86,13 @@ class StoredStudy:
 
     @property
     def folder(self) -> str:
-        """The name of the study's folders, for run directories and checkpoints; no other study has it."""
+        """The unique name of the study's folders of run directories and checkpoints."""
         # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     @property
     def resume_command(self) -> str:
-        """The command that runs what is left of the study."""
+        """The command that continues the study."""
         if (of := self.spec.finalists_of) is not None:
             return (
                 format_command("finalists", of.study)
@@ -119,7 +119,7 @@ class StoredStudy:
         self.storage.set_study_user_attr(self.study_id, key, value)
 
     def objective(self) -> BaseObjective:
-        """Load the study's objective, which reports all metrics that the study optimises or bounds.
+        """Load the study's objective and set the metrics that it reports.
 
         Raises:
             ObjectiveError: it cannot be loaded, or does not have such a metric.
@@ -129,7 +129,7 @@ class StoredStudy:
         return objective
 
     def source_warning(self, objective: BaseObjective) -> str | None:
-        """Return a warning when the objective's code is no longer what the study was created with."""
+        """Return a warning if the objective's code has changed since the study was created."""
         if self.attrs.get(SOURCE_SHA256, source_hash(objective)) == source_hash(objective):
             return None
         return (
@@ -138,7 +138,7 @@ class StoredStudy:
         )
 
     def open(self) -> optuna.Study:
-        """Return Optuna's study with the spec's pruner; the sampler is set anew for each trial."""
+        """Return Optuna's study with the spec's pruner; the sampler is set per trial."""
         return optuna.load_study(
             study_name=self.spec.name,
             storage=self.storage,
@@ -147,15 +147,15 @@ class StoredStudy:
         )
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return all trials, or those in the given states, without the deep copy that `study.trials` makes."""
+        """Return the trials in the given states, by default all, without a deep copy."""
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
 
     def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return the trials that have run to their end within all bounds, the best one first; see `rank_trials`."""
+        """Return the feasible completed trials, the best first; see `rank_trials`."""
         return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
     def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return those that no other dominates, the best by the first metric first; of one metric the best alone."""
+        """Return the Pareto front, the best by the first metric first; with one metric the best trial."""
         return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
 
@@ -177,7 +177,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
 
 
 def find_study(storage: PostgresStorage, name: str) -> int | None:
-    """Return the number of the study of that name, if there is one."""
+    """Return the id of a study; None if it does not exist."""
     try:
         return storage.get_study_id_from_name(name)
     except KeyError:
@@ -185,7 +185,7 @@ def find_study(storage: PostgresStorage, name: str) -> int | None:
 
 
 def list_finalist_trials(study: StoredStudy) -> set[int]:
-    """Return the numbers of the trials of a study that were ever finalists."""
+    """Return the numbers of the trials that are or were finalists."""
     numbers: set[int] = set()
     for name in read_finalist_studies(study.engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of
@@ -194,7 +194,7 @@ def list_finalist_trials(study: StoredStudy) -> set[int]:
 
 
 def load_parent_study(chosen: StoredStudy) -> StoredStudy:
-    """Return the study whose finalists, or whose refit, a study holds.
+    """Return the search of a study of finalists or of a refit.
 
     Raises:
         SearchError: it was deleted.
@@ -219,7 +219,7 @@ _CARRIED = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
 
 
 def open_attempt_dir(runs: Path, claim: Claim) -> Path:
-    """Make the directory of an attempt, with the logs of the one before it, where this machine has them."""
+    """Create the directory of an attempt, with the logs of the previous attempt on this machine."""
     folder = runs / f"{claim.number:04d}-{claim.attempt}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -233,7 +233,7 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
 
 
 def remove_earlier_attempts(runs: Path, claim: Claim) -> None:
-    """Remove the directories of the attempts before this one: the trial has ended."""
+    """Remove the directories of earlier attempts of an ended trial."""
     for earlier in range(1, claim.attempt):
         shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
 
@@ -244,22 +244,22 @@ def get_runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
 
 
 def get_outbox_folder(home: Path, study: StoredStudy) -> Path:
-    """Return the folder of what this machine has for MLflow of a study."""
+    """Return the folder of a study's journals on this machine."""
     return home / "outbox" / study.folder
 
 
 def get_report_path(services: Services, study: StoredStudy) -> Path:
-    """Return where the report of a study is written by default."""
+    """Return the default path of a study's report."""
     return services.home / "reports" / f"{study.spec.name}.html"
 
 
 def find_tracking_uri(services: Services, study: StoredStudy) -> str | None:
-    """Return the address of the study's tracking server; None where nobody has named one yet."""
+    """Return the URI of the study's tracking server; None if it is not known yet."""
     return services.tracking_uri or study.attrs.get(TRACKING_URI)
 
 
 def get_tracking_uri(services: Services, study: StoredStudy) -> str:
-    """Return the address of the study's tracking server.
+    """Return the URI of the study's tracking server.
 
     Raises:
         SearchError: nobody has named one.
@@ -270,7 +270,7 @@ def get_tracking_uri(services: Services, study: StoredStudy) -> str:
 
 
 def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
-    """Return the study's tracking server, which answers.
+    """Return a client of the study's tracking server, after a health check.
 
     Raises:
         SearchError: nobody has named one.
@@ -293,7 +293,7 @@ def resolve_tracking(services: Services, study: StoredStudy, *, required: bool =
 
 
 def check_release(study: StoredStudy) -> None:
-    """Refuse to train trials of a study that a release of another series made.
+    """Reject a study that was created by a release of another series.
 
     Raises:
         SearchError: it names both.
@@ -307,13 +307,13 @@ def check_release(study: StoredStudy) -> None:
 
 
 def _series(release: str) -> list[str]:
-    """What changes when numbers may: the first part, and before 1.0 the second one as well."""
+    """Return the parts of a version within which seeds are stable: the first, before 1.0 also the second."""
     parts = release.split(".")
     return parts[:2] if parts[0] == "0" else parts[:1]
 
 
 def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
-    """Let the objective report all metrics that the study optimises or bounds.
+    """Set the metrics that the objective optimizes and reports.
 
     Raises:
         ObjectiveError: it does not have such a metric.
@@ -323,7 +323,7 @@ def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
 
 
 def require_measurable(spec: StudySpec, device: str | None) -> None:
-    """Refuse to train where each trial would fail, for what a study asks for cannot be measured.
+    """Reject a device on which the study's metrics cannot be measured.
 
     Raises:
         SearchError: it cannot on that device.

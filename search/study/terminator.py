@@ -27,35 +27,35 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import EXPECTED_GAIN
 from hpsearch.storage.trials.budget import EarlyStop, stop_early
 
-FUNCTIONS = 500  # drawn from the process
-MOST_BEGUN, MOST_NEW = 50, 250  # trials that they are looked at: the best that were begun, and hopeful new ones
+FUNCTIONS = 500  # samples of the posterior
+MOST_BEGUN, MOST_NEW = 50, 250  # limits of the evaluated trials: started ones, and promising new ones
 _JITTER = 1e-6
-_BEST = 4  # the slope from scores to values is that of the best one in so many
+_BEST = 4  # the slope from scores to values is fitted to the best quarter
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a study has left.
+class RemainingBudget:
+    """The remaining budget of a study.
 
     Attributes:
-        trials: to be begun.
-        epochs: of a full trial.
+        trials: number of trials to start.
+        epochs: epochs of a full trial.
     """
 
     trials: float
     epochs: int
 
 
-def expected_gain(study: optuna.Study, left: Left, *, seed: int, metric: str = "") -> float | None:
-    """What the rest is expected to gain, in the metric's unit; None where too little is known.
+def expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: int, metric: str = "") -> float | None:
+    """Return the expected gain of the remaining budget, in the metric's unit; None with too few observations.
 
-    The same study and seed give the same.
+    The result is deterministic, given study and seed.
 
     Args:
-        study: as its sampler sees it; the process's hyperparameters are kept with it, as the sampler's are.
-        left: of its budget.
-        seed: of what is drawn.
-        metric: its name; of some it is known how good they can be, and no more than that is gained.
+        study: the study as its sampler reads it; fitted hyperparameters are stored with it, as by the sampler.
+        left: the remaining budget.
+        seed: seed of the posterior samples.
+        metric: name of the metric; the known bound of a metric limits its gain.
     """
     told, maximize = get_observed_trials(study), study.direction == StudyDirection.MAXIMIZE
     random = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def expected_gain(study: optuna.Study, left: Left, *, seed: int, metric: str = "
 
 
 def _in_scores(posterior: Posterior, space: Space, trials: float, random: np.random.Generator) -> float:
-    """What is foreseen, in normal scores."""
+    """Return the expected gain of new trials, in normal scores."""
     begun = Points.at_final_epoch(space.to_features(space.rows), np.arange(len(space.rows)))
     order = np.argsort(posterior.predict(begun)[0].numpy(), kind="stable")
     rows = np.concatenate(
@@ -99,7 +99,7 @@ def _in_scores(posterior: Posterior, space: Space, trials: float, random: np.ran
 
 
 def _pace(curves: Sequence[Mapping[int, float]], trials: float) -> float:
-    """What the later half of the trials gained, for as often as their number is yet to double."""
+    """Return the gain of the later half of the trials, extrapolated per doubling of their number."""
     values = ([loss for loss in curve.values() if not math.isnan(loss)] for curve in curves)
     best = np.array([min(each, default=math.inf) for each in values])
     gained = float(best[: len(best) // 2].min() - best.min())
@@ -107,7 +107,7 @@ def _pace(curves: Sequence[Mapping[int, float]], trials: float) -> float:
 
 
 def _jointly(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of what is true at points [n], and a factor of its covariance [n, n]."""
+    """Return the posterior mean at points [n], and the Cholesky factor of its covariance [n, n]."""
     cross = posterior.process.covariance(points, posterior.points)
     white = torch.linalg.solve_triangular(posterior.factor, cross.T, upper=False)
     covariance = posterior.process.covariance(points, points) - white.T @ white
@@ -116,7 +116,7 @@ def _jointly(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarr
 
 
 def _slope(points: Observations) -> float | None:
-    """By how much values change with the score among the best; None where there are too few values."""
+    """Return the change of the value per normal score among the best trials; None with too few values."""
     finite = np.isfinite(points.loss)
     order = np.argsort(points.loss[finite], kind="stable")
     scores, values = points.scores[finite][order], points.loss[finite][order]
@@ -127,25 +127,25 @@ def _slope(points: Observations) -> float | None:
     return slope if math.isfinite(slope) else None
 
 
-FIRST = 20  # trials that have ended, before which nothing is judged; as many as Optuna's terminator waits for
-AGAIN = 1.1  # times as many as when it was judged last, from which on it is judged again
+FIRST = 20  # ended trials before the first decision, as in Optuna's terminator
+AGAIN = 1.1  # factor on the ended trials between two decisions
 
 
 class Terminator:
-    """What a worker knows of the rest of its study's budget.
+    """Early termination of a study whose remaining budget has a small expected gain.
 
     Args:
-        study: has a `min_expected_gain`.
-        sampled: the same as its sampler sees it.
+        study: a study with `min_expected_gain`.
+        sampled: the same study as its sampler reads it.
     """
 
     def __init__(self, study: StoredStudy, sampled: optuna.Study) -> None:
         self._study, self._sampled = study, sampled
 
-    def given_up(self) -> EarlyStop | None:
+    def stop_early(self) -> EarlyStop | None:
         """Give the rest up where it is expected to gain too little; return what was written, if it was now.
 
-        It is judged by one worker or by another, and by two at once at worst: the first to write has it.
+        If two workers decide at once, the first record counts.
         """
         threshold = self._study.spec.min_expected_gain
         attrs = self._study.attrs
@@ -159,7 +159,7 @@ class Terminator:
         seed = derive_seed(self._study.spec.seed, "rest", ended)
         self._sampled._thread_local.cached_all_trials = None  # else those of the last suggestion
         spec = self._study.spec
-        gain = expected_gain(self._sampled, Left(left, spec.epochs), seed=seed, metric=spec.metric)
+        gain = expected_gain(self._sampled, RemainingBudget(left, spec.epochs), seed=seed, metric=spec.metric)
         judged_now = {"gain": gain, "ended": ended}
         if gain is not None and gain < threshold:
             engine, study_id = self._study.engine, self._study.study_id

@@ -27,7 +27,9 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._rest = None if context.spec.min_expected_gain is None else Terminator(context.study, context.sampled)
+        self._terminator = (
+            None if context.spec.min_expected_gain is None else Terminator(context.study, context.sampled)
+        )
         self._left = context.options.max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
@@ -46,7 +48,7 @@ class Worker:
                 self._context.pulse.beat()
                 self._context.registration.send_heartbeat()
                 ended: TrialEnd | None
-                if self._rest is not None and (given_up := self._rest.given_up()):
+                if self._terminator is not None and (given_up := self._terminator.stop_early()):
                     log.info("no new trial is begun: %s", given_up.reason)
                 match self._context.claims.claim(open_new=not self._context.study.is_timed_out):
                     case StudyStopped(why):

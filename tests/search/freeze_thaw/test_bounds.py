@@ -11,10 +11,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.freeze_thaw.forecast import Forecast, forecast_final_values, format_forecast
 from hpsearch.search.freeze_thaw.observations import get_loss_bound
-from hpsearch.search.study.terminator import Left, expected_gain
+from hpsearch.search.study.terminator import RemainingBudget, expected_gain
 from tests.factories import X
 
-LEFT = Left(trials=500, epochs=4)
+LEFT = RemainingBudget(trials=500, epochs=4)
 
 
 def searched(best: float, *, direction: str, spread: float = 0.05) -> optuna.Study:

@@ -73,9 +73,9 @@ def test_bounds(given: Any) -> None:
         ({"directions": WAYS, "metric": "loss"}, "--metric 'loss' is none of --directions"),
         ({"directions": WAYS, "metric": "latency_ms"}, "put it first"),
         ({"directions": WAYS, "direction": "minimize"}, "leave --direction out"),
-        ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median knows one metric only"),
-        ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband knows one metric only"),
-        ({"directions": WAYS, "sampler": {"name": "cmaes"}}, "--sampler cmaes knows one metric only"),
+        ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median supports a single metric"),
+        ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband supports a single metric"),
+        ({"directions": WAYS, "sampler": {"name": "cmaes"}}, "--sampler cmaes supports a single metric"),
         ({"directions": WAYS, "min_expected_gain": 0.1}, "--min-expected-gain"),
         ({"directions": WAYS, "sampler": {"name": "freeze_thaw"}, "warm_start": "other"}, "--warm-start"),
         (

@@ -202,7 +202,7 @@ def test_the_budget_has_room_for_all_or_nothing_is_written(database_url: str, tm
     [
         ({"lr": [0.1]}, "sampler.search_space has no 'width', which Wide asks for"),
         ({"lr": [5.0], "width": [8], "kind": ["a"]}, "sampler.search_space.lr: 5.0 is not in"),
-        ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration, and runs none twice"),
+        ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration and runs each once"),
     ],
 )
 def test_what_is_wrong_with_a_grid_is_told_before_its_size(database_url: str, grid: dict[str, Any], words: str) -> None:

@@ -62,15 +62,15 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST - 1))
-    assert rest(stored).given_up() is None
+    assert rest(stored).stop_early() is None
     assert EXPECTED_GAIN not in stored.attrs, "before there are enough trials nothing is judged"
     ran(study, np.array([0.69]))
     running = take(claims)
-    given_up = rest(stored).given_up()
+    given_up = rest(stored).stop_early()
     assert given_up is not None
     assert (given_up.started, given_up.budget) == (FIRST + 1, 100)
     assert 0 <= given_up.gain < 0.01
-    assert rest(stored).given_up() is None, "it is written once"
+    assert rest(stored).stop_early() is None, "it is written once"
     assert isinstance(claims.claim(), NoTrialAvailable)
     assert claims.has_trials_left(), "one runs"
     assert not claims.report(running, 0, 0.5).is_stopped
@@ -109,18 +109,18 @@ def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
         value = -sum((x - 0.5) ** 2 for x in params.values())
         kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}
         study.add_trial(create_trial(**kind, value=value, intermediate_values={0: value, 1: value}))
-    assert rest(stored).given_up() is None
+    assert rest(stored).stop_early() is None
     told = stored.attrs[EXPECTED_GAIN]
     assert told["ended"] == FIRST
     assert told["gain"] > 0.01
     ran(study, np.array([0.7]))
-    assert rest(stored).given_up() is None
+    assert rest(stored).stop_early() is None
     assert stored.attrs[EXPECTED_GAIN] == told, "one trial more changes little"
 
 
 def test_a_search_that_got_on_lately_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
     ran(study, np.linspace(0, 0.7, FIRST))
-    assert rest(stored).given_up() is None
+    assert rest(stored).stop_early() is None
     assert stored.attrs[EXPECTED_GAIN]["gain"] > 0.1, "the later half of the trials gained a tenth"
 
 
@@ -128,7 +128,7 @@ def test_a_search_that_can_hardly_be_better_is_stopped_though_it_got_on(
     study: optuna.Study, stored: StoredStudy
 ) -> None:
     ran(study, np.linspace(0, 0.7, FIRST), best=0.995)
-    given_up = rest(stored).given_up()
+    given_up = rest(stored).stop_early()
     assert given_up is not None, "no accuracy is above 1"
     assert given_up.gain == pytest.approx(0.005)
 
@@ -138,14 +138,14 @@ def test_it_goes_on_where_somebody_wants_it(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, verb
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST))
-    assert rest(stored).given_up() is not None
+    assert rest(stored).stop_early() is not None
     assert isinstance(claims.claim(), NoTrialAvailable)
     ran(study, np.linspace(0.9, 0.1, 5))  # as trials do that ran, or waited at a rung, when it was given up
     assert "the rest of the budget was expected to gain" in say(*verb)
     assert stored.given_up is None
     assert stored.budget == (150 if verb[0] == "extend" else 100)
     take(claims)
-    assert rest(stored).given_up() is None, "it is judged again after a tenth more"
+    assert rest(stored).stop_early() is None, "it is judged again after a tenth more"
     assert "stopped after" not in say("show", "s")
 
 
@@ -180,7 +180,7 @@ def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
 def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
     ran(study, np.linspace(1, 0, FIRST))
     study.enqueue_trial({"x": 0.3})
-    assert rest(stored).given_up() is None
+    assert rest(stored).stop_early() is None
     take(claims)
 
 
@@ -190,7 +190,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
 ) -> None:  # fmt: skip
     ran(study, np.linspace(1, 0, FIRST))
     assert find_stopped_warning(stored) is None
-    assert rest(stored).given_up() is not None
+    assert rest(stored).stop_early() is not None
     assert find_stopped_warning(stored) is None
     mine = tmp_path / "mine.csv"
     mine.write_text("weight_decay\n0.003\n")
