@@ -28,9 +28,8 @@ def prepare_home(value: str | None = None) -> Path:
             home.mkdir(exist_ok=True)
             home.chmod(0o711 if os.geteuid() == 0 else 0o700)
     except (OSError, ValueError) as error:
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be created ({format_os_error(error)}): {_REMEDY}"
-        ) from None
+        cause = format_os_error(error)
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be created ({cause}): {_REMEDY}") from None
     if not home.is_dir():
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not a folder: {_REMEDY}")
     check_writable(home)

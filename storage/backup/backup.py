@@ -83,9 +83,8 @@ def find_external_locations(home: Path, owner_url: str, *, artifacts: str | None
             f"{MLFLOW_URL} is not set: set it to MLflow's database, as for 'serve mlflow', or exclude that with "
             "--studies-only"
         )
-    return Locations(
-        home, False, studies, DatabaseLocation(normalise_url(given, setting=MLFLOW_URL), MLFLOW_URL), artifacts
-    )
+    mlflow = DatabaseLocation(normalise_url(given, setting=MLFLOW_URL), MLFLOW_URL)
+    return Locations(home, False, studies, mlflow, artifacts)
 
 
 def find_embedded_locations(home: Path, *, studies_only: bool) -> Locations:

@@ -173,9 +173,7 @@ def _open_empty_services(
                 "for 'serve mlflow'"
             )
         if manifest.files and locations.artifacts_folder is None:
-            raise StorageError(
-                f"--artifacts {artifacts!r} is not a local folder: give the folder for the artifact files"
-            )
+            raise StorageError(f"--artifacts {artifacts!r} is not a local folder: give one for the artifact files")
         _check_empty(locations, manifest)
         yield locations, held
 
@@ -251,18 +249,14 @@ def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
     """Check that no existing file would be overwritten by a different one; raises StorageError."""
     for source, target in moves:
         if os.path.lexists(target) and not (target.is_file() and compute_sha256(target) == compute_sha256(source)):
-            raise StorageError(
-                f"{str(target)!r} exists with other content: move it away, because a restore overwrites no file"
-            )
+            raise StorageError(f"{str(target)!r} exists with other content: move it away; nothing is overwritten")
 
 
 @contextmanager
 def _open_cursors(locations: backup.Locations) -> Iterator[tuple[Any, Any]]:
     """Yield cursors on the study database and MLflow's (None if not included), committed at the end."""
-    with (
-        open_session(*locations.studies) as studies,
-        open_session(*locations.mlflow) if locations.mlflow else nullcontext() as mlflow,
-    ):
+    mlflow_session = open_session(*locations.mlflow) if locations.mlflow else nullcontext()
+    with open_session(*locations.studies) as studies, mlflow_session as mlflow:
         yield studies, mlflow
 
 

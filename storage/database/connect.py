@@ -92,11 +92,8 @@ def make_connection_error(error: Exception, url: URL, *, setting: str) -> Storag
         database=url.database,
         text=text,
     )
-    kind = (
-        ServiceUnavailableError
-        if is_transient_connection_error(text) and not _UNKNOWN_HOST.search(text)
-        else StorageError
-    )
+    is_transient = is_transient_connection_error(text) and not _UNKNOWN_HOST.search(text)
+    kind = ServiceUnavailableError if is_transient else StorageError
     return kind(f"{setting} {redact(url.render_as_string())}: {message}")
 
 
@@ -178,9 +175,8 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     parsed = make_url(normalise_url(url, setting=setting))
     dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
-        connection: Connection = psycopg2.connect(
-            dsn, **make_client_settings(parsed, application_name=application_name)
-        )
+        settings = make_client_settings(parsed, application_name=application_name)
+        connection: Connection = psycopg2.connect(dsn, **settings)
     except psycopg2.Error as error:
         raise make_connection_error(error, parsed, setting=setting) from None
     return connection
@@ -268,9 +264,7 @@ def _check_once(url: str) -> None:
             )
         cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
-            raise StorageError(
-                f"{head}: an interrupted restore left it incomplete: run the same 'hpsearch restore' again"
-            )
+            raise StorageError(f"{head}: a restore into it was interrupted: run the same 'hpsearch restore' again")
         _check_tables(cursor, user, head)
         for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:

@@ -144,10 +144,8 @@ def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5
             connection = engine.connect()
             stack.callback(_close, connection)  # ends the transaction and releases the lock
             try:
-                milliseconds = str(int(wait_seconds * 1000))
-                connection.execute(
-                    _LOCK_SUGGESTION, {"milliseconds": milliseconds, "kind": _SUGGESTION, "key": study_id}
-                )
+                parameters = {"milliseconds": str(int(wait_seconds * 1000)), "kind": _SUGGESTION, "key": study_id}
+                connection.execute(_LOCK_SUGGESTION, parameters)
             except DBAPIError as error:
                 log.warning("could not acquire the suggestion lock: %s", format_error(error))
                 return False

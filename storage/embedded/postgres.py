@@ -312,8 +312,7 @@ class EmbeddedPostgres:
             if process.find(identity) is None:
                 if not state.is_port_free(port):
                     return False
-                raise StorageError(
-                    f"Postgres ended during its start: {process.read_tail(self.log, lines=2)} (see {self.log})"
-                )
+                output = process.read_tail(self.log, lines=2)
+                raise StorageError(f"Postgres ended during its start: {output} (see {self.log})")
             time.sleep(_POLL)
         raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s: see {self.log}")

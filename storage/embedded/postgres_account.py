@@ -42,9 +42,8 @@ class Account:
     def can_run(self, command: Sequence[str | Path]) -> bool:
         """Whether the command succeeds as this user."""
         try:
-            result = subprocess.run(
-                command, capture_output=True, cwd="/", timeout=30, check=False, **self.popen_options
-            )
+            options = self.popen_options
+            result = subprocess.run(command, capture_output=True, cwd="/", timeout=30, check=False, **options)
         except (OSError, subprocess.SubprocessError):
             return False
         return result.returncode == 0

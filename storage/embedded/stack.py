@@ -69,9 +69,7 @@ def read_urls(home: Path) -> Databases:
         StorageError: there is no stack in `home`.
     """
     if (stack := _load_stack(home)) is None or stack.state.postgres.port is None:
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} contains no services: set it to the home folder of existing ones"
-        )
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no services: set it to a folder that does")
     return stack.databases
 
 

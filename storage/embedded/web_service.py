@@ -32,13 +32,10 @@ class WebService:
     """HTTP service; `record` holds its current state, and `save` stores it.
 
     Attributes:
-        name: display name.
         health_path: path of a GET request that returns 200 if the service works.
         command: function from a port to the command line and additional environment variables.
-        record: state of the service.
         save: function that writes the state file.
         home: home folder, and working directory of the service.
-        log: log file.
     """
 
     name: str

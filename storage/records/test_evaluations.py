@@ -123,17 +123,13 @@ def record_test_evaluation(
     evaluation = read_test_evaluation(engine, study_id)
     if evaluation is None:
         raise StorageError("the study was deleted")
-    if evaluation.scores is not None or (evaluation.trial_number, evaluation.model_sha256) != (
-        trial_number,
-        model_sha256,
-    ):
+    is_same = (evaluation.trial_number, evaluation.model_sha256) == (trial_number, model_sha256)
+    if evaluation.scores is not None or not is_same:
         raise AlreadyEvaluatedError(evaluation)
     return evaluation
 
 
-def write_scores(
-    engine: sa.Engine, study_id: int, evaluation: TestEvaluation, scores: Mapping[str, float]
-) -> TestEvaluation:
+def write_scores(engine: sa.Engine, study_id: int, made: TestEvaluation, scores: Mapping[str, float]) -> TestEvaluation:
     """Write the scores of an evaluation, once, and return the stored evaluation.
 
     Raises:
@@ -142,8 +138,8 @@ def write_scores(
     """
     arguments = {
         "study": study_id,
-        "trial": evaluation.trial_number,
-        "sha256": evaluation.model_sha256,
+        "trial": made.trial_number,
+        "sha256": made.model_sha256,
         "scores": json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()}),
     }
     filled = Database(engine).fetch_rows(_FILL, arguments)

@@ -70,7 +70,7 @@ def open_storage(
         url: A Postgres URL in any of its spellings.
         application_name: What `pg_stat_activity` shows for the connections.
         pool_size: Connections kept open.
-        patience: For how many seconds a call waits for a database that is away.
+        retry_seconds: time for retries while the database is unavailable.
     """
     # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
@@ -93,7 +93,7 @@ class PostgresStorage(BaseStorage):
 
     Args:
         engine: Of a database that `hpsearch.storage.database.migrate` made. Its pool may go without pre-ping.
-        patience: For how many seconds a call waits for a database that is away.
+        retry_seconds: time for retries while the database is unavailable.
     """
 
     def __init__(self, engine: sa.Engine, *, retry_seconds: float = RETRY_SECONDS) -> None:

@@ -159,9 +159,7 @@ def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
         patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
         with pytest.raises(Killed):
             restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(
-        StorageError, match="an interrupted restore left it incomplete: run the same 'hpsearch restore' again"
-    ):
+    with pytest.raises(StorageError, match="a restore into it was interrupted: run the same 'hpsearch restore' again"):
         check_database(workers)
     restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     check_database(workers)

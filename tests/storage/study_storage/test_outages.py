@@ -98,7 +98,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
         made = [run.result() for run in runs]
     check(storage, study_id, made)
     lines = [record.getMessage() for record in caplog.records]
-    away, back = (sum(text in line for line in lines) for text in ("is away", "is back"))
+    away, back = (sum(text in line for line in lines) for text in ("unavailable", "available again"))
     assert away == back >= 2, lines
     storage.engine.dispose()
     progress.engine.dispose()
