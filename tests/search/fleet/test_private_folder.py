@@ -17,8 +17,8 @@ from hpsearch.search.fleet.devices import make_private_folder
 
 LAUNCHER = """
 import os, sys
-from hpsearch.search.fleet.devices import private_folder
-with private_folder() as folder:
+from hpsearch.search.fleet.devices import make_private_folder
+with make_private_folder() as folder:
     (folder / "ranks").touch()
     if not os.fork():  # a rank
         print(folder, flush=True)
