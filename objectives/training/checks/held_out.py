@@ -1,4 +1,4 @@
-"""The held-out test split, opened on purpose and by nothing else; and the best weights of a run, judged again."""
+"""Restore the best weights of a run, and evaluate them on the validation or the held-out test split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RestoredModel:
-    """The model of a run with its best weights, on the CPU, and the run's splits."""
+    """Model of a run with its best weights, on the CPU, and the splits of the run."""
 
     objective: Objective
     config: TrainConfig
@@ -37,12 +37,12 @@ class RestoredModel:
     model: nn.Module
 
     def validate(self) -> dict[str, float]:
-        """Loss and metrics on the validation split, which the run has seen."""
+        """Return loss and metrics on the validation split, on which the run selected its best epoch."""
         return self._score(self.splits.val)
 
     @kill_point("evaluate test set")
     def test(self) -> dict[str, float]:
-        """Loss and metrics on the test split: what is seen once cannot be unseen."""
+        """Return loss and metrics on the test split. Call it only once per study."""
         return self._score(self.splits.test)
 
     def exported(self) -> Exported:
@@ -52,7 +52,7 @@ class RestoredModel:
 
     @property
     def call(self) -> Call:
-        """How the model is called with a batch of inputs."""
+        """Function that calls the model with a batch of inputs."""
         return call_in(self._stepping)
 
     @property
@@ -76,7 +76,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
     """Load the weights of a `best.pt` into the objective's model.
 
     Raises:
-        ObjectiveError: the objective's data have changed since the run, or the weights do not fit its model.
+        ObjectiveError: the objective's data has changed since the run, or the weights do not fit its model.
     """
     config = TrainConfig.from_dict(best["config"])
     split_seed = best["split_seed"]

@@ -1,4 +1,4 @@
-"""The learning-rate range test: the loss while the rate climbs from far too low to far too high."""
+"""Learning-rate range test: the loss while the learning rate increases from too low to too high."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from hpsearch.objectives.training.reproducibility.seeds import reproducible, see
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
-_PROBE_SAMPLES = 512  # training samples, at most, on which every step is judged
-_DIVERGENCE_FACTOR = 3.0  # times the fall so far, above the lowest loss
-_MIN_FALL = 1e-3  # of the first loss: a fall below it is none
-_MIN_SIGNAL_TO_NOISE = 6.0  # times what the loss moves at random from step to step: a fall below it cannot be told
+_PROBE_SAMPLES = 512  # maximum number of training samples to evaluate after each step
+_DIVERGENCE_FACTOR = 3.0  # a loss higher than the minimum by this multiple of the fall so far has diverged
+_MIN_FALL = 1e-3  # share of the first loss; a smaller fall is ignored
+_MIN_SIGNAL_TO_NOISE = 6.0  # minimum ratio of the fall to the random variation of the loss between steps
 
 
 @dataclass(frozen=True)
 class LrRangeResult:
-    """The result of a range test.
+    """Result of a learning-rate range test.
 
     Attributes:
-        rates: one for each step, in a geometric sequence.
-        losses: after each step, on the same samples, because batches differ more than a step changes.
-        suggestion: the rate at which the loss falls fastest, to start from as a peak rate.
+        rates: learning rate of each step, a geometric sequence.
+        losses: loss after each step, always on the same samples, because batches differ by more than a step changes.
+        suggestion: the rate at which the loss falls fastest, as a peak learning rate.
         highest: the rate of the lowest loss.
     """
 
@@ -50,7 +50,7 @@ class LrRangeResult:
     highest: float
 
     def write(self, folder: Path) -> None:
-        """Writes `lr-range.json` and `lr-range.png`."""
+        """Write `lr-range.json` and `lr-range.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "lr-range.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
         rate_range(self.rates, self.losses, folder / "lr-range.png", suggestion=self.suggestion)
@@ -66,20 +66,20 @@ def run_lr_range_test(
     steps: int = 200,
     device: torch.device | None = None,
 ) -> LrRangeResult:
-    """Train a new model with a rate that climbs exponentially until the loss diverges (Smith 2017).
+    """Train a new model with an exponentially increasing learning rate until the loss diverges (Smith 2017).
 
     Args:
-        objective: the model and data to train.
-        config: its rate and schedule are not used. None is the objective's default.
-        seed: of the split, the weights and the order.
-        lowest: the first rate.
-        highest: the last rate, unless the loss diverges before.
-        steps: from the first to the last rate.
-        device: None is the CPU.
+        objective: the objective to train.
+        config: configuration, without its learning rate and schedule; None for the objective's default.
+        seed: seed of the split, the weights and the order.
+        lowest: the first learning rate.
+        highest: the last learning rate, unless the loss diverges before.
+        steps: number of steps from the first to the last rate.
+        device: device to train on; None for the CPU.
 
     Raises:
-        ObjectiveError: the settings make no range, the objective has a fault, or the loss falls by less than its random
-            variation.
+        ObjectiveError: the settings are no valid range, the objective has a fault, or the loss falls by less than its
+            random variation.
     """
     if not (0 < lowest < highest and steps >= 10):
         raise ObjectiveError(
@@ -129,7 +129,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
 
 @torch.no_grad()
 def _loss(run: Run, probe: Batch) -> float:
-    """The loss of the probe as training sees it, with the same dropout each time."""
+    """Return the training loss of the probe, with the same dropout mask each time."""
     with seeded_on(run.device, run.plan.seed, "probe"):
         return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
 
@@ -138,7 +138,7 @@ def _suggest_lr(rates: list[float], losses: list[float]) -> LrRangeResult:
     if len(losses) < 3 or losses[0] - min(losses) <= _MIN_FALL * abs(losses[0]):
         raise ObjectiveError("the loss fell at no learning rate of the range: run the smoke test, or try a lower range")
     bottom, fall = losses.index(min(losses)), losses[0] - min(losses)
-    # Second differences are free of the trend: of noise with deviation 1 their median size is 0.6745 times root 6.
+    # Second differences remove the trend; for noise of deviation 1 their median magnitude is 0.6745 * sqrt(6).
     bends = [abs(losses[i - 1] - 2 * losses[i] + losses[i + 1]) for i in range(1, max(bottom, 2))]
     noise = statistics.median(bends) / (0.6745 * math.sqrt(6))
     if fall < _MIN_SIGNAL_TO_NOISE * noise:

@@ -1,4 +1,4 @@
-"""Before a search: can the model fit one batch at all?"""
+"""Smoke test: check before a search that the model can overfit one batch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hpsearch.objectives.training.reproducibility.seeds import reproducible, set
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
-_LR_FACTORS = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
-_MIN_FALL = 0.1  # of what the loss was: how far it must fall where nobody knows how low it can
-_CHECK_STEPS = 25  # steps between two looks at the losses: on a GPU a look waits
+_LR_FACTORS = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in order: the test is about the model, not the learning rate
+_MIN_FALL = 0.1  # share of the initial loss by which the loss must fall if its floor is unknown
+_CHECK_STEPS = 25  # steps between two reads of the losses, which synchronize with the GPU
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SmokeResult:
 
     Attributes:
         passed: whether the loss fell to `target`.
-        losses: before each step, on the batch.
+        losses: loss of the batch before each step.
         samples: number of samples in the batch.
         lr: the learning rate of `losses`.
-        reason: of a failure, in a sentence; else empty.
+        reason: reason of the failure in one sentence; empty if passed.
     """
 
     passed: bool
@@ -51,7 +51,7 @@ class SmokeResult:
     reason: str = ""
 
     def write(self, folder: Path) -> None:
-        """Writes `smoke.json` and `smoke.png`."""
+        """Write `smoke.json` and `smoke.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "smoke.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
         overfit_curve(self.losses, folder / "smoke.png", target=self.target)
@@ -67,21 +67,21 @@ def run_smoke_test(
     seconds: float = math.inf,
     device: torch.device | None = None,
 ) -> SmokeResult:
-    """Overfits one batch of training data, without regularisation; a model that cannot has a fault in it.
+    """Overfit one batch of training data without regularization. A model that fails has a fault.
 
-    Above the objective's `loss_floor` the loss must fall to a hundredth of what it was, a thousandth where that was
-    above 10, and 0.01 where it was below 1. Where there is no floor, or the loss starts below it, it must fall by a
-    tenth of what it was. Dropout, decay, label smoothing, augmentation and averages are off, and some learning rates
-    around the configured one are tried in turn.
+    The excess of the loss over the objective's `loss_floor` must fall to a hundredth of its initial value and to
+    at most 0.01; if it starts above 10, it must fall to a thousandth. Without a floor, or if the loss starts below it, the loss must fall by a tenth. Dropout,
+    weight decay, label smoothing, augmentation and weight averaging are off. Several learning rates around the
+    configured one are tried in order.
 
     Args:
-        objective: the model and loss to check.
-        config: None is the objective's default.
-        seed: of the split, the weights and the batch.
-        samples: the most in the batch.
-        steps: the most with each learning rate.
-        seconds: the time limit of all rates. A check that reaches it fails.
-        device: None is the CPU.
+        objective: the objective to check.
+        config: configuration; None for the objective's default.
+        seed: seed of the split, the weights and the batch.
+        samples: maximum number of samples in the batch.
+        steps: maximum number of steps per learning rate.
+        seconds: time limit of the whole test; it fails at the limit.
+        device: device to train on; None for the CPU.
     """
     config = config or objective.default_config()
     device = device or torch.device("cpu")
@@ -122,7 +122,7 @@ def _disable_regularization(config: TrainConfig, lr: float, samples: int) -> Tra
 
 
 def _compute_target(first: float, floor: float | None) -> float:
-    """What a loss that starts at `first` has to fall to."""
+    """Return the loss to reach, from the initial loss `first`."""
     if floor is None or first <= floor:
         return first - _MIN_FALL * max(abs(first), _MIN_FALL)
     above = first - floor
@@ -137,7 +137,7 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     train = run.splits.train
     batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
     pending = LazyBatch(batch.size, lambda: batch)
-    run.model.train()  # batch norm takes its statistics from the batch, as in training
+    run.model.train()  # batch norm must use the statistics of the batch, as in training
     with torch.no_grad():
         losses = [float(run.stepping(run.model, batch, nullcontext()).loss)]
     target = _compute_target(losses[0], floor)
