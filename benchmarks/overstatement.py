@@ -42,7 +42,7 @@ from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.result import FitResult
-from hpsearch.search.finalists.winner import Scored, choose, expect
+from hpsearch.search.finalists.winner import RunScore, estimate_test_score, select_winner
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.ranking import best_first
 
@@ -275,15 +275,15 @@ def told(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
             "fresh divisions, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
         }
         for way, table in tables.items():
-            choice = choose(dict(enumerate(table)), maximize=True)
+            choice = select_winner(dict(enumerate(table)), maximize=True)
             winner = choice.winner
             assert winner is not None
             note(way, statistics.fmean(table[winner]), finalists[winner], anew=way != "fresh seeds")
         runs = {
-            number: [Scored(value, error, *sizes) for value, error, sizes in finalist.scores]
+            number: [RunScore(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
-        expected = expect(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
+        expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
         assert expected is not None
         note("what is expected", expected.mean, finalists[winner], anew=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from hpsearch.search.promotion.registry_watch import Watch
+from hpsearch.search.promotion.registry_watch import RegistryWatcher
 from hpsearch.search.services import MLFLOW_UI_URL
 from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
@@ -42,7 +42,7 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
 
     # Polls every few seconds, so it needs one connection and may give up early.
     storage = open_storage(storage_url, application_name="hpsearch-noticing", pool_size=1, retry_seconds=10.0)
-    with Watch(storage, tracking):
+    with RegistryWatcher(storage, tracking):
         artifacts = MlflowArtifactStore(lambda: tracking().client)
         serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import optuna
 
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.promotion.registry_watch import notice
+from hpsearch.search.promotion.registry_watch import sync_promotions
 from hpsearch.search.services import Services, find_services, resolve_addresses
 from hpsearch.search.spec.spec import parse_stored_spec
 from hpsearch.search.study.study import StoredStudy, find_tracking_uri, load_study, open_study_tracking
@@ -46,7 +46,7 @@ def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: 
     try:
         check_server(uri)
         tracking = services.open_tracking(uri)
-        notice(storage, tracking)
+        sync_promotions(storage, tracking)
         if study is not None:
             from hpsearch.search.promotion.promote import refresh_evidence
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpsearch.search.api.opening import StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.finalists.refit import Refit
-    from hpsearch.search.promotion.promote import Promoted
+    from hpsearch.search.promotion.promote import PromotionResult
     from hpsearch.search.run.finalists import RetrainResult
     from hpsearch.search.run.sync import SyncResult
     from hpsearch.search.services import Services
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpsearch.search.study.steering import BudgetChange
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
-    from hpsearch.search.worker.options import WorkerOptions, Working
+    from hpsearch.search.worker.options import FleetWorkerOptions, WorkerOptions
 
 
 class Study:
@@ -134,7 +134,7 @@ class Study:
 
     # --- run ---
 
-    def run(self, workers: int = 2, **how: Unpack[Working]) -> Summary:
+    def run(self, workers: int = 2, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Run the study with worker processes on this machine until its budget is spent, and show its progress.
 
         It also returns when the study is stopped from elsewhere. An interrupt (Ctrl-C, a notebook's stop button) ends
@@ -161,7 +161,7 @@ class Study:
         _raise_early_end(interrupted=ran.is_interrupted, gave_up=() if ran.is_finished or ran.stopped else ran.gave_up)
         return ran.summary
 
-    def _options(self, method: Callable[..., Any], workers: int, how: Working) -> WorkerOptions:
+    def _options(self, method: Callable[..., Any], workers: int, how: FleetWorkerOptions) -> WorkerOptions:
         """Return the options of a fleet, and load what its workers need while this process loads what it needs."""
         if not isinstance(workers, int) or workers < 0:
             raise SearchError(f"{method.__name__}(workers={workers!r}): give a number of processes, such as workers=2")
@@ -170,15 +170,17 @@ class Study:
         start_fork_server(workers)
         return self._worker_options(method, how)
 
-    def _worker_options(self, method: Callable[..., Any], how: Working, device: str | None = None) -> WorkerOptions:
+    def _worker_options(
+        self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None
+    ) -> WorkerOptions:
         from hpsearch.search.spec.settings import keys_in_errors
         from hpsearch.search.worker import options
 
-        _require_known(method, how, options.Working.__annotations__)
+        _require_known(method, how, options.FleetWorkerOptions.__annotations__)
         with keys_in_errors():
             return options.WorkerOptions(**self._services.addresses, device=device, **how)
 
-    def run_worker(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
+    def run_worker(self, *, device: str | None = None, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
 
         It logs at level INFO. An interrupt ends the epoch, saves, releases the trial and raises KeyboardInterrupt; in a
@@ -196,7 +198,7 @@ class Study:
             assert study.run_worker().finished == 3
         """
         from hpsearch.search import process
-        from hpsearch.search.worker.join import work_on
+        from hpsearch.search.worker.join import run_worker
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"run_worker(devices={devices}): this process is one device: use run(devices={devices})")
@@ -204,7 +206,7 @@ class Study:
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
-            code = work_on(self.name, options, stop)
+            code = run_worker(self.name, options, stop)
         why = f"the worker gave up (exit code {code}): see its log, and `describe_trial` of the trials"
         _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
         return self.summary()
@@ -497,7 +499,7 @@ class Study:
         workers: int = 2,
         new_set: bool = False,
         infeasible: bool = False,
-        **how: Unpack[Working],
+        **how: Unpack[FleetWorkerOptions],
     ) -> Finalists:
         """Train the best configurations of a finished search again, and return their table with the winner.
 
@@ -530,7 +532,7 @@ class Study:
         workers: int,
         new_set: bool = False,
         infeasible: bool = False,
-        **how: Unpack[Working],
+        **how: Unpack[FleetWorkerOptions],
     ) -> RetrainResult[Finalists]:
         """Train the finalists and return how the training ended."""
         options = self._options(self.train_finalists, workers, how)
@@ -573,8 +575,8 @@ class Study:
         refit: bool = False,
         seeds: int | None = None,
         workers: int = 2,
-        **how: Unpack[Working],
-    ) -> Promoted:
+        **how: Unpack[FleetWorkerOptions],
+    ) -> PromotionResult:
         """Register a trial's model in MLflow with its evidence, and set an alias to it.
 
         Args:
@@ -594,16 +596,16 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
-        from hpsearch.search.promotion.promote import chosen_trial
+        from hpsearch.search.promotion.promote import resolve_trial
 
-        trial = chosen_trial(self._stored, trial, prefer, infeasible=infeasible)
+        trial = resolve_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
             _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return self._promote(trial=trial, alias=alias, model=model, infeasible=infeasible, refit=refit)
 
     def _train_refit(
-        self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]
+        self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[FleetWorkerOptions]
     ) -> RetrainResult[Refit]:
         """Train the finalists' winner on train and validation, and return how the training ended."""
         options = self._options(self.promote, workers, how)
@@ -614,7 +616,9 @@ class Study:
             self._services, self._stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
         )
 
-    def _promote(self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool) -> Promoted:
+    def _promote(
+        self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool
+    ) -> PromotionResult:
         """Promote a trial, or a refit that was trained."""
         from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import open_study_tracking

@@ -33,7 +33,7 @@ def finalists(
         ),
     ] = False,
     infeasible: o.Infeasible = False,
-    how: o.Working,
+    how: o.FleetWorkerOptions,
     where: o.Addresses,
 ) -> int:
     """Retrain the best trials on common new seeds and splits.
@@ -59,7 +59,7 @@ def finalists(
     ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
     if ran.is_interrupted:
         return EXIT_INTERRUPTED
-    decided = ran.table.decided if workers or not ran.table.pending else True
+    decided = ran.table.is_decided if workers or not ran.table.pending else True
     return 0 if decided else 1
 
 
@@ -85,18 +85,18 @@ def evaluate_test(
     """Evaluate the winner on the test set, once per study."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
-    from hpsearch.search.finalists.text import confirmation_lines
-    from hpsearch.search.promotion.promote import chosen_trial
+    from hpsearch.search.finalists.text import format_confirmation
+    from hpsearch.search.promotion.promote import resolve_trial
 
     study = Study.open(name, **where)
-    trial = chosen_trial(study._stored, trial, prefer)
+    trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
         raise typer.Abort
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
-    for line in confirmation_lines(study._stored):
+    for line in format_confirmation(study._stored):
         typer.echo(line)
 
 
@@ -145,7 +145,7 @@ def promote(
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.promotion.promote import chosen_trial
+    from hpsearch.search.promotion.promote import resolve_trial
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
@@ -154,7 +154,7 @@ def promote(
     check_alias(alias)  # before anything is trained
     check_model_name(model or name)
     study = Study.open(name, **where)
-    trial = chosen_trial(study._stored, trial, prefer, infeasible=infeasible)
+    trial = resolve_trial(study._stored, trial, prefer, infeasible=infeasible)
     if refit:
         ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.is_interrupted:

@@ -18,10 +18,16 @@ from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import Kind
 from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
 from hpsearch.search.spec.settings import parse_options, read_spec_file
-from hpsearch.search.worker.options import SINGLE, WorkerOptions, Working, flag_of, variable_of
+from hpsearch.search.worker.options import (
+    PER_WORKER_OPTIONS,
+    FleetWorkerOptions,
+    WorkerOptions,
+    format_flag,
+    format_variable,
+)
 from hpsearch.storage.urls import Addresses
 
-__all__ = ["Addresses", "WorkerOptions", "Working"]
+__all__ = ["Addresses", "FleetWorkerOptions", "WorkerOptions"]
 
 
 class Settings(NamedTuple):
@@ -33,10 +39,10 @@ class Settings(NamedTuple):
 
 def worker_option(name: str) -> Any:
     """Return the flag of a field of `WorkerOptions`."""
-    variable = None if name in SINGLE else variable_of(name)
+    variable = None if name in PER_WORKER_OPTIONS else format_variable(name)
     words = WorkerOptions.model_fields[name].description
     panel = "Addresses" if name in Addresses.__annotations__ else "Workers"
-    return typer.Option(flag_of(name), envvar=variable, show_envvar=True, help=words, rich_help_panel=panel)
+    return typer.Option(format_flag(name), envvar=variable, show_envvar=True, help=words, rich_help_panel=panel)
 
 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study")]

@@ -26,7 +26,7 @@ def run(
     ] = None,
     enqueue: o.Enqueue = None,
     tracking_required: o.TrackingRequired = False,
-    how: o.Working,
+    how: o.FleetWorkerOptions,
     where: o.Addresses,
 ) -> int:
     """Run a search until its budget is spent. Run it again to resume it."""

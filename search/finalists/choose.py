@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.table import newest_set
+from hpsearch.search.finalists.table import find_newest_set
 from hpsearch.search.pruners.stopping import NoPruning
 from hpsearch.search.samplers.optuna import Random
 from hpsearch.search.samplers.suggest import derive_seed
@@ -44,7 +44,7 @@ from hpsearch.storage.trials.history import read_finalist_studies, read_refit_st
 _LONGEST_NAME = 100  # of the spec
 
 
-def create(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
+def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
     """Make the study with all its trials, under the first name that nobody has.
 
     Args:
@@ -53,13 +53,13 @@ def create(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial
         chosen: the trials of the search that it names, by their numbers.
     """
     for number in itertools.count(1):
-        spec = _spec(study.spec, of, number)
+        spec = _make_spec(study.spec, of, number)
         try:
             made = study.storage.create_filled_study(
                 study_directions(spec),
                 spec.name,
-                user_attrs=_attrs(study, spec),
-                trials=_trials(of, chosen),
+                user_attrs=_make_attrs(study, spec),
+                trials=_make_trials(of, chosen),
             )
         except DuplicatedStudyError:
             continue  # an earlier one, or somebody's study of that name
@@ -68,7 +68,7 @@ def create(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial
     raise AssertionError("names do not run out")
 
 
-def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
+def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     suffix = (FINALISTS if of.refit is None else REFIT) + (f"-{number}" if number > 1 else "")
     own = {
         "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
@@ -88,7 +88,7 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     return parse_spec({**searched.model_dump(), **own})
 
 
-def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
+def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     """Return what the study is to have: what its workers need of the search's attributes, a folder, and its spec."""
     theirs = study.attrs
     shared = {
@@ -97,7 +97,7 @@ def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 
-def _trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
+def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
     """Return the trials as `Study.enqueue_trial` makes them, their parameters fixed."""
     return [
         create_trial(
@@ -132,34 +132,34 @@ def create_or_join(
         SearchError: the search is not over, no trial of it is complete, or the set has another top or other seeds.
     """
     with name_lock(study.engine, study.spec.name):
-        chosen = None if new_set else newest_set(study)
+        chosen = None if new_set else find_newest_set(study)
         if chosen is not None:
-            _require_agreement(study, chosen, top=top, seeds=seeds)
+            _check_same_settings(study, chosen, top=top, seeds=seeds)
             return chosen, False
-        _require_over(study)
+        _check_search_ended(study)
         usual = None if study.spec.is_multi_objective else TOP
-        best = best_configurations(study, top or usual or sys.maxsize, infeasible=infeasible)
+        best = select_finalists(study, top or usual or sys.maxsize, infeasible=infeasible)
         if not best:
-            raise SearchError(f"study {study.spec.name!r} has {_no_finalist(study)}")
+            raise SearchError(f"study {study.spec.name!r} has {_describe_no_finalist(study)}")
         of = FinalistsOf(
             study=study.spec.name,
             study_id=study.study_id,
             top=top or usual or len(best),
             trials=[trial.number for trial in best],
-            seeds=fresh_seeds(study, seeds or SEEDS),
+            seeds=derive_new_seeds(study, seeds or SEEDS),
             divisions=True,
         )
-        return create(study, of, {trial.number: trial for trial in best}), True
+        return create_finalist_study(study, of, {trial.number: trial for trial in best}), True
 
 
-def _no_finalist(study: StoredStudy) -> str:
+def _describe_no_finalist(study: StoredStudy) -> str:
     if any(not is_feasible(trial) for trial in study.trials(TrialState.COMPLETE)):
         again = format_command("finalists", study.spec.name, "--infeasible")
         return f"no complete trial within its constraints: train those that break them with {again}"
     return "no complete trial: there is no finalist to choose"
 
 
-def best_configurations(
+def select_finalists(
     study: StoredStudy, top: int, *, removed: bool = False, infeasible: bool = False
 ) -> list[FrozenTrial]:
     """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest.
@@ -188,12 +188,12 @@ def best_configurations(
     return chosen
 
 
-def passed_over(study: StoredStudy, top: int) -> list[int]:
+def list_excluded_trials(study: StoredStudy, top: int) -> list[int]:
     """Return the trials that would be among the best `top`, had their models not been removed."""
-    return [t.number for t in best_configurations(study, top, removed=True) if REMOVED in t.user_attrs]
+    return [t.number for t in select_finalists(study, top, removed=True) if REMOVED in t.user_attrs]
 
 
-def fresh_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
+def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
     """Return seeds that nothing of the study was trained on, derived from the study's and what they are for."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
     for names in (read_finalist_studies, read_refit_studies):
@@ -211,7 +211,7 @@ def fresh_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> l
     return fresh
 
 
-def _require_agreement(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
+def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
     of = chosen.spec.finalists_of
     assert of is not None
     pairs = (("--top", of.top, top), ("--seeds", len(of.seeds), seeds))
@@ -223,7 +223,7 @@ def _require_agreement(study: StoredStudy, chosen: StoredStudy, *, top: int | No
         )
 
 
-def _require_over(study: StoredStudy) -> None:
+def _check_search_ended(study: StoredStudy) -> None:
     """Refuse to choose while better trials may come."""
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):

@@ -14,8 +14,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create, fresh_seeds
-from hpsearch.search.finalists.table import decided_winner, why_missing
+from hpsearch.search.finalists.choose import create_finalist_study, derive_new_seeds
+from hpsearch.search.finalists.table import describe_missing_value, find_winner
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study
@@ -71,20 +71,20 @@ def create_or_join_refit(
     if seeds is not None and seeds % 2 == 0:
         raise SearchError(f"--refit-seeds {seeds}: give an odd number, so that one run is the median of all")
     with name_lock(study.engine, study.spec.name):
-        chosen, winner = _decided(study, trial)
-        epochs = confirmed_epochs(study, chosen, winner)
-        made = _made_before(study, winner, epochs)
+        chosen, winner = _find_winner(study, trial)
+        epochs = choose_refit_epochs(study, chosen, winner)
+        made = _find_refit(study, winner, epochs)
         if made is None:
             of = FinalistsOf(
                 study=study.spec.name,
                 study_id=study.study_id,
                 top=1,
                 trials=[winner],
-                seeds=fresh_seeds(study, seeds or SEEDS, "refit"),
+                seeds=derive_new_seeds(study, seeds or SEEDS, "refit"),
                 refit=epochs,
             )
-            return create(study, of, {winner: find_trial(study, winner)}), True
-    of = _of(made)
+            return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
+    of = _get_finalists_of(made)
     if seeds not in {None, len(of.seeds)}:
         raise SearchError(
             f"--refit-seeds {seeds}: {made.spec.name!r} was made with {len(of.seeds)}: leave it out to go on with them"
@@ -92,15 +92,15 @@ def create_or_join_refit(
     return made, False
 
 
-def _decided(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
-    """Return the set of finalists that counts, and its winner; see `decided_winner`."""
+def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
+    """Return the set of finalists that counts, and its winner; see `find_winner`."""
     try:
-        return decided_winner(study, trial)
+        return find_winner(study, trial)
     except SearchError as error:
         raise SearchError(f"--refit: {error}") from None
 
 
-def confirmed_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
+def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
     """Return how many epochs the winner's fresh runs chose: the median.
 
     Of an even number it is the higher of the middle two, for of epochs with equal scores a run chooses the first.
@@ -110,12 +110,12 @@ def confirmed_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> in
         chosen: the study that holds its finalists.
         winner: number of one, in the search, that has a value for each seed.
     """
-    of = _of(chosen)
+    of = _get_finalists_of(chosen)
     runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.assignment(trial.number)[0] == winner]
-    return statistics.median_high([epoch + 1 for run in runs for epoch in _epochs_of(run, study.spec.maximize)])
+    return statistics.median_high([epoch + 1 for run in runs for epoch in _get_chosen_epochs(run, study.spec.maximize)])
 
 
-def _epochs_of(run: FrozenTrial, maximize: bool) -> list[int]:
+def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
     """Return the epochs, from 0, that the halves of a run's validation samples chose; else its best one."""
     if epochs := run.user_attrs.get(FRESH, {}).get("epochs"):
         return list(epochs)
@@ -123,16 +123,16 @@ def _epochs_of(run: FrozenTrial, maximize: bool) -> list[int]:
     return [min(run.intermediate_values, key=lambda epoch: (sign * run.intermediate_values[epoch], epoch))]
 
 
-def _made_before(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
+def _find_refit(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
     for name in reversed(read_refit_studies(study.engine, study.study_id)):
         made = load_study(study.storage, name)
-        of = _of(made)
+        of = _get_finalists_of(made)
         if (of.trials, of.refit) == ([winner], epochs):
             return made
     return None
 
 
-def _of(study: StoredStudy) -> FinalistsOf:
+def _get_finalists_of(study: StoredStudy) -> FinalistsOf:
     of = study.spec.finalists_of
     assert of is not None
     return of
@@ -144,15 +144,15 @@ def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStud
     Raises:
         SearchError: there is no refit; or no finalists have decided, or for another trial than `trial`.
     """
-    chosen, winner = _decided(study, trial)
-    made = _made_before(study, winner, confirmed_epochs(study, chosen, winner))
+    chosen, winner = _find_winner(study, trial)
+    made = _find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
     if made is None:
         again = format_command("promote", study.spec.name, "--refit")
         raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
     return made, tabulate_refit(made)
 
 
-def taken_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
+def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
     """Return the run of a refit that is promoted.
 
     Raises:
@@ -170,7 +170,7 @@ def taken_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
 
 def tabulate_refit(made: StoredStudy) -> Refit:
     """Return what the runs of a refit came to."""
-    of = _of(made)
+    of = _get_finalists_of(made)
     assert of.refit is not None
     trials = [trial for trial in made.trials() if trial.number < made.spec.n_trials]
     ended = {t.number: float(t.user_attrs[REFIT]["train_loss"]) for t in trials if t.state == TrialState.COMPLETE}
@@ -182,13 +182,13 @@ def tabulate_refit(made: StoredStudy) -> Refit:
         epochs=of.refit,
         seeds=tuple(of.seeds),
         losses=tuple(ended.get(trial.number) for trial in trials),
-        reasons=tuple(why_missing(trial) for trial in trials),
+        reasons=tuple(describe_missing_value(trial) for trial in trials),
         taken=ranked[(len(ranked) - 1) // 2] if ranked and not pending else None,
         pending=pending,
     )
 
 
-def refit_lines(made: StoredStudy, found: Refit) -> list[str]:
+def format_refit(made: StoredStudy, found: Refit) -> list[str]:
     """Return what a refit came to, in lines of plain text: the training loss of each run, and which one is taken."""
     lines = []
     for number, (seed, loss, why) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
@@ -200,7 +200,7 @@ def refit_lines(made: StoredStudy, found: Refit) -> list[str]:
     return lines
 
 
-def with_refits(study: StoredStudy) -> list[Promotion]:
+def list_promotions(study: StoredStudy) -> list[Promotion]:
     """Return the promotions of a study's trials and of refits of its winners, the first one first."""
     refits = [find_study(study.storage, name) for name in read_refit_studies(study.engine, study.study_id)]
     of = [study.study_id, *(each for each in refits if each is not None)]
@@ -208,7 +208,7 @@ def with_refits(study: StoredStudy) -> list[Promotion]:
     return sorted(found, key=lambda promotion: promotion.promoted_at)
 
 
-def current(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
+def list_current_promotions(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
     """Return the promotions of a study and its refits, or of one trial, whose aliases still name the version."""
-    found = with_refits(study) if trial is None else read_promotions(study.engine, study.study_id)
+    found = list_promotions(study) if trial is None else read_promotions(study.engine, study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]

@@ -12,7 +12,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.winner import Choice, Expected, Scored, choose, expect, scored_of
+from hpsearch.search.finalists.winner import (
+    ExpectedScore,
+    RunScore,
+    WinnerSelection,
+    estimate_test_score,
+    read_run_score,
+    select_winner,
+)
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import FRESH, INFEASIBLE
@@ -44,12 +51,12 @@ class FinalistRow:
     mean: float | None
     spread: float | None
     reasons: tuple[str | None, ...] = ()
-    scored: tuple[Scored | None, ...] = ()
+    scored: tuple[RunScore | None, ...] = ()
     searched: tuple[float, ...] = ()
     means: tuple[float, ...] = ()
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it has a value for every seed: none wins without."""
         return None not in self.values
 
@@ -79,15 +86,15 @@ class Finalists:
     study: str = ""
     pending: int = 0
     error: float | None = None
-    expected: Expected | None = None
+    expected: ExpectedScore | None = None
     front: tuple[int, ...] = ()
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether fresh seeds have said who wins, or who is on the front."""
         return self.winner is not None or bool(self.front)
 
-    def stands(self, trial: int) -> bool:
+    def is_confirmed(self, trial: int) -> bool:
         """Whether fresh seeds confirm a trial: it wins, cannot be told from the winner, or is on the front."""
         return trial == self.winner or trial in self.tie or trial in self.front
 
@@ -97,12 +104,12 @@ class Finalists:
         return [trial for trial, losses in pairs if trial != row.trial and count_dominating(losses)[1]]
 
     @property
-    def scored(self) -> list[Scored]:
+    def scored(self) -> list[RunScore]:
         """The scores of the runs that have ended."""
         return [run for row in self.rows for run in row.scored if run is not None]
 
     @property
-    def divided(self) -> bool:
+    def is_resplit(self) -> bool:
         """Whether the runs that have ended were on fresh divisions of the data, and not on fresh seeds alone."""
         return bool(self.scored) and all(run.divided for run in self.scored)
 
@@ -110,48 +117,48 @@ class Finalists:
         """Return what became of a finalist: without a value for every seed it cannot win."""
         if row.trial == self.winner:
             return "winner"
-        if self.front and row.whole:
+        if self.front and row.is_complete:
             return "front" if row.trial in self.front else "dominated"
         if row.trial in self.tie:
             return "tie"
-        return "confirmed" if row.whole else "incomplete"
+        return "confirmed" if row.is_complete else "incomplete"
 
     def row(self, trial: int) -> FinalistRow:
         """Return the row of a finalist."""
         return next(row for row in self.rows if row.trial == trial)
 
 
-def finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
+def list_finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
     """Yield the studies that hold finalists of a study, the one made last first."""
     for name in reversed(read_finalist_studies(study.engine, study.study_id)):
         with suppress(SearchError):  # it was deleted just now
             yield load_study(study.storage, name)
 
 
-def newest_set(study: StoredStudy) -> StoredStudy | None:
+def find_newest_set(study: StoredStudy) -> StoredStudy | None:
     """Return the study that holds the finalists that were chosen last; None without any."""
-    return next(finalist_sets(study), None)
+    return next(list_finalist_sets(study), None)
 
 
-def counting_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | None:
+def find_effective_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | None:
     """Return the set that counts: the newest that has a winner, or without any the newest; None without a set.
 
     A set that is chosen anew replaces another when it has a winner itself, and not before.
     """
-    tables = ((chosen, tabulate(study, chosen)) for chosen in finalist_sets(study))
+    tables = ((chosen, tabulate(study, chosen)) for chosen in list_finalist_sets(study))
     first = next(tables, None)
-    if first is None or first[1].decided:
+    if first is None or first[1].is_decided:
         return first
-    return next((table for table in tables if table[1].decided), first)
+    return next((table for table in tables if table[1].is_decided), first)
 
 
 def read_finalists(study: StoredStudy) -> Finalists | None:
     """Return the finalists of a study that count, as they stand, or None when none were chosen yet."""
-    counting = counting_set(study)
+    counting = find_effective_set(study)
     return None if counting is None else counting[1]
 
 
-def decided_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
+def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
     """Return the set of finalists that counts, and its winner.
 
     Args:
@@ -162,7 +169,7 @@ def decided_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, 
         SearchError: there are no finalists, the newest set is not done, or the winner is not `trial`.
     """
     name, again = study.spec.name, format_command("finalists", study.spec.name)
-    counting, newest = counting_set(study), newest_set(study)
+    counting, newest = find_effective_set(study), find_newest_set(study)
     if counting is None or newest is None:
         raise SearchError(f"study {name!r} has no finalists, which confirm a winner: choose them with {again}")
     chosen, found = counting
@@ -192,14 +199,16 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     spec = study.spec
     searched = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
     ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
-    rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
+    rows = tuple(
+        _make_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials
+    )
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
-    whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
+    whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.is_complete}
     if spec.is_multi_objective:
-        front = () if pending else _front([row for row in rows if row.whole], spec.maximized)
-        choice = Choice(front[0] if len(front) == 1 else None, (), None)
+        front = () if pending else _find_front_trials([row for row in rows if row.is_complete], spec.maximized)
+        choice = WinnerSelection(front[0] if len(front) == 1 else None, (), None)
     else:
-        front, choice = (), choose({} if pending else whole, maximize=spec.maximize)
+        front, choice = (), select_winner({} if pending else whole, maximize=spec.maximize)
     return Finalists(
         winner=choice.winner,
         tie=choice.tie,
@@ -208,26 +217,26 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         study=chosen.spec.name,
         pending=pending,
         error=choice.error,
-        expected=None if spec.is_multi_objective else _expected(study, rows, choice),
+        expected=None if spec.is_multi_objective else _estimate_score(study, rows, choice),
         front=front,
     )
 
 
-def _front(rows: Sequence[FinalistRow], maximize: Sequence[bool]) -> tuple[int, ...]:
+def _find_front_trials(rows: Sequence[FinalistRow], maximize: Sequence[bool]) -> tuple[int, ...]:
     """The trials that no other dominates by its means, the best by the first metric first."""
     members = [rows[place] for place in front_places(to_losses([row.means for row in rows], maximize))]
     sign = -1 if maximize[0] else 1
     return tuple(row.trial for row in sorted(members, key=lambda row: (sign * row.means[0], row.trial)))
 
 
-def _expected(study: StoredStudy, rows: Sequence[FinalistRow], choice: Choice) -> Expected | None:
-    runs = {row.trial: [run for run in row.scored if run is not None] for row in rows if row.whole}
+def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: WinnerSelection) -> ExpectedScore | None:
+    runs = {row.trial: [run for run in row.scored if run is not None] for row in rows if row.is_complete}
     if any(len(found) < len(rows[0].values) for found in runs.values()):
         return None  # the set was chosen before runs had such scores, or is of an own loop
-    return expect(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
+    return estimate_test_score(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
 
 
-def _row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
+def _make_row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
     values = tuple(get_first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
     there = [value for value in values if value is not None]
     vectors = [t.values for t in trials if t is not None and t.state == TrialState.COMPLETE]
@@ -240,15 +249,15 @@ def _row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | No
         values=values,
         mean=statistics.fmean(there) if there else None,
         spread=statistics.stdev(there) if len(there) > 1 else None,
-        reasons=tuple(why_missing(trial) for trial in trials),
+        reasons=tuple(describe_missing_value(trial) for trial in trials),
         scored=tuple(
-            None if value is None or trial is None else scored_of(value, trial.user_attrs.get(FRESH))
+            None if value is None or trial is None else read_run_score(value, trial.user_attrs.get(FRESH))
             for value, trial in zip(values, trials, strict=True)
         ),
     )
 
 
-def why_missing(trial: FrozenTrial | None) -> str | None:
+def describe_missing_value(trial: FrozenTrial | None) -> str | None:
     """Return why a run has no value; None where it has one."""
     if trial is None or trial.state == TrialState.WAITING:
         return "waiting"

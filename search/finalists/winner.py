@@ -13,7 +13,7 @@ from hpsearch.search.study.ranking import best_first
 
 
 @dataclass(frozen=True)
-class Choice:
+class WinnerSelection:
     """What the fresh seeds say.
 
     Attributes:
@@ -27,7 +27,7 @@ class Choice:
     error: float | None
 
 
-def choose(values: Mapping[int, Sequence[float]], *, maximize: bool) -> Choice:
+def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> WinnerSelection:
     """Choose the finalist of the best mean; of equal means the one of the lower number.
 
     A tie is a difference of means of at most one standard error of that difference (the one-standard-error rule of
@@ -48,14 +48,14 @@ def choose(values: Mapping[int, Sequence[float]], *, maximize: bool) -> Choice:
     means = {finalist: statistics.fmean(row) for finalist, row in values.items()}
     ranked = best_first(means, maximize=maximize)
     if not ranked:
-        return Choice(None, (), None)
-    error, best = _error(list(values.values())), means[ranked[0]]
+        return WinnerSelection(None, (), None)
+    error, best = _get_difference_error(list(values.values())), means[ranked[0]]
     near = math.ulp(best) if error is None else error
     tie = tuple(finalist for finalist in ranked[1:] if abs(means[finalist] - best) <= near)
-    return Choice(ranked[0], tie, error)
+    return WinnerSelection(ranked[0], tie, error)
 
 
-def _error(table: Sequence[Sequence[float]]) -> float | None:
+def _get_difference_error(table: Sequence[Sequence[float]]) -> float | None:
     """Return the standard error of the difference of two rows' means, with columns as blocks."""
     rows, columns = len(table), len(table[0])
     if rows < 2 or columns < 2:
@@ -72,7 +72,7 @@ LEVEL = 0.9  # of the interval
 
 
 @dataclass(frozen=True)
-class Scored:
+class RunScore:
     """The score of a finalist's run.
 
     Attributes:
@@ -91,7 +91,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedScore:
     """What new data will show.
 
     Attributes:
@@ -104,15 +104,17 @@ class Expected:
     high: float
 
 
-def scored_of(value: float, record: Mapping[str, Any] | None) -> Scored | None:
+def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore | None:
     """Return what a trial's value rests on, from what is noted of it; None where nothing is."""
     if record is None:
         return None
     trained, validated, tested = record["sizes"]
-    return Scored(value, record["error"], trained, validated, tested, record["divided"])
+    return RunScore(value, record["error"], trained, validated, tested, record["divided"])
 
 
-def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str, maximize: bool) -> Expected | None:
+def estimate_test_score(
+    runs: Mapping[int, Sequence[RunScore]], choice: WinnerSelection, *, metric: str, maximize: bool
+) -> ExpectedScore | None:
     """What the winner's model, which the search trained, will score on a test set.
 
     The winner's mean is the best of several, and too good by that. It is drawn towards the mean of all finalists as the
@@ -142,12 +144,14 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     """
     from scipy import stats
 
-    errors = [e for row in runs.values() for run in row if (e := _error_of(run, metric, maximize=maximize)) is not None]
+    errors = [
+        e for row in runs.values() for run in row if (e := _get_run_error(run, metric, maximize=maximize)) is not None
+    ]
     if choice.winner is None or not errors:
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])
     means = {number: statistics.fmean(run.value for run in row) for number, row in runs.items()}
-    mean = _drawn_in(list(means.values()), means[choice.winner], choice.error)
+    mean = _shrink_mean(list(means.values()), means[choice.winner], choice.error)
     freedom = len(runs) * (seeds - 1)
     squares = math.fsum((run.value - means[number]) ** 2 for number, row in runs.items() for run in row)
     within = squares / freedom if freedom else 0.0
@@ -162,10 +166,10 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
     least = get_loss_bound(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
-    return Expected(mean, max(low, 0.0) if metric in PROPORTION_METRICS else low, high)
+    return ExpectedScore(mean, max(low, 0.0) if metric in PROPORTION_METRICS else low, high)
 
 
-def _error_of(run: Scored, metric: str, *, maximize: bool) -> float | None:
+def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:
     """Return the error of a run by its samples; where no resample differs, as when all are right, it is not zero.
 
     A share p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); of others it is unknown.
@@ -178,7 +182,7 @@ def _error_of(run: Scored, metric: str, *, maximize: bool) -> float | None:
     return math.sqrt(share * (1 - share) / run.validated)
 
 
-def _drawn_in(means: Sequence[float], best: float, error: float | None) -> float:
+def _shrink_mean(means: Sequence[float], best: float, error: float | None) -> float:
     """Return the best mean, drawn towards the mean of all by what its choice flatters it."""
     if error is None or not (variance := statistics.variance(means)):
         return best

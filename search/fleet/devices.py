@@ -34,7 +34,7 @@ from hpsearch.search.process import (
     stop_on_signals,
     stop_worker_on_signals,
 )
-from hpsearch.search.worker.identity import default_device
+from hpsearch.search.worker.identity import get_default_device
 from hpsearch.search.worker.options import WorkerOptions
 
 _LAST_PORT = 65_535
@@ -203,7 +203,7 @@ def check_devices(options: WorkerOptions) -> None:
     Raises:
         SearchError: `--device` selects a single device, or the machine has fewer devices than requested.
     """
-    device, count = options.device or default_device(), options.devices
+    device, count = options.device or get_default_device(), options.devices
     if options.world == 1:
         return
     if ":" in device:
@@ -258,11 +258,11 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
 
     from hpsearch.objectives.training.ranks import RankLostError, joined
     from hpsearch.search.worker.join import join_study
-    from hpsearch.search.worker.ranks import dismiss, follow
+    from hpsearch.search.worker.ranks import run_follower_rank, stop_followers
 
     exit_on_signals(signal.SIGTERM, signal.SIGINT)
     torch.set_num_threads(max(1, torch.get_num_threads() // options.devices))
-    device = options.device or default_device()
+    device = options.device or get_default_device()
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
@@ -271,14 +271,14 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
         if not ranks.first:
             ranks.told_to_go = stop_worker_on_signals().is_set
             try:
-                return follow(ranks, device=device)
+                return run_follower_rank(ranks, device=device)
             except RankLostError:  # rank 0 may hang; the launcher ends it
                 sys.exit(EXIT_UNAVAILABLE)
         code = report_errors(lambda: join_study(name, options))
         if code == EXIT_UNAVAILABLE:  # another rank may hang; the launcher ends all
             sys.exit(code)
         try:
-            dismiss(ranks, code)
+            stop_followers(ranks, code)
         except RankLostError:
             sys.exit(EXIT_UNAVAILABLE)
         return code

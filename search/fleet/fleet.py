@@ -68,7 +68,7 @@ class Fleet:
         workers: number of workers.
         log_dir: folder of their logs.
         gpus: CUDA devices to assign; empty for none.
-        failed_before: failed trials of the study at the start of the fleet.
+        failed_at_start: failed trials of the study at the start of the fleet.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Fleet:
         workers: int,
         log_dir: Path,
         gpus: list[str],
-        failed_before: int = 0,
+        failed_at_start: int = 0,
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._locks = ExitStack()
@@ -92,7 +92,7 @@ class Fleet:
         self._environment = {**os.environ, **options.environment(), **thread_environment(workers)}
         self._gpus = gpus
         # A worker that starts late counts the failures of the other workers too.
-        self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_before)
+        self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_at_start)
         self._is_stopping = False
         self._finished_trials = 0
         self._outage_until = 0.0

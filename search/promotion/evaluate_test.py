@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.objectives.custom_loop.loop_objective import RestoredLoop
 from hpsearch.objectives.fit import restore_model
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit, taken_run
-from hpsearch.search.finalists.table import decided_winner, read_finalists
+from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit, tabulate_refit
+from hpsearch.search.finalists.table import find_winner, read_finalists
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.steering import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -77,21 +77,21 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
         run = None
         if opening.refit is not None:
             made = load_study(study.storage, opening.refit)
-            run = made, taken_run(made, tabulate_refit(made))
+            run = made, find_selected_run(made, tabulate_refit(made))
         return Candidate(_complete(study, opening.trial_number), opening.finalists, run)
     if refit and unconfirmed:
         raise SearchError("--unconfirmed: a refit is of the finalists' winner: leave it out")
     found, number = read_finalists(study), trial
     if found is not None and number is None:
-        promoted = [each.trial_number for each in current(study) if each.study_id == study.study_id]
+        promoted = [each.trial_number for each in list_current_promotions(study) if each.study_id == study.study_id]
         number = next((each for each in promoted if each in found.front), found.winner)
     run = None
     if refit:
         made, its = read_refit(study, number)
-        number, run = its.of, (made, taken_run(made, its))
+        number, run = its.of, (made, find_selected_run(made, its))
     elif not unconfirmed:
         try:
-            _, number = decided_winner(study, number)
+            _, number = find_winner(study, number)
         except SearchError as error:
             instead = f"--unconfirmed --trial {'N' if number is None else number}"
             raise SearchError(f"{error}, or open the test set for an unconfirmed trial with {instead}") from None
@@ -126,7 +126,7 @@ def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tra
         path = weights.fetch(tracking, Path(folder))
         restored = restore_model(of.objective(), weights.read(path))
         if not isinstance(restored, RestoredLoop):  # only its own loop can measure the value
-            weights.require_value(restored)
+            weights.verify_score(restored)
         opening = record_test_evaluation(
             study.engine,
             study.study_id,

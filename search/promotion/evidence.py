@@ -146,11 +146,11 @@ class Confirmation:
             return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
         if found is None:
             return "no finalists were trained"
-        if not found.decided:
+        if not found.is_decided:
             waiting = f"{found.pending} of their trials have not ended" if found.pending else "none has all seeds"
             return f"the finalists have no winner: {waiting}"
         chose = found.winner if found.winner is not None else " or ".join(map(str, found.front))
-        return "" if found.stands(trial) else f"the finalists chose trial {chose}"
+        return "" if found.is_confirmed(trial) else f"the finalists chose trial {chose}"
 
     def _why_not_taken(self, refit: Refit, trial: int) -> str:
         if trial != refit.taken:
@@ -205,12 +205,12 @@ def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_NO_TAGS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence
+_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:
     """Return the tags of a model version, by which programs read its evidence."""
-    tags = {key: value for key, value in vars(evidence).items() if key not in _NO_TAGS}
+    tags = {key: value for key, value in vars(evidence).items() if key not in _UNTAGGED_FIELDS}
     tags |= {"metric": f"val_{evidence.metric}", "confirmed": str(not evidence.unconfirmed).lower()}
     if evidence.git_sha and evidence.git_dirty:
         tags["git_sha"] += " (with changes)"

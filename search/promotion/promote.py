@@ -14,9 +14,9 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists, read_finalists
-from hpsearch.search.finalists.refit import current, read_refit, taken_run
+from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
-from hpsearch.search.promotion.weights import late_model
+from hpsearch.search.promotion.weights import make_model_from_checkpoint
 from hpsearch.search.study.steering import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
@@ -36,7 +36,7 @@ from hpsearch.storage.records.promotions import Promotion, record_promotion
 
 
 @dataclass(frozen=True)
-class Promoted:
+class PromotionResult:
     """What a promotion came to.
 
     Attributes:
@@ -74,7 +74,7 @@ def promote(
     alias: str = CHAMPION,
     model: str | None = None,
     infeasible: bool = False,
-) -> Promoted:
+) -> PromotionResult:
     """Register a trial's model, with its evidence, and let an alias name it.
 
     The model of a trial that left none is made from its best checkpoint. Safe to repeat: what is there already is
@@ -104,7 +104,7 @@ def promote(
     check_model_name(name)
     if refit:
         made, its = read_refit(study, trial)
-        return register(Confirmation.read(made), taken_run(made, its), tracking, alias=alias, name=name)
+        return register(Confirmation.read(made), find_selected_run(made, its), tracking, alias=alias, name=name)
     found = Confirmation.read(study)
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
     chosen = find_trial(study, number)
@@ -117,7 +117,7 @@ def promote(
     return register(found, chosen, tracking, alias=alias, name=name)
 
 
-def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> Promoted:
+def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> PromotionResult:
     """Register the model of a COMPLETE trial under a name, with its evidence, and let an alias name it.
 
     Raises:
@@ -129,7 +129,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     run_id = str(chosen.user_attrs[RUN_ID])
     model_id = registry.find_registrable_model(run_id)
     made = model_id is None
-    model_id = model_id or late_model(study, chosen, tracking)
+    model_id = model_id or make_model_from_checkpoint(study, chosen, tracking)
     evidence = gather_evidence(found, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
         held = registry.get_version_by_alias(name, alias)
@@ -142,7 +142,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
         record_promotion(connection, evidence.as_record(), name, version.number, alias, by=get_user_and_host())
-    return Promoted(
+    return PromotionResult(
         trial=chosen.number,
         model=name,
         version=version.number,
@@ -161,7 +161,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
         StorageError: MLflow refuses, or is away.
     """
     changed: list[tuple[Promotion, StoredStudy]] = []
-    for each in current(study):
+    for each in list_current_promotions(study):
         of = study if each.study_id == study.study_id else load_study(study.storage, str(each.evidence["study"]))
         if Confirmation.read(of).why_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
             changed.append((each, of))
@@ -188,9 +188,9 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = list(_candidates(study, finalists, infeasible=infeasible))
+    front = list(_list_candidates(study, finalists, infeasible=infeasible))
     if not front:
-        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why_none(study)}")
+        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {describe_no_candidate(study)}")
     if len(front) > 1:
         metric = list(study.spec.direction_by_metric)[-1]
         raise SearchError(
@@ -200,7 +200,7 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
     return front[0]
 
 
-def why_none(study: StoredStudy) -> str:
+def describe_no_candidate(study: StoredStudy) -> str:
     """Return why no trial of a study can be promoted, and what to do."""
     if study.best_trials(infeasible=True):
         return "all that have run to their end break a constraint; promote one all the same with --infeasible"
@@ -231,8 +231,8 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
 
 
 _CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
-_SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_NEAREST = 3  # trials that are named where none will do
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+_MAX_NEAREST = 3  # trials that are named where none will do
 
 
 @dataclass(frozen=True)
@@ -245,9 +245,9 @@ class Condition:
 
     def holds(self, values: Mapping[str, float]) -> bool:
         """Whether a trial's values keep to it."""
-        return bool(_SIGNS[self.sign](values[self.metric], self.limit))
+        return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
 
-    def missed(self, values: Mapping[str, float]) -> float:
+    def violation(self, values: Mapping[str, float]) -> float:
         """By how much they do not."""
         return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
 
@@ -275,11 +275,11 @@ def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], l
         if match is None:
             then.append(metric)
             continue
-        conditions.append(Condition(metric, match["sign"], _limit(text, match["limit"])))
+        conditions.append(Condition(metric, match["sign"], _parse_limit(text, match["limit"])))
     return conditions, then or [ways[0]]
 
 
-def _limit(text: str, given: str) -> float:
+def _parse_limit(text: str, given: str) -> float:
     with suppress(ValueError):
         limit = float(given)
         if not math.isnan(limit):
@@ -287,7 +287,7 @@ def _limit(text: str, given: str) -> float:
     raise SearchError(f"--prefer {text!r}: {given!r} is no number: write it as in 'accuracy >= 0.98'")
 
 
-def chosen_trial(
+def resolve_trial(
     study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
 ) -> int | None:
     """Return the trial that is named, or the one that a preference selects; None if neither is given.
@@ -299,10 +299,10 @@ def chosen_trial(
         return trial
     if trial is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
-    return preferred(study, preference, infeasible=infeasible)
+    return select_preferred(study, preference, infeasible=infeasible)
 
 
-def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
+def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
     """Return the number of the trial of a study's front that a sentence prefers.
 
     If finalists were trained, the front is that of their means on fresh seeds.
@@ -314,17 +314,19 @@ def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int
     if not spec.is_multi_objective:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
     conditions, then = parse_preference(text, list(spec.direction_by_metric))
-    found = _candidates(study, read_finalists(study), infeasible=infeasible)
+    found = _list_candidates(study, read_finalists(study), infeasible=infeasible)
     if not found:
-        raise SearchError(f"study {spec.name!r} has no trial to prefer: {why_none(study)}")
+        raise SearchError(f"study {spec.name!r} has no trial to prefer: {describe_no_candidate(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
     if not kept:
-        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_closest(found, conditions)}")
+        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_describe_nearest(found, conditions)}")
     signs = {name: -1 if way == "maximize" else 1 for name, way in spec.direction_by_metric.items()}
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
-def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
+def _list_candidates(
+    study: StoredStudy, finalists: Finalists | None, *, infeasible: bool
+) -> dict[int, dict[str, float]]:
     """Return the trials of the front with their values: means on fresh seeds where there are any."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
@@ -332,14 +334,14 @@ def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: 
     return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}
 
 
-def _closest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
+def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
     """The trials that miss the conditions by least, each in units of what the front spans."""
     metrics = {each.metric for each in conditions}
     span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
 
     def missed(trial: int) -> float:
-        return sum(each.missed(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
+        return sum(each.violation(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
 
-    near = sorted(found, key=lambda trial: (missed(trial), trial))[:_NEAREST]
+    near = sorted(found, key=lambda trial: (missed(trial), trial))[:_MAX_NEAREST]
     told = [f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in near]
     return f"the nearest: {', '.join(told)}"

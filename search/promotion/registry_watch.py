@@ -41,7 +41,7 @@ MLFLOW_UI = "MLflow UI"
 Aliases = dict[tuple[str, str], int]  # (model, alias) to version
 
 
-def notice(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | None = None) -> Aliases:
+def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | None = None) -> Aliases:
     """Bring what the studies record of promotions in line with the model registry, and their notes with that.
 
     Aliases that say what another named before are nobody's promotion.
@@ -62,29 +62,29 @@ def notice(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | Non
     if aliases == known:
         return aliases
     with engine.connect() as connection:
-        if not _differing(aliases, read_current_promotions(connection)):
+        if not _list_changed_aliases(aliases, read_current_promotions(connection)):
             return aliases
     with registry_lock(engine) as connection:
         aliases = registry.list_aliases()  # again: a promotion of ours may have been at work
-        changed = _bring_in_line(connection, storage, tracking, aliases)
+        changed = _record_changes(connection, storage, tracking, aliases)
     for study in sorted(changed):
         _update_note(storage, study)
     return aliases
 
 
-def _differing(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
+def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
     """Return the aliases (model, alias) that do not name the version that is recorded."""
     versions = {key: promotion.version for key, promotion in recorded.items()}
     keys = sorted(aliases.keys() | versions.keys())
     return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
 
 
-def _bring_in_line(
+def _record_changes(
     connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases
 ) -> set[str]:
     """Record the changed aliases; return the names of the studies whose trials they are of."""
     registry, recorded = Registry(tracking.client), read_current_promotions(connection)
-    differing = _differing(aliases, recorded)
+    differing = _list_changed_aliases(aliases, recorded)
     versions = {key: registry.get_version(key[0], aliases[key]) for key in differing if key in aliases}
     runs = {version.run_id for version in versions.values() if version is not None and version.run_id}
     trials = find_trials_of_runs(connection, runs) if runs else {}
@@ -145,7 +145,7 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
         log.info("study %s was deleted: it has no note to update", name)
 
 
-class Watch:
+class RegistryWatcher:
     """Notices promotions every few seconds, in a thread, for as long as the block lasts.
 
     MLflow or the database being away is no news here: it is tried again.
@@ -176,7 +176,7 @@ class Watch:
         told = False
         while not self._end.is_set():
             try:
-                known = notice(self._storage, self._tracking(), known=known)
+                known = sync_promotions(self._storage, self._tracking(), known=known)
                 told = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
                 log.info("promotions are not noticed for now: %s", describe_error(error))

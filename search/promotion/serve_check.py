@@ -45,11 +45,11 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
-_PATIENCE = 600.0  # seconds for the other process
+_PROCESS_TIMEOUT_SECONDS = 600.0  # seconds for the other process
 
 
 @dataclass(frozen=True)
-class Check:
+class ServeCheckResult:
     """What a model scores where it is served, beside what its trial recorded.
 
     Attributes:
@@ -73,7 +73,9 @@ class Check:
     weights_only: str = ""
 
 
-def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE) -> Check:
+def serve_check(
+    storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE
+) -> ServeCheckResult:
     """Load a version in a new process without this project's code, and judge what it predicts of the validation split.
 
     Args:
@@ -99,7 +101,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
     objective = require_model_objective(study.objective(), "serve-check")
     splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
-    changed = _changes(study, objective, splits, version)
+    changed = _describe_changes(study, objective, splits, version)
     scored: float | None
     why_weights = read_export_failure(tracking.client, version.model_id)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
@@ -107,10 +109,10 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
             scored, error = _score_weights(version, objective, tracking.uri, Path(folder)), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            scored, error = _score_alone(version, objective, config, splits, tracking.uri, Path(folder))
+            scored, error = _score_isolated(version, objective, config, splits, tracking.uri, Path(folder))
     if scored is not None and not abs(scored - value) <= tolerance:  # so that NaN is a difference
         error = f"it is off by {abs(scored - value):.3g}, more than {tolerance:g}{changed}"
-    return Check(version, study.spec.name, number, study.spec.metric, value, scored, error, why_weights)
+    return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, why_weights)
 
 
 def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
@@ -120,13 +122,13 @@ def _score_weights(version: Version, objective: Objective, tracking_uri: str, fo
     return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
 
 
-def _score_alone(
+def _score_isolated(
     version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
 ) -> tuple[float | None, str]:
     """Return what a model scores in a process without this project's code, or None and why not."""
     _write_inputs(splits, folder, get_eval_batch_size(config))
     predictions, error = _predict(version, objective, tracking_uri, folder)
-    return None if predictions is None else _judge(predictions, objective, splits, config), error
+    return None if predictions is None else _score_predictions(predictions, objective, splits, config), error
 
 
 def find_version(registry: Registry, reference: str) -> Version:
@@ -152,7 +154,7 @@ def find_version(registry: Registry, reference: str) -> Version:
     return found
 
 
-def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
+def _describe_changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
     """Return what is no longer as it was when the trial ran, as the end of a sentence."""
     changed = []
     if version.tags.get(tag_names.DATA_SHA256, splits.hash()) != splits.hash():
@@ -179,11 +181,11 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=_PROCESS_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"it did not answer in {_PATIENCE:.0f} s"
+        return None, f"it did not answer in {_PROCESS_TIMEOUT_SECONDS:.0f} s"
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {done.returncode}'}"
@@ -194,7 +196,7 @@ def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
     """Write the validation inputs as the model takes them, a batch a file: they may be larger than the memory."""
     for number, start in enumerate(range(0, len(splits.val), rows)):
         inputs = tensors(splits.val.inputs(slice(start, start + rows)))
-        parts: dict[str, Any] = {name or predict_alone.LONE: part.numpy() for name, part in inputs}
+        parts: dict[str, Any] = {name or predict_alone.SINGLE_INPUT_KEY: part.numpy() for name, part in inputs}
         np.savez(folder / f"{number:06d}.npz", **parts)
 
 
@@ -224,7 +226,7 @@ class _Replay(nn.Module):
         return next(self._left, None)
 
 
-def _judge(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
+def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
     """Return the metric of predictions of the validation split, counted as in training."""
     rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):

@@ -32,7 +32,9 @@ from hpsearch.storage.mlflow.health import describe_error, mlflow_request
 from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
-_SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
+_VALUE_TOLERANCE = (
+    0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class BestWeights:
             )
         return best
 
-    def require_value(self, restored: RestoredModel) -> None:
+    def verify_score(self, restored: RestoredModel) -> None:
         """Make sure that the weights score on the validation data what they scored when they were trained.
 
         Raises:
@@ -98,14 +100,14 @@ class BestWeights:
         """
         metric = self.study.spec.metric
         now, then = restored.validate()[metric], float(get_first_value(self.trial) or 0.0)
-        if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
+        if not math.isclose(now, then, rel_tol=_VALUE_TOLERANCE, abs_tol=1e-6):
             raise SearchError(
                 f"the weights of trial {self.trial.number} give val {metric} {now:.6g} now and gave {then:.6g} in "
                 f"the search: put back the code that the study was run with; {self.undone}"
             )
 
 
-def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> str:
+def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> str:
     """Make the model of a COMPLETE trial whose run has none, and return its id. Safe to repeat.
 
     Raises:
@@ -125,15 +127,15 @@ def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> st
         path = weights.fetch(tracking, folder)
         best = weights.read(path)
         number, spec = trial.number, study.spec
-        module = _exported(study, weights, best)
+        module = _make_exporter(study, weights, best)
         tags = write_model(module, folder / "model", checkpoint=path, objective=spec.objective, number=number)
         with mlflow_request(f"take the model of trial {number}"):
-            epoch = _epoch(tracking, run_id, f"val_{spec.metric}", best)
+            epoch = _read_best_epoch(tracking, run_id, f"val_{spec.metric}", best)
             record = model_record(spec, number, run_params(spec, trial.params), epoch, tags)
             return ensure_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
 
 
-def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:
+def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:
     """What makes the module to export, of weights that score what the trial scored."""
     objective = study.objective()
     if isinstance(objective, LoopObjective):  # nobody but its own loop knows what the value was measured on
@@ -144,11 +146,11 @@ def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) ->
             )
         return partial(export_model, objective, best["model"], config_from_json(objective, best["config"]))
     restored = restore_best(require_model_objective(objective, "a model"), best)
-    weights.require_value(restored)
+    weights.verify_score(restored)
     return restored.exported
 
 
-def _epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:
+def _read_best_epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:
     """The best epoch, at the time at which the run has it: another one's points would stand there twice."""
     history = tracking.client.get_metric_history(run_id, sanitize_name(key))
     at = next((point.timestamp for point in history if point.step == best["epoch"]), int(time.time() * 1000))

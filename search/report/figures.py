@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import pluralize
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.finalists.text import shown
+from hpsearch.search.finalists.text import format_verdict_word
 from hpsearch.search.freeze_thaw.forecast import Forecast
 from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
@@ -188,7 +188,7 @@ def _make_finalist_rows(found: Finalists) -> list[dict[str, Any]]:
             "search": round_for_json(row.search_value),
             "mean": round_for_json(row.mean),
             "values": [round_for_json(value) for value in row.values],
-            "verdict": "" if found.pending else shown(found.verdict(row)),
+            "verdict": "" if found.pending else format_verdict_word(found.verdict(row)),
         }
         for row in found.rows
     ]

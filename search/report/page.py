@@ -11,16 +11,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from hpsearch.search.console import pluralize
-from hpsearch.search.finalists.refit import with_refits
+from hpsearch.search.finalists.refit import list_promotions
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
-    drawn,
-    expected_words,
-    finalist_lines,
-    opening_line,
-    optimism,
-    ranked,
-    told_verdict,
+    compute_optimism,
+    describe_resampling,
+    format_finalists,
+    format_interval,
+    format_test_result,
+    format_verdict,
+    rank_finalists,
 )
 from hpsearch.search.finalists.winner import LEVEL
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
@@ -125,10 +125,10 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         named=format_metric_label(study.spec),
         broken=Counter(trial["state"] for trial in figures["trials"] if trial["broken"]),
         finalists=_make_finalists_section(study, finalists) if finalists else None,
-        test_set=opening_line(study, opening, finalists) if opening else None,
+        test_set=format_test_result(study, opening, finalists) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=make_pruning_rows(study),
-        promotions=[_make_promotion_row(p) for p in with_refits(study)],
+        promotions=[_make_promotion_row(p) for p in list_promotions(study)],
         names=names,
         trials=rows,
         n_trials=len(study.trials()),
@@ -151,9 +151,9 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
         row = finalists.row(finalists.winner)
         tie = f", in a tie with {pluralize(len(finalists.tie), 'other')}" if finalists.tie else ""
         expected = finalists.expected
-        expect = f"; expect {expected.mean:.4f} on new data, {expected_words(expected)}" if expected else ""
+        expect = f"; expect {expected.mean:.4f} on new data, {format_interval(expected)}" if expected else ""
         return (
-            f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {drawn(finalists)}, "
+            f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {describe_resampling(finalists)}, "
             f"out of {trials}{expect}."
         )
     if study.spec.is_multi_objective and summary.front:
@@ -187,7 +187,7 @@ def _make_cards(
         cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.model_description}"))
     if finalists is not None and finalists.winner is not None:
         mean = finalists.row(finalists.winner).mean
-        cards.append((f"{mean:.4f}", f"{metric} on {drawn(finalists)}"))
+        cards.append((f"{mean:.4f}", f"{metric} on {describe_resampling(finalists)}"))
         if (expected := finalists.expected) is not None:
             cards.append((f"{expected.low:.3f} - {expected.high:.3f}", f"{metric} to expect on new data ({LEVEL:.0%})"))
     if study.spec.is_multi_objective:
@@ -253,8 +253,8 @@ def _make_promotion_row(promotion: Promotion) -> dict[str, str]:
 def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return the template values of the section on finalists: a row each, best first, and the result in sentences."""
     rows = []
-    for row in ranked(study, found):
-        over = optimism(study, row)
+    for row in rank_finalists(study, found):
+        over = compute_optimism(study, row)
         rows.append(
             {
                 "trial": row.trial,
@@ -266,13 +266,13 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
                     f"{v:.4f}" if v is not None else why for v, why in zip(row.values, row.reasons, strict=True)
                 ],
                 "others": [f"{mean:.4g}" for mean in row.means[1:]],
-                "verdict": told_verdict(study, found, row),
+                "verdict": format_verdict(study, found, row),
             }
         )
     return {
         "seeds": found.seeds,
         "others": list(study.spec.direction_by_metric)[1:],
         "rows": rows,
-        "lines": finalist_lines(study, found),
-        "varied": "split" if found.divided else "seed",
+        "lines": format_finalists(study, found),
+        "varied": "split" if found.is_resplit else "seed",
     }

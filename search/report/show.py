@@ -13,8 +13,8 @@ from rich.table import Table
 
 from hpsearch.search.console import format_command, plain_table
 from hpsearch.search.finalists import read_finalists
-from hpsearch.search.finalists.refit import current
-from hpsearch.search.finalists.text import confirmation_lines, finalist_table
+from hpsearch.search.finalists.refit import list_current_promotions
+from hpsearch.search.finalists.text import finalist_table, format_confirmation
 from hpsearch.search.freeze_thaw.forecast import (
     SUGGESTION_REASON_KEY,
     Forecast,
@@ -91,7 +91,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines += format_last_failure(study)
     if summary.out_of_bounds:
         lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
-    lines += confirmation_lines(study)
+    lines += format_confirmation(study)
     if summary.epochs_saved:
         lines.append(
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
@@ -116,7 +116,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
 
 def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[str]:
     """Return a line for each current promotion of a study, or of one of its trials."""
-    return [format_promotion(promotion) for promotion in current(study, trial=trial)]
+    return [format_promotion(promotion) for promotion in list_current_promotions(study, trial=trial)]
 
 
 def format_promotion(promotion: Promotion) -> str:

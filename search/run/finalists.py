@@ -16,10 +16,10 @@ from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.objectives.loading import load_objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create_or_join, passed_over
-from hpsearch.search.finalists.refit import Refit, create_or_join_refit, refit_lines, tabulate_refit
+from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
+from hpsearch.search.finalists.refit import Refit, create_or_join_refit, format_refit, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
-from hpsearch.search.finalists.text import finalist_lines, finalist_table, opening_line
+from hpsearch.search.finalists.text import finalist_table, format_finalists, format_test_result
 from hpsearch.search.report.show import format_last_failure
 from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
@@ -179,7 +179,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
             close_study(study, summarise(study), companion.services.open_tracking())
     console.print()
     console.print(finalist_table(study, found))
-    for line in finalist_lines(study, found):
+    for line in format_finalists(study, found):
         console.print(line)
     if url := study.attrs.get(RUN_URL):
         console.print(f"MLflow, study: {url}")
@@ -196,13 +196,13 @@ def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, 
     console.print(f"finalists of {study.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
     opening = read_test_evaluation(study.engine, study.study_id)
     if created and opening is not None:
-        console.print(f"{opening_line(study, opening)}; another winner cannot be tested any more", style="yellow")
+        console.print(f"{format_test_result(study, opening)}; another winner cannot be tested any more", style="yellow")
     if len(of.trials) < of.top:
         console.print(
             f"only {len(of.trials)} finalists (--top {of.top}): no other COMPLETE trial has a distinct configuration "
             "and saved weights"
         )
-    if created and (gone := passed_over(study, of.top)):
+    if created and (gone := list_excluded_trials(study, of.top)):
         console.print(
             f"skipped trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}: hpsearch gc removed the files "
             "that a test and a promotion need",
@@ -266,7 +266,7 @@ def run_refit(
     )
     interrupted, gave_up = train_companion_study(console, companion, options, workers if found.pending else 0)
     found = tabulate_refit(made)
-    for line in refit_lines(made, found):
+    for line in format_refit(made, found):
         console.print(line)
     _print_remaining(console, made, found.pending, gave_up)
     return RetrainResult(found, interrupted, gave_up)

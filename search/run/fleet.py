@@ -119,7 +119,7 @@ def run_fleet(
     logs = services.home / "logs" / study.spec.name
     failed = len(study.trials(TrialState.FAIL))
     name, gpus = study.spec.name, visible_gpus()
-    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_before=failed)
+    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed)
     others = f", from {fleet.slots[0].log.name} on; another run writes the earlier ones" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine

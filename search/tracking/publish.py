@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
-from hpsearch.search.finalists.table import Finalists, counting_set
-from hpsearch.search.finalists.text import confirmation_lines, optimism, ranked
+from hpsearch.search.finalists.table import Finalists, find_effective_set
+from hpsearch.search.finalists.text import compute_optimism, format_confirmation, rank_finalists
 from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value
@@ -49,7 +49,7 @@ ARTIFACT = "finalists.json"
 def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
     """Log the finalists' results and the test scores to MLflow. Safe to repeat, also concurrently."""
     runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in study.trials() if RUN_ID in trial.user_attrs}
-    counting = counting_set(study)
+    counting = find_effective_set(study)
     if counting is not None and not counting[1].pending:
         _log_finalists(study, *counting, runs, tracking)
     opening = read_test_evaluation(study.engine, study.study_id)
@@ -83,7 +83,7 @@ def _log_finalists(
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
     front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.is_multi_objective else {}
     tracking.annotate_run(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
-    for rank, row in enumerate(ranked(study, found), 1):
+    for rank, row in enumerate(rank_finalists(study, found), 1):
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
@@ -120,7 +120,9 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
 
 def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return the finalists' table as JSON values."""
-    rows = [{**dataclasses.asdict(row), "optimism": optimism(study, row)} for row in ranked(study, found)]
+    rows = [
+        {**dataclasses.asdict(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)
+    ]
     return {
         "study": study.spec.name,
         "metric": f"val_{study.spec.metric}",
@@ -131,7 +133,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "tie": list(found.tie),
         **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.is_multi_objective else {}),
         "standard_error_of_difference": found.error,
-        "fresh_divisions": found.divided,
+        "fresh_divisions": found.is_resplit,
         "expected": None if found.expected is None else dataclasses.asdict(found.expected),
         "rows": rows,
     }
@@ -164,7 +166,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     if summary.out_of_bounds:
         bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
-    for line in confirmation_lines(study):
+    for line in format_confirmation(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
     rungs = format_rungs(study)
     rungs += [best_open] if (best_open := format_best_forecast(study)) else []

@@ -23,8 +23,8 @@ from hpsearch.search.study.devices import summarize_throughput
 from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
-from hpsearch.search.worker.ranks import Job, fit_together
-from hpsearch.search.worker.session import TrialSession, violations
+from hpsearch.search.worker.ranks import Job, fit_on_all_ranks
+from hpsearch.search.worker.session import TrialSession, measure_violations
 from hpsearch.storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
 from hpsearch.storage.rungs.rungs import RungRank
@@ -69,7 +69,7 @@ class Attempt:
                 context.lease.renewing(self._claim),
                 context.storage.hold_trial(self._claim.trial_id, self._claim.attempt),
             ):
-                context.pulse.attempt(partial(context.claims.expire_lease, self._claim))
+                context.watchdog.watch(partial(context.claims.expire_lease, self._claim))
                 return self._run()
         except ClaimLostError as lost:
             self._abandon(lost)
@@ -79,7 +79,7 @@ class Attempt:
             self._tracked.leave()
             raise
         finally:
-            context.pulse.rest()
+            context.watchdog.stop_watching()
 
     def _run(self) -> TrialEnd | None:
         try:
@@ -124,7 +124,7 @@ class Attempt:
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
-        return fit_together(current(), context.objective, job, session=self._session, device=context.options.device)
+        return fit_on_all_ranks(current(), context.objective, job, session=self._session, device=context.options.device)
 
     def _settle(self, result: RunResult) -> TrialEnd:
         """Publish what was trained to its end, or pruned, and end the trial."""
@@ -208,7 +208,7 @@ class Attempt:
             self._tracked.tag_bounds(out_of_bounds)
         attrs = {REASON: reason, TRACKING: self._tracked.pending(), VIOLATIONS: out_of_bounds or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
-        system = {} if metrics is None else violations(spec, metrics)
+        system = {} if metrics is None else measure_violations(spec, metrics)
         self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)
         log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
         self._tracked.finish(outcome, reason, kept=kept)

@@ -28,7 +28,7 @@ from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.search.worker.watchdog import Pulse
+from hpsearch.search.worker.watchdog import Watchdog
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.history import read_epoch_values
@@ -60,9 +60,9 @@ class WorkerContext:
         runs_dir: folder of the study's run directories on this machine.
         register: the worker's row in the study.
         shutdown: whether it is to stop, and the seconds that are left then.
-        pulse: beats while the worker makes progress.
-        fleet_gone: whether the fleet that started it has ended; None if no fleet did.
-        failed_before: failed trials at the start of the fleet; None if unknown.
+        watchdog: beats while the worker makes progress.
+        is_fleet_gone: whether the fleet that started it has ended; None if no fleet did.
+        failed_at_start: failed trials at the start of the fleet; None if unknown.
 
     Raises:
         SearchError: no such study, or it names no tracking server and none was given.
@@ -112,14 +112,16 @@ class WorkerContext:
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)
         identity = worker_identity(options.device, options.world)
         self.registration = WorkerRegistration(study.engine, study.study_id, identity)
-        self.pulse = Pulse(Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor)
-        self.fleet_gone: Callable[[], bool] | None = None
-        self.failed_before: int | None = None
+        self.watchdog = Watchdog(
+            Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor
+        )
+        self.is_fleet_gone: Callable[[], bool] | None = None
+        self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
             # A rank's parent is what started it: that one looks after the fleet.
-            self.fleet_gone = make_fleet_watcher(int(fleet)) if current().alone else lambda: False
+            self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current().alone else lambda: False
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
-            self.failed_before = int(failed) if failed else None
+            self.failed_at_start = int(failed) if failed else None
         self.shutdown = GracefulShutdown(
             stop or stop_worker_on_signals(), grace=options.grace, max_time=options.max_time
         )
@@ -141,7 +143,7 @@ class WorkerContext:
 
     def is_stopping(self) -> bool:
         """Whether the worker is to stop; it stops with its fleet."""
-        if not self.shutdown.has_begun and self.fleet_gone is not None and self.fleet_gone():
+        if not self.shutdown.has_begun and self.is_fleet_gone is not None and self.is_fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
             self.shutdown.begin()
         return self.shutdown.has_begun

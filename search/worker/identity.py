@@ -29,21 +29,21 @@ def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
         device: of this process.
         devices: such ones that train each trial together.
     """
-    engine, job = engine_of(os.environ)
-    on = device or default_device()
+    engine, job = detect_engine(os.environ)
+    on = device or get_default_device()
     if devices > 1:
         on = f"{devices} x {on.partition(':')[0]}"
     return WorkerIdentity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
 
 
-def default_device() -> str:
+def get_default_device() -> str:
     """Return where trials are trained unless it is said."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engine_of(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+def detect_engine(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return what started a process of this environment, and what that calls it."""
     given = environment.get
     if job := given("SLURM_JOB_ID"):

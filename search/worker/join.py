@@ -30,10 +30,10 @@ from hpsearch.storage.errors import CheckpointStoreError, format_error
 log = logging.getLogger(__name__)
 
 # Seconds that a worker stays for MLflow when there is nothing left to train, and when it was told to go.
-_PATIENCE, _GRACE = 60.0, 10.0
+_DELIVERY_SECONDS, _STOPPED_DELIVERY_SECONDS = 60.0, 10.0
 
 # Exit codes, for a person.
-_HOW = {
+_EXIT_REASONS = {
     EXIT_DONE: "nothing was to be taken",
     EXIT_DRAINED: "told to go",
     EXIT_GAVE_UP: "the objective failed every trial",
@@ -42,7 +42,7 @@ _HOW = {
 
 
 def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None = None) -> int:
-    """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`.
+    """Be a worker process of study `name`; return its exit code. For what it raises see `run_worker`.
 
     Args:
         name: of the study.
@@ -50,10 +50,10 @@ def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         stop: ends it when it is set; by default SIGTERM and SIGINT do, where this is the main thread.
     """
     _log_to_stderr()
-    return work_on(name, options, stop)
+    return run_worker(name, options, stop)
 
 
-def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None) -> int:
+def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None) -> int:
     """Run a worker of study `name` in this process, until it is told to stop at the latest; return its exit code.
 
     Args:
@@ -74,7 +74,7 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
         ended = Worker(context).work()
-        _send_rest(context, over=ended == EXIT_DONE)
+        _deliver_records(context, over=ended == EXIT_DONE)
         code = ended
     except SERVICE_ERRORS as error:
         # The trial is free as soon as this process has ended: the next start of this worker resumes it.
@@ -84,24 +84,28 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
     except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
     finally:
-        context.registration.record_exit(_HOW.get(code, f"exit code {code}"))
+        context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code
 
 
-def _send_rest(context: WorkerContext, *, over: bool) -> None:
+def _deliver_records(context: WorkerContext, *, over: bool) -> None:
     """Send what MLflow was not told yet, and close the study where this worker was its last."""
     study, tracker, checkpoints, shutdown = context.study, context.tracker, context.checkpoints, context.shutdown
     over = over and STOPPED not in study.attrs
     # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
-    patience = _PATIENCE if over and not shutdown.has_begun else min(_GRACE, max(shutdown.seconds_left(), 1.0))
+    patience = (
+        _DELIVERY_SECONDS
+        if over and not shutdown.has_begun
+        else min(_STOPPED_DELIVERY_SECONDS, max(shutdown.seconds_left(), 1.0))
+    )
     if left := tracker.sender.flush(patience):
         lacking = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
         log.warning("%s; send the rest with: hpsearch sync %s", lacking, study.spec.name)
     checkpoints.tidy(context.runs_dir)
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
-    alone = context.fleet_gone is None or context.fleet_gone()
+    alone = context.is_fleet_gone is None or context.is_fleet_gone()
     if over and (alone or study.spec.finalists_of is not None):
         resend(study, tracker, checkpoints, only=list_trials_requiring_model(study), objective=context.objective)
         tracker.sender.flush(patience)

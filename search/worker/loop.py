@@ -19,7 +19,7 @@ from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 log = logging.getLogger(__name__)
 
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
-ENOUGH_FAILURES = 3  # of the whole fleet since it began
+MAX_FAILURES = 3  # of the whole fleet since it began
 
 
 class Worker:
@@ -33,7 +33,7 @@ class Worker:
         self._left = context.options.max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
-        self._failed_before = context.failed_before  # trials, when this worker or its fleet began
+        self._failed_before = context.failed_at_start  # trials, when this worker or its fleet began
 
     def work(self) -> int:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
@@ -45,7 +45,7 @@ class Worker:
             self._failed_before = len(self._failed())
         with self._context.lease:
             while not self._context.is_stopping() and self._left != 0:
-                self._context.pulse.beat()
+                self._context.watchdog.beat()
                 self._context.registration.send_heartbeat()
                 ended: TrialEnd | None
                 if self._terminator is not None and (given_up := self._terminator.stop_early()):
@@ -96,7 +96,7 @@ class Worker:
     def _hopeless(self, last: TrialEnd) -> bool:
         """Whether trials only fail, whichever worker runs them: another would as well."""
         failed = len(self._failed()) - (self._failed_before or 0)
-        if failed < ENOUGH_FAILURES or self._any_finished():
+        if failed < MAX_FAILURES or self._any_finished():
             return False
         log.error("giving up: %d trials failed and none has finished; the last: %s", failed, last.reason)
         return True

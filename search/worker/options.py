@@ -12,14 +12,14 @@ from hpsearch.search.spec.kinds import Number, Options, format_validation_error
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.urls import Addresses
 
-MOST_DEVICES = 1024
-GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
+MAX_DEVICES = 1024
+DEFAULT_GRACE_SECONDS = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
 
 # Options of one worker, which a fleet does not pass on by the environment.
-SINGLE = {"device", "tracking_required", "idle_timeout", "max_trials", "max_time", "heartbeat", "nodes"}
+PER_WORKER_OPTIONS = {"device", "tracking_required", "idle_timeout", "max_trials", "max_time", "heartbeat", "nodes"}
 
 
-class Working(TypedDict, total=False):
+class FleetWorkerOptions(TypedDict, total=False):
     """How the workers of a fleet run: see `WorkerOptions`."""
 
     devices: int
@@ -45,13 +45,13 @@ class WorkerOptions(Options):
     devices: int = Field(
         default=1,
         ge=1,
-        le=MOST_DEVICES,
+        le=MAX_DEVICES,
         description="Devices of this machine that train each trial together, one process per device",
     )
     nodes: int = Field(
         default=1,
         ge=1,
-        le=MOST_DEVICES,
+        le=MAX_DEVICES,
         description="Machines that train each trial together, each with --devices; start this command on "
         "all of them, by srun or with MASTER_ADDR and MASTER_PORT set",
     )
@@ -61,7 +61,7 @@ class WorkerOptions(Options):
         description="Seconds in which all devices of a trial must reach each step  [default: half of --lease]",
     )
     grace: Number = Field(
-        default=GRACE,
+        default=DEFAULT_GRACE_SECONDS,
         ge=0,
         description="Seconds from SIGTERM to the kill; if the epoch cannot finish in time, the worker "
         "writes a mid-epoch checkpoint",
@@ -125,7 +125,7 @@ class WorkerOptions(Options):
             return validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise SearchError(format_validation_error(flag_of(str(first["loc"][0])), first)) from None
+            raise SearchError(format_validation_error(format_flag(str(first["loc"][0])), first)) from None
 
     @property
     def world(self) -> int:
@@ -144,16 +144,16 @@ class WorkerOptions(Options):
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for a worker command: unlike in arguments, a password is not visible in them."""
-        given = self.model_dump(exclude=SINGLE, exclude_none=True)
+        given = self.model_dump(exclude=PER_WORKER_OPTIONS, exclude_none=True)
         said = {name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)}
-        return {variable_of(name): "1" if value is True else str(value) for name, value in said.items()}
+        return {format_variable(name): "1" if value is True else str(value) for name, value in said.items()}
 
 
-def flag_of(name: str) -> str:
+def format_flag(name: str) -> str:
     """Return the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
-def variable_of(name: str) -> str:
+def format_variable(name: str) -> str:
     """Return the environment variable of an option."""
     return f"HPSEARCH_{name.upper()}"

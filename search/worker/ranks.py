@@ -38,7 +38,7 @@ class Job:
     plan: RunPlan
 
 
-def fit_together(
+def fit_on_all_ranks(
     ranks: Ranks, objective: BaseObjective, job: Job, *, session: Session, device: str | None
 ) -> RunResult:
     """Train on rank 0, and on all others; alone it is `fit`.
@@ -47,19 +47,19 @@ def fit_together(
         RankLostError: a rank is gone or does not answer: this process has to end.
         Exception: what `fit` raised, on this rank or another.
     """
-    _tell(ranks, job)
+    _broadcast(ranks, job)
     with ranks.together():
         return fit(objective, job.config, job.plan, session=session, device=device)
 
 
-def follow(ranks: Ranks, *, device: str | None) -> int:
+def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
     """Train what rank 0 says, job after job, until it says that it leaves; return its exit code.
 
     Raises:
         RankLostError: a rank is gone, or does not answer.
     """
     loaded: dict[str, BaseObjective] = {}
-    while isinstance(job := _next(ranks), Job):
+    while isinstance(job := _receive_job(ranks), Job):
         try:
             with ranks.together():
                 name = job.spec.objective
@@ -74,12 +74,12 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
 
 
 @kill_point("receive job")
-def _next(ranks: Ranks) -> Job | int:
+def _receive_job(ranks: Ranks) -> Job | int:
     """What rank 0 says, on the others."""
-    return _tell(ranks, 0)
+    return _broadcast(ranks, 0)
 
 
-def _tell(ranks: Ranks, said: Job | int) -> Job | int:
+def _broadcast(ranks: Ranks, said: Job | int) -> Job | int:
     """What rank 0 says between two trials, where no error can be but that a rank is gone."""
     try:
         return ranks.told(said)
@@ -87,10 +87,10 @@ def _tell(ranks: Ranks, said: Job | int) -> Job | int:
         raise RankLostError(f"a rank is gone: {error}") from error
 
 
-def dismiss(ranks: Ranks, code: int) -> None:
+def stop_followers(ranks: Ranks, code: int) -> None:
     """Tell the others, which wait for a job, that there is none, and with which exit code to leave.
 
     Raises:
         RankLostError: a rank is gone.
     """
-    _tell(ranks, code)
+    _broadcast(ranks, code)

@@ -23,14 +23,16 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-_ASKED = 0.05  # seconds between two looks at what is due: a step may take less than a tenth of a millisecond
-_MARGIN = 2.0  # seconds that are kept free before a kill
+_CHECK_INTERVAL_SECONDS = (
+    0.05  # seconds between two looks at what is due: a step may take less than a tenth of a millisecond
+)
+_KILL_MARGIN_SECONDS = 2.0  # seconds that are kept free before a kill
 
 
-NO_ROOM = "the budget has no room for its next epoch"
+BUDGET_EXHAUSTED = "the budget has no room for its next epoch"
 
 
-def where(state: dict[str, Any]) -> str:
+def describe_position(state: dict[str, Any]) -> str:
     """Return after which epoch, and step of the next, a state is."""
     within = state.get("within")
     return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
@@ -62,7 +64,7 @@ class TrialSession:
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
         state = self.kept.restore()
         if state is not None:
-            self.saved = where(state)
+            self.saved = describe_position(state)
             log.info("trial %d: goes on %s", self._claim.number, self.saved)
         return state
 
@@ -70,7 +72,7 @@ class TrialSession:
         """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
         began = time.monotonic()
         self.kept.save(state, best=best)
-        self.saved = where(state)
+        self.saved = describe_position(state)
         self._saving = time.monotonic() - began
 
     def due(self, left: Callable[[], float]) -> Due:
@@ -78,9 +80,12 @@ class TrialSession:
         now = time.monotonic()
         if now < self._ask_at:
             return Due.NOTHING
-        self._ask_at = now + _ASKED
-        self._context.pulse.beat()
-        if self._context.is_stopping() and left() + 2 * self._saving + _MARGIN > self._context.shutdown.seconds_left():
+        self._ask_at = now + _CHECK_INTERVAL_SECONDS
+        self._context.watchdog.beat()
+        if (
+            self._context.is_stopping()
+            and left() + 2 * self._saving + _KILL_MARGIN_SECONDS > self._context.shutdown.seconds_left()
+        ):
             return Due.LEAVE
         return Due.SAVE if self._files.is_due(self._context.save_every_seconds) else Due.NOTHING
 
@@ -95,7 +100,7 @@ class TrialSession:
             epoch = len(state["history"]) - 1
             self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.kept.pending)
             self.kept.committed(epoch)
-            self.saved = where(state)
+            self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
@@ -108,9 +113,9 @@ class TrialSession:
         metrics = self._asked(record)
         vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
         reported = self._report(record.epoch, metrics[spec.metric], vector)
-        self._context.pulse.beat()
+        self._context.watchdog.beat()
         if not reported.is_counted:
-            return Verdict.PAUSE.because(NO_ROOM)  # also after the last epoch: it is not written
+            return Verdict.PAUSE.because(BUDGET_EXHAUSTED)  # also after the last epoch: it is not written
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = reported.is_stopped or self._context.is_stopping()
@@ -129,7 +134,7 @@ class TrialSession:
             if standing is not None and not standing.is_promoted:
                 return Verdict.PAUSE.because(standing)
             if not reported.has_room:
-                return Verdict.PAUSE.because(NO_ROOM)
+                return Verdict.PAUSE.because(BUDGET_EXHAUSTED)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
     def _asked(self, record: EpochRecord) -> dict[str, float]:
@@ -153,7 +158,7 @@ class TrialSession:
             return None
         value = [best[name] for name in spec.direction_by_metric] if spec.is_multi_objective else best[spec.metric]
         rung = rungs.epochs.index(epoch + 1)
-        return self._context.claims.report_rung(self._claim, rung, value, system=violations(spec, best))
+        return self._context.claims.report_rung(self._claim, rung, value, system=measure_violations(spec, best))
 
     def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
         reported = self._context.claims.report(self._claim, epoch, value, self.kept.pending, metrics=vector)
@@ -193,6 +198,6 @@ class TrialSession:
         self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)
 
 
-def violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
+def measure_violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
     """Return by how much each bound is broken, as system attributes that Optuna's samplers and dashboard read."""
     return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.bounds}

@@ -15,11 +15,11 @@ from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
-LEAST = 60.0  # seconds below which no pause is too long: a machine may be busy with something else
-_TOUCHED = 1.0  # seconds between two touches of the file
+MIN_PAUSE_SECONDS = 60.0  # seconds below which no pause is too long: a machine may be busy with something else
+_TOUCH_INTERVAL_SECONDS = 1.0  # seconds between two touches of the file
 
 
-class Pulse:
+class Watchdog:
     """Beats with each sign that the worker gets on: a step, a report, a look for work.
 
     Before the first step of an attempt nothing is judged: nobody knows how long data take to prepare.
@@ -31,12 +31,12 @@ class Pulse:
 
     def __init__(self, heartbeat: Path | None = None, *, stall_factor: float | None = None) -> None:
         self._file, self._stall_factor = heartbeat, stall_factor
-        self._touched_at = -_TOUCHED
+        self._touched_at = -_TOUCH_INTERVAL_SECONDS
         self._last = time.monotonic()
         self._longest = 0.0
         self._beats = 0
-        self._give_back: Callable[[], None] | None = None
-        self._watch: threading.Thread | None = None
+        self._release: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
         if heartbeat is not None:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
 
@@ -47,28 +47,32 @@ class Pulse:
             self._longest = max(self._longest, now - self._last)
         self._beats += 1
         self._last = now
-        if self._file is not None and now - self._touched_at >= _TOUCHED:
+        if self._file is not None and now - self._touched_at >= _TOUCH_INTERVAL_SECONDS:
             self._touched_at = now
             self._file.touch()
 
-    def attempt(self, give_back: Callable[[], None]) -> None:
-        """Begin to look after an attempt; `give_back` leaves its trial to others."""
+    def watch(self, release: Callable[[], None]) -> None:
+        """Begin to look after an attempt; `release` leaves its trial to others."""
         self._beats, self._longest, self._last = 0, 0.0, time.monotonic()
-        self._give_back = give_back
-        if self._stall_factor is not None and self._watch is None:
-            self._watch = threading.Thread(target=self._look, name="stall", daemon=True)
-            self._watch.start()
+        self._release = release
+        if self._stall_factor is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="stall", daemon=True)
+            self._thread.start()
 
-    def rest(self) -> None:
+    def stop_watching(self) -> None:
         """The attempt is over."""
-        self._give_back = None
+        self._release = None
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         assert self._stall_factor is not None
         while True:
-            time.sleep(min(1.0, LEAST / 4))  # it looks for what does not come: nothing could wake it
-            give_back, pause = self._give_back, time.monotonic() - self._last
-            if give_back is None or not self._beats or pause <= max(LEAST, self._stall_factor * self._longest):
+            time.sleep(min(1.0, MIN_PAUSE_SECONDS / 4))  # it looks for what does not come: nothing could wake it
+            release, pause = self._release, time.monotonic() - self._last
+            if (
+                release is None
+                or not self._beats
+                or pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest)
+            ):
                 continue
             log.error(
                 "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",
@@ -76,6 +80,6 @@ class Pulse:
             )
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             try:
-                give_back()
+                release()
             finally:
                 os._exit(EXIT_UNAVAILABLE)

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     if least := os.environ.get("STALL_LEAST"):
         from hpsearch.search.worker import watchdog
 
-        watchdog.LEAST = float(least)
+        watchdog.MIN_PAUSE_SECONDS = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
     from hpsearch.search.cli import run_command

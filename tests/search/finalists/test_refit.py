@@ -6,8 +6,8 @@ import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
-from hpsearch.search.finalists.table import finalist_sets
+from hpsearch.search.finalists.refit import create_or_join_refit, format_refit, read_refit, tabulate_refit
+from hpsearch.search.finalists.table import list_finalist_sets
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, get_resplit_seed, training_seed
 from hpsearch.search.study.study import StoredStudy, load_parent_study
@@ -65,7 +65,7 @@ def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
     create_or_join_refit(study, seeds=None)
     assert read_finalist_studies(study.engine, study.study_id) == ["s.finalists"]
     assert read_refit_studies(study.engine, study.study_id) == ["s.refit"]
-    assert [each.study_id for each in finalist_sets(study)] == [chosen.study_id]
+    assert [each.study_id for each in list_finalist_sets(study)] == [chosen.study_id]
     assert table(study) == before
     assert "s.refit (refit)" in say("studies")
     assert "holds the refit of 's', no more than were chosen" in say("extend", "s.refit", "--trials", "+1", code=2)
@@ -135,5 +135,5 @@ def test_the_run_of_the_median_training_loss_is_taken(
     train_runs(made, losses[2:])
     found = tabulate_refit(made)
     assert (found.losses, found.taken, found.pending) == (tuple(losses), taken, 0)
-    marked = [number for number, line in enumerate(refit_lines(made, found)) if "it is taken" in line]
+    marked = [number for number, line in enumerate(format_refit(made, found)) if "it is taken" in line]
     assert marked == ([] if taken is None else [taken])

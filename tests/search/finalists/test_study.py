@@ -10,8 +10,8 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch import ObjectiveError, load_objective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import best_configurations, create_or_join, passed_over
-from hpsearch.search.finalists.text import confirmation_lines
+from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials, select_finalists
+from hpsearch.search.finalists.text import format_confirmation
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, suggest, training_seed
 from hpsearch.search.study.study import StoredStudy, load_parent_study, load_study
@@ -29,8 +29,8 @@ def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: Postgres
     trials += [finished(1, 0.95), finished(6, float("inf")), create_trial(state=TrialState.FAIL)]
     trials += [create_trial(state=TrialState.PRUNED, value=0.99, params=params(8), distributions=SPACE)]
     study = search(storage, "s", trials)
-    assert [t.number for t in best_configurations(study, 3)] == [5, 3, 4], "trial 1 is trial 5 again"
-    assert [t.number for t in best_configurations(study, 99)] == [5, 3, 4, 2, 0]
+    assert [t.number for t in select_finalists(study, 3)] == [5, 3, 4], "trial 1 is trial 5 again"
+    assert [t.number for t in select_finalists(study, 99)] == [5, 3, 4, 2, 0]
 
 
 def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(study: StoredStudy) -> None:
@@ -105,8 +105,8 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
     second, _ = create_or_join(study, top=2, seeds=1, new_set=True)
     train(second, lambda *_: 0.6, trials=1)
     assert (table(study).study, table(study).winner) == ("s.finalists", 3)
-    assert confirmation_lines(study)[0].startswith("winner: trial 3")
-    assert confirmation_lines(study)[-1] == (
+    assert format_confirmation(study)[0].startswith("winner: trial 3")
+    assert format_confirmation(study)[-1] == (
         "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
     )
     with pytest.raises(SearchError, match=r"in s.finalists-2, are not done, 1 are left: go on with"):
@@ -114,7 +114,7 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)
     assert (table(study).study, table(study).winner) == ("s.finalists-2", 1)
-    assert len(confirmation_lines(study)) == 3
+    assert len(format_confirmation(study)) == 3
     third, _ = create_or_join(study, top=2, seeds=1, new_set=True)
     train(third, lambda *_: None)
     candidate = choose_candidate(study, trial=None, unconfirmed=False)
@@ -126,8 +126,8 @@ def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, data
     with RunLinks(study.storage.engine).lock_run(best._trial_id) as page:
         page.set_attrs({REMOVED: "hpsearch gc removed its model"})
     again = load_study(open_storage(database_url, application_name="another process"), "s")
-    assert [trial.number for trial in best_configurations(again, 3)] == [3, 4, 2]
-    assert passed_over(again, 3) == [1]
+    assert [trial.number for trial in select_finalists(again, 3)] == [3, 4, 2]
+    assert list_excluded_trials(again, 3) == [1]
 
 
 def test_a_set_that_is_deleted_is_made_again_as_it_was(study: StoredStudy) -> None:

@@ -14,7 +14,7 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.promote import promote, refresh_evidence
-from hpsearch.search.promotion.registry_watch import Watch, notice
+from hpsearch.search.promotion.registry_watch import RegistryWatcher, sync_promotions
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_promotions, print_trial
 from hpsearch.search.study.study import load_study
@@ -164,10 +164,10 @@ def register(tracked: Tracked, trial: int, *, model: str | None = None) -> str:
 def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> None:
     version = register(tracked, 2)
     tracked.client.update_model_version(tracked.name, version, "What I think of it.")
-    assert notice(tracked.storage, tracked.tracking).get((tracked.name, "champion")) is None
+    assert sync_promotions(tracked.storage, tracked.tracking).get((tracked.name, "champion")) is None
     tracked.client.set_registered_model_alias(tracked.name, "champion", version)
-    notice(tracked.storage, tracked.tracking)
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == [(2, tracked.name, 1, "champion", "MLflow UI", True)]
     found = tracked.version("champion")
     assert found.tags["hpsearch.trial"] == "2"
@@ -185,7 +185,7 @@ def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> No
 def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [(trial, by, holds) for trial, _, _, _, by, holds in tracked.told()] == [
         (1, tracked.told()[0][4], False),
         (0, "MLflow UI", True),
@@ -193,17 +193,17 @@ def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> Non
     with pytest.raises(Exception, match=r"previous"):
         tracked.version("previous")  # the UI's user moved one alias, and no other moves by that
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "the tag tells of the first time"
     tracked.client.delete_registered_model_alias(tracked.name, "champion")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [False, False, False]
 
 
 def test_a_version_that_is_deleted_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [False]
 
 
@@ -212,7 +212,7 @@ def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Trac
     by = tracked.told()[0][4]
     with tracked.storage.engine.begin() as connection:  # the alias is set, and the database was never told
         connection.exec_driver_sql("DELETE FROM hpsearch_promotions")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == [(1, tracked.name, 1, "champion", by, True)]
 
 
@@ -222,7 +222,7 @@ def test_models_of_others_are_left_alone(tracked: Tracked) -> None:
     source = tracked.client.get_run(run).info.artifact_uri
     tracked.client.create_model_version(tracked.name, source, run_id=run)
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == []
     assert tracked.version("champion").tags == {}
 
@@ -234,7 +234,7 @@ def test_a_promotion_on_another_server_stays(tracked: Tracked) -> None:
         connection.exec_driver_sql(
             "UPDATE hpsearch_promotions SET evidence = jsonb_set(evidence, '{run_id}', '\"0123\"')"
         )
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [True]
 
 
@@ -249,7 +249,7 @@ def test_the_watch_notices_by_itself_and_outlives_an_absent_server(tracked: Trac
 
     version = register(tracked, 0)
     tracked.client.set_registered_model_alias(tracked.name, "champion", version)
-    with Watch(tracked.storage, server, every=0.01) as watch:
+    with RegistryWatcher(tracked.storage, server, every=0.01) as watch:
         while not tracked.told():
             watch._end.wait(0.02)
     assert tracked.told() == [(0, tracked.name, 1, "champion", "MLflow UI", True)]
@@ -259,8 +259,8 @@ def test_the_watch_notices_by_itself_and_outlives_an_absent_server(tracked: Trac
 def test_two_that_notice_at_once_record_it_once(tracked: Tracked) -> None:
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
     with (
-        Watch(tracked.storage, lambda: tracked.tracking, every=0.01) as one,
-        Watch(tracked.storage, lambda: tracked.tracking, every=0.01),
+        RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01) as one,
+        RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01),
     ):
         while not tracked.told():
             one._end.wait(0.02)

@@ -15,7 +15,7 @@ from torch import nn
 from hpsearch import Batch, Objective, ObjectiveError, Splits, Step, TrainConfig
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion import predict_alone
-from hpsearch.search.promotion.serve_check import _judge, find_version, serve_check
+from hpsearch.search.promotion.serve_check import _score_predictions, find_version, serve_check
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.mlflow.registry import Registry
@@ -91,4 +91,4 @@ def test_a_step_that_calls_its_model_twice_cannot_be_judged() -> None:
     with pytest.raises(
         ObjectiveError, match=r"^serve-check cannot judge Twice: its step calls the model more than once"
     ):
-        _judge([torch.zeros(36, 3)], objective, objective.data(0), TrainConfig())
+        _score_predictions([torch.zeros(36, 3)], objective, objective.data(0), TrainConfig())

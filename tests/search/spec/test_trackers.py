@@ -54,7 +54,7 @@ def test_a_folder_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, t
 def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | None) -> None:
     searched = parse_spec({**BASE, "tensorboard": "/runs", "wandb": "me/wine"})
     of = FinalistsOf(study="s", study_id=1, top=1, trials=[0], seeds=[5], refit=refit)
-    made = choose._spec(searched, of, 1)
+    made = choose._make_spec(searched, of, 1)
     assert (made.tensorboard, made.wandb) == ("/runs", "me/wine")
 
 

@@ -15,7 +15,7 @@ from hpsearch import EpochRecord
 from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
-from hpsearch.search.worker.session import violations
+from hpsearch.search.worker.session import measure_violations
 from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
@@ -190,7 +190,7 @@ def test_a_study_asks_for_what_it_optimises_or_bounds() -> None:
     asked = spec(directions={"accuracy": "maximize", "latency_ms": "minimize"}, constraints="model_mb<=10")
     found = asked.asked({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
     assert found == {"accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0}
-    assert violations(asked, found) == {"constraints:model_mb": 2.0}
+    assert measure_violations(asked, found) == {"constraints:model_mb": 2.0}
     with pytest.raises(KeyError, match="latency_ms"):
         asked.asked({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
 
