@@ -12,18 +12,18 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.freeze_thaw.gp_dataset import GPDataset, merge_distributions, select_observed
 from hpsearch.search.freeze_thaw.observations import Observations, get_loss_bound, read_losses
 
-SUGGESTION_REASON_KEY = "curves:chosen"  # a trial's system attribute: why it has its configuration
-MIN_REPORTED_TRIALS = 8  # trials that have reported, before which no trial's end is foreseen
+SUGGESTION_REASON_KEY = "curves:chosen"  # trial system attribute with the reason of the suggestion
+MIN_REPORTED_TRIALS = 8  # fewer give no forecast
 _DIGITS, _MAX_DIGITS = 4, 8  # of a value that is observed
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a trial will end with, in the metric's unit.
+    """Forecast of a trial's final value, in units of the metric.
 
     Attributes:
-        value: its best value after the last epoch, as it is expected.
-        low, high: about nine of ten such values lie between them.
+        value: expected best value after the last epoch.
+        low, high: bounds of the 90 % prediction interval.
     """
 
     value: float
@@ -36,7 +36,7 @@ class Forecast:
 
 
 def format_forecast(best: float | None, found: Forecast) -> tuple[str, str, str]:
-    """The best value so far, the one that is foreseen and its band, with as many digits as tell them apart."""
+    """Return the best value so far, the forecast and its interval, with enough digits to distinguish them."""
     values = [found.value if best is None else best, found.value, found.low, found.high]
     digits = next((d for d in range(_DIGITS, _MAX_DIGITS) if _are_distinct(values, d)), _DIGITS)
     now, value, low, high = (f"{v:.{digits}g}" for v in values)
@@ -48,7 +48,7 @@ def _are_distinct(values: Sequence[float], digits: int) -> bool:
 
 
 def can_forecast(trials: Sequence[FrozenTrial], epochs: int) -> bool:
-    """Whether there may be something to foresee, and to learn it from: told without loading what foresees it."""
+    """Return whether enough trials have reported and an unfinished trial exists. Does not import torch."""
     if epochs < 2 or not any(t.intermediate_values for t in trials if not t.state.is_finished()):
         return False
     return sum(bool(t.intermediate_values) for t in trials) >= MIN_REPORTED_TRIALS
@@ -57,15 +57,15 @@ def can_forecast(trials: Sequence[FrozenTrial], epochs: int) -> bool:
 def score_interval_to_metric(
     points: Observations, mean: float, deviation: float, *, maximize: bool
 ) -> tuple[float, float, float]:
-    """An expected score as a value: the mean, and the lower and upper end of one deviation around it.
+    """Convert a predicted score to metric values: the mean, and the bounds one deviation below and above it.
 
-    Scores are turned back by interpolation between those of the values seen, so that none is beyond what was seen.
+    Scores are interpolated between those of the observed values, so that no result exceeds the observed range.
 
     Args:
-        points: whose losses and scores say which is which; some loss is finite.
-        mean: of the score.
-        deviation: of the score.
-        maximize: whether losses are values with the other sign.
+        points: observations with their losses and scores; at least one loss is finite.
+        mean: mean of the score.
+        deviation: standard deviation of the score.
+        maximize: whether losses are negated values.
     """
     middle, one, other = np.interp([mean, mean - deviation, mean + deviation], *build_score_table(points)).tolist()
     if maximize:
@@ -74,7 +74,7 @@ def score_interval_to_metric(
 
 
 def build_score_table(points: Observations) -> tuple[np.ndarray, np.ndarray]:
-    """Scores, and the losses that they stand for, the best first; without those that are no number."""
+    """Return the scores and their losses, best first, without non-finite losses."""
     finite = np.isfinite(points.loss)
     order = np.argsort(points.loss[finite], kind="stable")
     return points.scores[finite][order], points.loss[finite][order]
@@ -88,27 +88,27 @@ def estimate_tail_slope(scores: np.ndarray, seen: np.ndarray) -> float:
 
 
 def format_suggestion_reason(note: Mapping[str, Any]) -> str:
-    """A note of why a configuration was chosen, for a person; of several metrics with what each is foreseen to be."""
-    origin = "the most promising of many at random" if note["near"] is None else f"near trial {note['near']}"
+    """Return the text for the stored reason of a suggestion; with several metrics it has the forecast of each."""
+    origin = "best of many random candidates" if note["near"] is None else f"near trial {note['near']}"
     origin += f" of {note['of']}" if "of" in note else ""
     if isinstance(note["foreseen"], list):
         pairs = zip(note["foreseen"], note["band"], strict=True)
-        return f"foreseen {', '.join(_format_interval(value, interval) for value, interval in pairs)}; {origin}"
-    return f"foreseen {_format_interval(note['foreseen'], note['band'])}, best then {note['best']:.4g}; {origin}"
+        return f"forecast {', '.join(_format_interval(value, interval) for value, interval in pairs)}; {origin}"
+    return f"forecast {_format_interval(note['foreseen'], note['band'])}, best then {note['best']:.4g}; {origin}"
 
 
 def _format_interval(value: float, interval: Sequence[float]) -> str:
     return f"{value:.4g} ({interval[0]:.4g} to {interval[1]:.4g})"
 
 
-MAX_FORECASTS = 40  # trials that are foreseen: those that run, then those that got furthest, then the best
+MAX_FORECASTS = 40  # running trials first, then by epochs reached, then by value
 
-# Points of each trial. The sampler's two forget how those that went on began: what waits would seem better than it is.
+# The sampler's two points omit the early epochs of promoted trials, which makes paused trials look too good.
 _POINTS_PER_TRIAL = 5
 
-# Nine of ten are within so many deviations of a normal distribution. That of the process takes its hyperparameters for
-# known, which they are not before some trials have ended: alone it held 66 to 85 of a hundred ends, in the midst of
-# searches with `asha`, on curves of five objectives and three families. What is added is of a score's own size.
+# The interval has 90 % of a normal distribution. The posterior deviation takes the hyperparameters as known, which they
+# are not before some trials have ended: alone, it covered 66 to 85 % of the final values during `asha` searches, on
+# learning curves of five objectives and three families. The added uncertainty is in units of the score.
 _INTERVAL_DEVIATIONS = 1.645
 _HYPERPARAMETER_UNCERTAINTY = 0.7  # before any trial has ended
 
@@ -123,19 +123,20 @@ def forecast_final_values(
     metric: str = "",
     of: Container[int] | None = None,
 ) -> dict[int, Forecast]:
-    """What the trials that run or wait will end with, by their numbers; those are at most `MOST`.
+    """Return the forecast final values by trial number, for at most `MAX_FORECASTS` running and waiting trials.
 
-    The same trials give the same, to the bit. Learnt from at most 600 points, and fitted on 200: a second or less.
+    Deterministic to the bit for the same trials. Uses at most 600 points, with hyperparameters fitted on 200, and takes
+    a second or less.
 
     Args:
-        trials: all of a study.
-        epochs: of a full trial.
+        trials: all trials of the study.
+        epochs: number of epochs of a full trial.
         maximize: whether higher values are better.
-        metric: its name; of some it is known how good they can be.
-        of: numbers of those that are asked about; None for all.
+        metric: name of the metric, which determines its bounds.
+        of: numbers of the trials to forecast; None for all.
 
     Returns:
-        Nothing before enough trials have reported, nor of one that has reported no finite value.
+        An empty dict before enough trials have reported. Trials without a finite value are left out.
     """
     if not can_forecast(trials, epochs):
         return {}
@@ -162,7 +163,7 @@ def forecast_final_values(
     ends = [_scores_to_losses(dataset.observations, scores, least) for scores in (means, means - wide, means + wide)]
     found = {}
     for (index, loss), values in zip(still.items(), np.column_stack(ends), strict=True):
-        # The best value so far stays, whatever comes.
+        # The final value is never worse than the best value so far.
         value, one, other = (-v if maximize else v for v in np.minimum(values, loss).tolist())
         found[observed[index].number] = Forecast(value, min(one, other), max(one, other))
     return found
@@ -183,7 +184,7 @@ def _select_unfinished(
 
 
 def _scores_to_losses(points: Observations, scores: np.ndarray, least: float) -> np.ndarray:
-    """Expected scores [n] as losses [n]: told between those that were seen, and beyond the best by their slope."""
+    """Convert scores [n] to losses [n]; beyond the best observation, extrapolate by the tail slope."""
     of_seen, seen = build_score_table(points)
     beyond = estimate_tail_slope(of_seen, seen) * np.minimum(scores - of_seen[0], 0.0)
     found: np.ndarray = np.interp(scores, of_seen, seen) + beyond
@@ -191,10 +192,10 @@ def _scores_to_losses(points: Observations, scores: np.ndarray, least: float) ->
 
 
 def _get_lower_bound(points: Observations, metric: str, *, maximize: bool) -> float:
-    """The loss beyond which none is foreseen.
+    """Return the smallest possible loss.
 
-    Of a metric that is not known none is, where no value was below 0, or all were between 0 and 1: it may be another
-    loss, or another accuracy.
+    For an unknown metric it is 0 if no value was negative, and -1 if all values to maximize were between 0 and 1: the
+    metric may be another loss or accuracy.
     """
     _, seen = build_score_table(points)
     alike = 0.0 if seen[0] >= 0 else -1.0 if seen[0] >= -1 and seen[-1] <= 0 else -np.inf

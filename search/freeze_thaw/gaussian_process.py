@@ -1,9 +1,9 @@
-"""A Gaussian process over configurations and epochs: what a trial ends with that has begun, or that might be.
+"""Gaussian process over configurations and epochs, which predicts the final score of started and new trials.
 
-Its kernel is that of a level, a slope over log-epochs, a function of the configuration that changes slowly with them,
-and each trial's own deviation: one exact process where Swersky et al. (2014, "Freeze-thaw Bayesian optimization") have
-one for the ends and one for each curve. Some two hundred points are enough of it, and such a process is two screens of
-torch, which workers have loaded anyway.
+The kernel is the sum of a level, a slope over log-epochs, a function of the configuration that changes slowly with the
+epochs, and a deviation per trial. It is one exact Gaussian process, where Swersky et al. (2014, "Freeze-thaw Bayesian
+optimization") use one for the final values and one per curve. About two hundred points suffice, and workers have torch
+loaded already.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-TRIAL_DECAY = 0.7  # of a trial's deviation, in units of the whole length
-MAX_FIT_STEPS = 60  # of a fit, at most
+TRIAL_DECAY = 0.7  # length scale of a trial's deviation, in units of `s`
+MAX_FIT_STEPS = 60  # L-BFGS iterations
 _JITTER = 1e-6
 
-# Mean and deviation of the logarithms of: level, slope, configuration, decay, own deviation, noise; then of lengths.
+# Prior of the logarithms of level, slope, configuration, decay, trial deviation and noise; then of length scales.
 _PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
 _STEADY_PRIOR_MEAN = (
     0.0,
@@ -32,18 +32,18 @@ _STEADY_PRIOR_MEAN = (
 )  # of what does not change with the epochs, nor from trial to trial
 _PRIOR_DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
-_TASK_CORRELATION_LOGIT = (1.5, 1.5)  # of the logit of how alike two studies are
+_TASK_CORRELATION_LOGIT = (1.5, 1.5)  # mean and deviation of the logit
 
 
 @dataclass(frozen=True)
 class Points:
-    """Configurations after some epochs.
+    """Configurations at given epochs.
 
     Attributes:
         x: features of the configurations [n, columns], see `Space`.
-        s: logarithms of the epochs [n], 0 after the first, 1 after the last.
-        trial: whose they are [n].
-        study: of which study [n]; 0 is the current one.
+        s: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
+        trial: trial index of each point [n].
+        study: study index of each point [n]; 0 is the current study.
     """
 
     x: Tensor
@@ -53,28 +53,28 @@ class Points:
 
     @classmethod
     def at_final_epoch(cls, x: np.ndarray, trial: object = -1) -> Points:
-        """Configurations after their last epoch; of no trial, unless it is said of which."""
+        """Return configurations after their last epoch; `trial` -1 stands for a new trial."""
         numbers = torch.from_numpy(np.broadcast_to(np.asarray(trial, dtype=np.int64), len(x)).copy())
         return cls(_to_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
 
     def concat(self, other: Points) -> Points:
-        """These points, then those."""
+        """Return these points followed by `other`."""
         return Points(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def select(self, rows: Tensor | list[int]) -> Points:
-        """Return the points at some indices [n]."""
+        """Return the points at the given indices [n]."""
         return Points(*(column[rows] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class GaussianProcess:
-    """A process with its hyperparameters.
+    """Gaussian process with its hyperparameters.
 
     Attributes:
-        feature_to_parameter: which parameter each column of features belongs to [columns].
-        theta: logarithms of level, slope, configuration, decay, own deviation and noise, then of a length for each
-            parameter [6 + parameters]; where there are several studies the logit of their correlation last.
-        steady: which hyperparameters are probable.
+        feature_to_parameter: parameter index of each feature column [columns].
+        theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
+            parameter [6 + parameters]; with several studies, the logit of the task correlation last.
+        steady: whether the prior is that of a metric that does not change with the epochs.
     """
 
     feature_to_parameter: Tensor
@@ -85,9 +85,12 @@ class GaussianProcess:
     def from_prior(
         cls, feature_to_parameter: np.ndarray, *, several: bool = False, steady: bool = False
     ) -> GaussianProcess:
-        """What is expected before anything is seen, of one study or of several.
+        """Return the process with the prior means of its hyperparameters.
 
-        It is sure of more where values are `steady`: a function of the configuration, but for a little noise.
+        Args:
+            feature_to_parameter: parameter index of each feature column [columns].
+            several: whether the points are of several studies.
+            steady: whether values depend on the configuration alone, apart from a little noise.
         """
         return cls(
             torch.from_numpy(feature_to_parameter),
@@ -96,7 +99,7 @@ class GaussianProcess:
         )
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
-        """The process of the most probable hyperparameters given values [n], sought from these on."""
+        """Return the process with the most probable hyperparameters given scores `y` [n]."""
         mean, deviation = _make_prior(self.feature_to_parameter.numpy(), several=self._several, steady=self.steady)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -121,17 +124,17 @@ class GaussianProcess:
         return GaussianProcess(self.feature_to_parameter, torch.from_numpy(found.x), self.steady)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
-        """What is expected after values [n] were seen."""
+        """Return the posterior given scores `y` [n]."""
         factor = torch.linalg.cholesky(self.noisy_covariance(points))
         return Posterior(self, points, y, factor, torch.cholesky_solve(y[:, None], factor)[:, 0])
 
     def noisy_covariance(self, points: Points) -> Tensor:
-        """The covariance of values that are seen [n, n]."""
+        """Return the covariance of noisy observations, K + noise [n, n]."""
         noise = self.theta[5].exp() + _JITTER
         return self.covariance(points, points) + noise * torch.eye(len(points.s), dtype=torch.float64)
 
     def covariance(self, a: Points, b: Points) -> Tensor:
-        """Of what is true [n, m]."""
+        """Return the prior covariance of the latent function between `a` and `b` [n, m]."""
         level, slope, config, decay, own = self.theta[:5].exp()
         weights = (-self.theta[6:]).exp()[self.feature_to_parameter]
         one, other = a.x * weights, b.x * weights
@@ -151,7 +154,7 @@ class GaussianProcess:
         return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_to_parameter.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
-        """Of what is true [n], before anything is seen."""
+        """Return the prior variance of the latent function [n]."""
         level, slope, config, _, own = self.theta[:5].exp()
         found: Tensor = level + slope * points.s.square() + config + own
         return found
@@ -159,7 +162,15 @@ class GaussianProcess:
 
 @dataclass(frozen=True)
 class Posterior:
-    """What is expected after values were seen."""
+    """Posterior of a Gaussian process.
+
+    Attributes:
+        process: the process.
+        points: the observed points.
+        y: observed scores [n].
+        factor: Cholesky factor of the noisy covariance [n, n].
+        weights: inverse noisy covariance times `y` [n].
+    """
 
     process: GaussianProcess
     points: Points
@@ -168,25 +179,25 @@ class Posterior:
     weights: Tensor
 
     def predict(self, points: Points) -> tuple[Tensor, Tensor]:
-        """Means and deviations [m] of what is true there."""
+        """Return the means and standard deviations [m] of the latent function."""
         cross = self.process.covariance(points, self.points)
         white = torch.linalg.solve_triangular(self.factor, cross.T, upper=False)
         variance = self.process.variance(points) - white.square().sum(0)
         return cross @ self.weights, variance.clamp(min=1e-10).sqrt()
 
     def fantasize(self, points: Points) -> Posterior:
-        """As if at points the mean had been seen: of trials that run, so that others are suggested."""
+        """Condition on the predicted means of pending points (kriging believer, Ginsbourger et al. 2010)."""
         mean, _ = self.predict(points)
         return self.process.posterior(self.points.concat(points), torch.cat([self.y, mean]))
 
 
 def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Tensor:
-    """The logarithm of the expected improvement below `best` [n], finite where there is hardly any (Ament et al. 2023).
+    """Return the log expected improvement below `best` [n], finite also for tiny values (Ament et al. 2023).
 
     Args:
-        mean: expected [n].
-        deviation: of it [n].
-        best: to be improved on.
+        mean: predicted means [n].
+        deviation: predicted standard deviations [n].
+        best: the incumbent.
     """
     z = (best - mean) / deviation
     log_density = -0.5 * z.square() - 0.5 * math.log(2 * math.pi)
@@ -198,7 +209,7 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
 
 
 def _make_prior(feature_to_parameter: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of the logarithms of all hyperparameters; lengths grow with the number of parameters."""
+    """Return the prior means and deviations of the hyperparameters; length scales grow with the dimension."""
     parameters = int(feature_to_parameter.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
     means = [*(_STEADY_PRIOR_MEAN if steady else _PRIOR_MEAN), *[length] * parameters]

@@ -1,4 +1,4 @@
-"""Fit the hyperparameters of the learning-curve model."""
+"""Training data of the learning-curve Gaussian process, and the fit of its hyperparameters."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from hpsearch.search.freeze_thaw.observations import (
 from hpsearch.search.freeze_thaw.space import Space
 from hpsearch.search.freeze_thaw.warm_start import WarmStartData
 
-MAX_FIT_POINTS = 200  # points that hyperparameters are fitted on, at most
+MAX_FIT_POINTS = 200  # for the fit of the hyperparameters
 
 
 def select_observed(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """The trials that have reported something, or ended before they could."""
+    """Return the trials that reported a value, or ended before they could."""
     return [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
 
 
 def merge_distributions(
     trials: Iterable[FrozenTrial], warm_start: WarmStartData | None = None
 ) -> dict[str, BaseDistribution]:
-    """All parameters of trials, as the last had it, and of earlier studies; those of one value alone are none."""
+    """Return the latest distribution of each parameter of the trials and earlier studies, without single-value ones."""
     found = {} if warm_start is None else {name: d for name, d in warm_start.distributions.items() if not d.single()}
     return found | {name: d for trial in trials for name, d in trial.distributions.items() if not d.single()}
 
 
 @dataclass(frozen=True)
 class GPDataset:
-    """What a process learns from: points of a space, and their scores.
+    """Training data of a Gaussian process: points in a search space, and their scores.
 
     Attributes:
-        space: of the trials' parameters; a row for each trial.
-        observations: the points of the trials, by index of the trial.
-        rows: of the trials, then of those of earlier studies [trials, parameters].
-        points: of the trials, then of those of earlier studies, with the features of their configurations.
-        scores: of the points [n].
-        steady: whether they are taken for those of configurations, whatever the trial and the epoch.
+        space: search space of the trials' parameters, with one row per trial.
+        observations: observations of the trials, by trial index.
+        rows: encoded trials of the study, then of earlier studies [trials, parameters].
+        points: points of the study's trials, then of earlier studies.
+        scores: normal scores of the points [n].
+        steady: whether the scores depend on the configuration alone, not on trial and epoch.
     """
 
     space: Space
@@ -75,19 +75,19 @@ class GPDataset:
         curves: Sequence[Mapping[int, float]] | None = None,
         steady: bool = False,
     ) -> GPDataset:
-        """Of trials that are `known`.
+        """Build the dataset of trials that `select_observed` returned.
 
         Args:
-            trials: of the study.
-            distributions: of the parameters that matter, see `parameters`; some.
+            trials: trials of the study.
+            distributions: non-empty result of `merge_distributions`.
             maximize: whether higher values are better.
-            epochs: of a full trial.
-            random: chooses where there are too many points.
-            points_per_trial, always: see `seen`.
+            epochs: number of epochs of a full trial.
+            random: random generator for subsampling the points.
+            points_per_trial, always: see `select_observations`.
             warm_start: trials of earlier studies.
-            curves: of each trial, the losses by epoch, from 1, that are learnt as they are; None for those that the
-                trials have reported, of which the best so far counts.
-            steady: whether they are points at the last epoch that depend on the configuration alone.
+            curves: per trial, losses by epoch, from 1, used as they are; None for the reported values, of which
+                the best so far counts.
+            steady: whether all points are at the last epoch and depend on the configuration alone.
         """
         warm_start = warm_start or WarmStartData()
         space = Space(distributions, [t.params for t in trials], warm_start.sampled)
@@ -98,7 +98,7 @@ class GPDataset:
         )
         theirs = np.array([space.to_row(t.params) for t in warm_start.trials]).reshape(-1, len(space.names))
         rows = np.concatenate([space.rows, theirs])
-        # Of earlier studies those of the most telling trials, as many as there is room for.
+        # Earlier studies fill the remaining room, most informative trials first.
         others = [(i, s, score, t.study) for i, t in enumerate(warm_start.trials, len(trials)) for s, score in t.points]
         others = others[: MAX_POINTS - len(found.s)]
         trial, s, their_scores, study = np.array(others, dtype=np.float64).reshape(len(others), 4).T
@@ -110,46 +110,46 @@ class GPDataset:
 
     @property
     def final_epoch_points(self) -> Points:
-        """The trials after their last epoch; those of earlier studies as if they were run in this one."""
+        """The points of all trials at the last epoch; trials of earlier studies count as trials of this one."""
         own = len(self.space.rows)
         numbers = np.concatenate([np.arange(own), np.full(len(self.rows) - own, -1)])
         return Points.at_final_epoch(self.space.to_features(self.rows), numbers)
 
     @property
     def prior_process(self) -> GaussianProcess:
-        """What is expected before anything is seen."""
+        """The Gaussian process with the prior means of its hyperparameters."""
         return GaussianProcess.from_prior(
             self.space.feature_to_parameter, several=bool(self.points.study.any()), steady=self.steady
         )
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:
-        """A process fitted to some of the points, sought from its hyperparameters on."""
+        """Fit the hyperparameters on a subset of the points, starting from those of `process`."""
         part = _select_fit_points(len(self.observations.s), len(self.scores))
         return process.fit(self.points.select(part), self.scores[part])
 
 
 def _select_fit_points(own: int, every: int) -> Tensor:
-    """The points that are fitted on: own ones, but for a quarter where earlier studies have as many."""
+    """Return the indices to fit on; a quarter is reserved for earlier studies if they have as many points."""
     first = min(own, MAX_FIT_POINTS - min(MAX_FIT_POINTS // 4, every - own))
     second = min(every - own, MAX_FIT_POINTS - first)
     spread = [np.linspace(0, own - 1, first, dtype=np.int64), np.linspace(own, every - 1, second, dtype=np.int64)]
     return torch.from_numpy(np.concatenate(spread))
 
 
-HYPERPARAMETERS_KEY = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
-REFIT_GROWTH = 1.15  # times the trials of the last fit, from which on they are old
+HYPERPARAMETERS_KEY = "curves:process"  # study system attribute with the fitted hyperparameters
+REFIT_GROWTH = 1.15  # relative growth in trials after which hyperparameters are refitted
 
 _STATES = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
 
 
 def get_observed_trials(study: optuna.Study, *, exclude: int | None = None) -> list[FrozenTrial]:
-    """The trials that have reported something, or ended before they could."""
+    """Return the trials of a study that reported a value, or ended before they could, except number `exclude`."""
     trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
     return [t for t in select_observed(trials) if t.number != exclude]
 
 
 def get_unreported_rows(study: optuna.Study, space: Space, *, exclude: int) -> np.ndarray:
-    """The configurations [n, parameters] of trials that run and have reported nothing yet."""
+    """Return the configurations [n, parameters] of running trials that have not reported a value yet."""
     trials = study._get_trials(deepcopy=False, states=(TrialState.RUNNING,), use_cache=True)
     unreported = [t for t in trials if t.params and t.number != exclude and not t.intermediate_values]
     return np.array([space.to_row(t.params) for t in unreported]).reshape(-1, len(space.names))
@@ -158,14 +158,14 @@ def get_unreported_rows(study: optuna.Study, space: Space, *, exclude: int) -> n
 def load_or_fit_posterior(
     study: optuna.Study, kept: Mapping[str, Any], dataset: GPDataset, trials: int, *, name: str = HYPERPARAMETERS_KEY
 ) -> Posterior:
-    """What the points show, by hyperparameters of the study's; fitted here when those are old.
+    """Return the posterior with the stored hyperparameters; refit and store them if they are outdated.
 
     Args:
-        study: where they are kept.
-        kept: what was kept last, by the same name.
-        dataset: the points.
-        trials: how many there are by now.
-        name: of the system attribute; each metric has its own.
+        study: study that stores the hyperparameters.
+        kept: stored hyperparameters under `name`; empty if there are none.
+        dataset: the training data.
+        trials: current number of trials.
+        name: system attribute of the hyperparameters; one per metric.
     """
     names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
@@ -184,14 +184,14 @@ def load_or_fit_posterior(
 def fantasize_running(
     posterior: Posterior, space: Space, rows: np.ndarray, numbers: np.ndarray, unreported: np.ndarray
 ) -> Posterior:
-    """As if trials that run had ended as is foreseen.
+    """Condition the posterior on running trials, as if they had ended with their predicted mean.
 
     Args:
-        posterior: what is known.
-        space: whose rows follow.
-        rows: of trials that have reported something [n, parameters].
-        numbers: of these trials among the points [n]; -1 for one that has none.
-        unreported: rows of others [m, parameters].
+        posterior: posterior of the observations.
+        space: search space of the rows.
+        rows: running trials with observations [n, parameters].
+        numbers: index of these trials in the dataset [n]; -1 if they have no points.
+        unreported: running trials without observations [m, parameters].
     """
     if not len(rows) and not len(unreported):
         return posterior

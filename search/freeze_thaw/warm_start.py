@@ -1,7 +1,7 @@
-"""What earlier studies tell a new one: some points of their trials, taken when it is made, and kept with it.
+"""Warm start: observations of earlier studies, copied into a new study when it is created.
 
-Whatever becomes of the earlier studies afterwards (they run on, are extended, are deleted), the new one's suggestions
-are a function of itself alone.
+Suggestions of the new study therefore do not depend on later changes to the earlier studies, such as extending or
+deleting them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from optuna.trial import FrozenTrial
 
 from hpsearch.search.freeze_thaw.observations import read_losses, select_observations
 
-WARM_START_KEY = "curves:earlier"  # the study's system attribute with what its warm start tells
-MAX_SOURCE_TRIALS = 150  # of earlier studies together, at most: with two points each, half of the points of a process
+WARM_START_KEY = "curves:earlier"  # study system attribute with the warm-start data
+MAX_SOURCE_TRIALS = 150  # of all earlier studies; with two points each, half of MAX_POINTS
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class SourceTrial:
 
     Attributes:
         study: index of its study, from 1.
-        number: its own there.
-        params: those that the new study has too.
-        points: logarithm of the epochs, as of `Seen`, and the normal score among all points of its study.
+        number: its number in that study.
+        params: the parameters that the new study has too.
+        points: scaled log-epoch as in `Observations`, and normal score among the points of its study.
     """
 
     study: int
@@ -45,13 +45,13 @@ class SourceTrial:
 
 @dataclass(frozen=True)
 class WarmStartData:
-    """Trials of earlier studies, in the space of a new one.
+    """Trials of earlier studies, restricted to the search space of a new study.
 
     Attributes:
-        studies: their names.
-        distributions: of the new study's parameters.
-        drawn: configurations of the new study's space, from which it is seen what depends on what.
-        trials: of each study the most telling ones first.
+        studies: names of the earlier studies.
+        distributions: distributions of the new study's parameters.
+        sampled: configurations sampled from the new search space, which show its conditional parameters.
+        trials: per study, the most informative trials first.
     """
 
     studies: list[str] = field(default_factory=list)
@@ -70,21 +70,21 @@ class WarmStartData:
         epochs: int,
         random: np.random.Generator,
     ) -> Self:
-        """What trials tell a new study.
+        """Select the trials of earlier studies that are in the search space of a new study.
 
-        Epochs count as epochs: those beyond the new study's length are left out. So are trials with a value out of its
-        range or choices: put at the end of the range, they would tell of that end what is true elsewhere.
+        Epochs beyond the new study's last are left out. So are trials with a value outside its ranges or
+        choices: clipped to the end of the range, they would misrepresent the values there.
 
         Args:
-            studies: trials by the names of their studies, each of which has reported something or ended.
-            distributions: of the new study's parameters.
-            drawn: configurations of its space.
-            direction: of all studies.
-            epochs: of a full trial of the new study.
-            random: chooses where there are too many.
+            studies: trials by study name; each trial has reported a value or ended.
+            distributions: distributions of the new study's parameters.
+            sampled: configurations sampled from the new search space.
+            direction: direction of all studies.
+            epochs: number of epochs of a full trial of the new study.
+            random: random generator for subsampling.
 
         Raises:
-            ValueError: a study has no trial in the new one's space; one line says so.
+            ValueError: a study has no trial in the new search space.
         """
         found: list[SourceTrial] = []
         for index, (name, trials) in enumerate(studies.items(), 1):
@@ -97,7 +97,7 @@ class WarmStartData:
                     there.append((trial.number, params))
                     curves.append(curve)
             if not curves:
-                raise ValueError(f"{name}: none of its trials is in this search space: name another, or leave it out")
+                raise ValueError(f"{name}: no trial is in this search space; name another study or remove it")
             points = select_observations(curves, epochs, random)
             of_trial: dict[int, list[tuple[float, float]]] = {}
             for place, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
@@ -107,7 +107,7 @@ class WarmStartData:
         return cls(list(studies), dict(distributions), [dict(params) for params in sampled], found)
 
     def to_json(self) -> dict[str, Any]:
-        """As it is kept."""
+        """Return the JSON data that is stored with the study."""
         return {
             "studies": self.studies,
             "distributions": {name: distribution_to_json(d) for name, d in self.distributions.items()},
@@ -117,7 +117,7 @@ class WarmStartData:
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any] | None) -> Self:
-        """From what is kept with a study; none where that is nothing."""
+        """Return the warm-start data from the stored JSON; empty data for None."""
         if kept is None:
             return cls()
         distributions = {name: json_to_distribution(text) for name, text in kept["distributions"].items()}
@@ -128,7 +128,7 @@ class WarmStartData:
 def _select_shared_params(
     params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]
 ) -> dict[str, Any] | None:
-    """The parameters that a space has; None where a value is not in it."""
+    """Return the parameters that the new space has; None if a value is outside it."""
     shared = {name: value for name, value in params.items() if name in distributions}
     return shared if all(_contains(distributions[name], value) for name, value in shared.items()) else None
 
@@ -136,7 +136,7 @@ def _select_shared_params(
 def _contains(distribution: BaseDistribution, value: Any) -> bool:
     if isinstance(distribution, CategoricalDistribution):
         return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
-    # Between the steps is as good as on them: nothing is run with it.
+    # A value between two steps is fine, because no trial runs with it.
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
 
@@ -144,7 +144,7 @@ def _contains(distribution: BaseDistribution, value: Any) -> bool:
 def _select_most_informative(
     points: Mapping[int, Sequence[tuple[float, float]]], most: int, random: np.random.Generator
 ) -> list[int]:
-    """Those that went furthest, and the best of them, first; beyond half of `most` any of the others."""
+    """Return the trials with the most epochs and, among these, the best; beyond half of `most`, a random sample."""
     order = sorted(points, key=lambda trial: (-points[trial][-1][0], points[trial][-1][1], trial))
     if len(order) <= most:
         return order

@@ -111,7 +111,7 @@ def test_it_notes_what_each_metric_is_foreseen_to_be():
     ] * 2
     assert note["near"] is None or note["near"] < 14
     shown = {"foreseen": [0.96214, 12.0], "band": [[0.94811, 0.97123], [11.5, 12.5]], "near": 3}
-    assert format_suggestion_reason(shown) == "foreseen 0.9621 (0.9481 to 0.9712), 12 (11.5 to 12.5); near trial 3"
+    assert format_suggestion_reason(shown) == "forecast 0.9621 (0.9481 to 0.9712), 12 (11.5 to 12.5); near trial 3"
 
 
 def test_what_is_expected_to_be_dominated_is_what_draws_dominate():

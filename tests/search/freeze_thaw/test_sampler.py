@@ -170,8 +170,8 @@ def test_scores_are_turned_back_into_values(maximize, expected):
 
 def test_a_note_fits_a_line_of_eighty_columns():
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 1234}
-    assert format_suggestion_reason(note) == "foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
-    assert format_suggestion_reason({**note, "near": None}).endswith("; the most promising of many at random")
+    assert format_suggestion_reason(note) == "forecast 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
+    assert format_suggestion_reason({**note, "near": None}).endswith("; best of many random candidates")
     assert len(format_suggestion_reason(note)) + len("   curves  ") <= 80
 
 

@@ -188,11 +188,11 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
 
 def test_a_study_asks_for_what_it_optimises_or_bounds() -> None:
     asked = spec(directions={"accuracy": "maximize", "latency_ms": "minimize"}, constraints="model_mb<=10")
-    found = asked.asked({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
+    found = asked.select_metrics({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
     assert found == {"accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0}
     assert measure_violations(asked, found) == {"constraints:model_mb": 2.0}
     with pytest.raises(KeyError, match="latency_ms"):
-        asked.asked({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
+        asked.select_metrics({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
 
 
 def test_of_equal_epochs_the_earliest_is_the_best() -> None:

@@ -81,7 +81,7 @@ def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: Po
     chosen, drawn = take(claims), take(claims)
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 17}
     storage.set_trial_system_attr(chosen.trial_id, SUGGESTION_REASON_KEY, note)
-    line = "freeze_thaw  foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
+    line = "freeze_thaw  forecast 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
     assert line in say("show", "s", "--trial", str(chosen.number)).splitlines()
     assert "freeze_thaw" not in say("show", "s", "--trial", str(drawn.number))
 
