@@ -69,10 +69,10 @@ def run_smoke_test(
 ) -> SmokeResult:
     """Overfit one batch of training data without regularization. A model that fails has a fault.
 
-    The excess of the loss over the objective's `loss_floor` must fall to a hundredth of its initial value and to
-    at most 0.01; if it starts above 10, it must fall to a thousandth. Without a floor, or if the loss starts below it, the loss must fall by a tenth. Dropout,
-    weight decay, label smoothing, augmentation and weight averaging are off. Several learning rates around the
-    configured one are tried in order.
+    The excess of the loss over the objective's `loss_floor` must fall to a hundredth of its initial value and to at
+    most 0.01; if it starts above 10, it must fall to a thousandth. Without a floor, or if the loss starts below it, the
+    loss must fall by a tenth. Dropout, weight decay, label smoothing, augmentation and weight averaging are off.
+    Several learning rates around the configured one are tried in order.
 
     Args:
         objective: the objective to check.
