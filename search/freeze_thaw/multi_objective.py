@@ -37,18 +37,18 @@ from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
 
 def read_values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:
-    """All values of a trial by epoch, from 1; NaN where only those of the first metric are known."""
+    """Return all values of a trial by epoch, from 1; NaN where only the first metric is stored."""
     every: Mapping[str, Sequence[float]] = trial.system_attrs.get(VALUES, {})
     found = {step + 1: [first, *[np.nan] * (metrics - 1)] for step, first in trial.intermediate_values.items()}
     return dict(sorted((found | {int(step) + 1: list(values) for step, values in every.items()}).items()))
 
 
 def track_incumbent(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dict[int, np.ndarray]:
-    """What a trial was worth after each epoch, as losses [metrics]; infinite where no first value was a number.
+    """Return the losses [metrics] of the best epoch so far, by epoch; infinite while the first metric has no finite value.
 
     Args:
-        values: of all metrics, by epoch in ascending order.
-        maximize: of each metric, whether higher values are better.
+        values: values of all metrics, by epoch in ascending order.
+        maximize: per metric, whether higher values are better.
     """
     found: dict[int, np.ndarray] = {}
     best = np.full(len(maximize), np.inf)
@@ -60,11 +60,11 @@ def track_incumbent(values: Mapping[int, Sequence[float]], maximize: Sequence[bo
 
 
 def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.ndarray:
-    """What a trial is worth by now, as losses [metrics]; of one that has diverged, or reported nothing, infinite ones.
+    """Return the losses [metrics] of a trial's best epoch; infinite if it diverged or reported nothing.
 
     Args:
-        trial: as samplers are shown it.
-        maximize: of each metric, whether higher values are better.
+        trial: the trial, as samplers receive it.
+        maximize: per metric, whether higher values are better.
     """
     values = read_values_by_epoch(trial, len(maximize))
     if trial.user_attrs.get(INFEASIBLE) or not values:
@@ -72,21 +72,21 @@ def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.nda
     return track_incumbent(values, maximize)[max(values)]
 
 
-SAMPLED_VECTORS = 256  # that no trial dominates, by which is told what is gained
+SAMPLED_VECTORS = 256  # non-dominated samples that measure the hypervolume
 _REFERENCE_MARGIN = 0.1  # of the front's width, by which the worst that counts is worse than its end
 _EXTRAPOLATED_SCORES = 4.0  # scores beyond the best one, up to which better values are told by the slope
-_OPTIMISM_DEVIATIONS = 2.0  # deviations by which a configuration may turn out better than is foreseen
+_OPTIMISM_DEVIATIONS = 2.0  # deviations below the predicted mean
 _STEADY_RATIO = 0.1  # of a metric's deviation between trials, up to which that within one is noise
 
 
 @dataclass(frozen=True)
 class MetricModel:
-    """What is known of a metric.
+    """Gaussian process of one metric.
 
     Attributes:
-        dataset: what its process learns from.
-        rows: index of each trial among the dataset's; -1 for one of which it does not know this metric.
-        posterior: of the process.
+        dataset: the training data.
+        rows: index of each trial in the dataset [trials]; -1 if it has no value of this metric.
+        posterior: posterior of the process.
     """
 
     dataset: GPDataset
@@ -94,13 +94,18 @@ class MetricModel:
     posterior: Posterior
 
     def predict_final_epoch(self, space: Space) -> np.ndarray:
-        """What is foreseen of the trials, in scores [trials]."""
+        """Return the predicted final scores of the trials [trials]."""
         mean, _ = self.posterior.predict(Points.at_final_epoch(space.to_features(space.rows), self.rows))
         return mean.numpy()
 
 
 class MultiObjectiveSuggester:
-    """Suggests configurations of a study of several metrics."""
+    """Suggestions for multi-objective studies by expected hypervolume improvement.
+
+    Args:
+        epochs: number of epochs of a full trial.
+        random: random generator.
+    """
 
     def __init__(self, epochs: int, random: np.random.Generator) -> None:
         self._epochs, self._random = epochs, random
@@ -108,7 +113,7 @@ class MultiObjectiveSuggester:
     def suggest(
         self, study: optuna.Study, trial: FrozenTrial, distributions: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The configuration of a trial, noted why it was chosen; none while nothing is known of a metric."""
+        """Return a configuration and store the reason with the trial; empty while a metric has no observations."""
         observed = get_observed_trials(study, exclude=trial.number)
         maximize = [direction == StudyDirection.MAXIMIZE for direction in study.directions]
         metrics = self._metrics(study, observed, distributions, maximize)
@@ -125,7 +130,7 @@ class MultiObjectiveSuggester:
             fantasize_running(m.posterior, space, space.rows[running], m.rows[running], unreported) for m in metrics
         ]
         feasible = self._feasibility(study, observed, distributions, broken)
-        # Those that were chosen would draw the worst that counts after them, to one end of the front.
+        # Trials that the sampler suggested would move the reference point to one end of the front.
         unchosen = [i for i, t in enumerate(observed) if SUGGESTION_REASON_KEY not in t.system_attrs]
         worst = foreseen[unchosen or slice(None)].max(0)
         probes: list[torch.Tensor] = []
@@ -133,7 +138,7 @@ class MultiObjectiveSuggester:
         def acquisition(rows: np.ndarray) -> np.ndarray:
             at = Points.at_final_epoch(space.to_features(rows))
             expected = [belief.predict(at) for belief in beliefs]
-            if not probes:  # of those at random, which come first
+            if not probes:  # the first call has the random candidates
                 hoped = [(mean - _OPTIMISM_DEVIATIONS * deviation).min().item() for mean, deviation in expected]
                 lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
                 probes.extend(map(torch.from_numpy, self._undominated(metrics, best, worst, lowest)))
@@ -167,7 +172,7 @@ class MultiObjectiveSuggester:
         distributions: dict[str, BaseDistribution],
         maximize: Sequence[bool],
     ) -> list[MetricModel]:
-        """Each with the hyperparameters that are kept by its own name; none where of one nothing is known."""
+        """Return the models of all metrics, each with its own stored hyperparameters; empty if a metric has no observations."""
         kept = study._storage.get_study_system_attrs(study._study_id)
         first = [read_losses(t, maximize=maximize[0], epochs=self._epochs) for t in observed]
         others = build_secondary_curves(observed, maximize, self._epochs)
@@ -188,15 +193,15 @@ class MultiObjectiveSuggester:
         *,
         maximize: bool = False,
     ) -> MetricModel:
-        """Return what trials tell of a metric.
+        """Return the model of a metric.
 
         Args:
-            study: of the trials.
-            kept: the study's system attributes.
-            observed: the trials.
-            distributions: of their parameters.
-            name: of the system attribute with the hyperparameters.
-            curves: of each trial, the losses by epoch, empty if unknown; None for the reported values.
+            study: study of the trials.
+            kept: system attributes of the study.
+            told: the trials.
+            distributions: distributions of their parameters.
+            name: system attribute of the hyperparameters.
+            curves: per trial, losses by epoch, empty if unknown; None for the reported values.
             maximize: whether higher reported values are better.
         """
         known = [i for i in range(len(observed)) if curves is None or curves[i]]
@@ -223,7 +228,7 @@ class MultiObjectiveSuggester:
         distributions: dict[str, BaseDistribution],
         broken: np.ndarray,
     ) -> tuple[Posterior, float] | None:
-        """What is known of how much constraints are broken, and the score up to which none is; None where none was."""
+        """Return the posterior of the constraint violation and its score at violation 0; None if no trial violates one."""
         if not (broken > 0).any():
             return None
         kept = study._storage.get_study_system_attrs(study._study_id)
@@ -232,7 +237,7 @@ class MultiObjectiveSuggester:
         posterior = learnt.posterior
         scores, seen = build_score_table(learnt.dataset.observations)
         kept_to = scores[seen <= 0]
-        if len(kept_to) == len(scores):  # none of the few that break one is among the points, or all do so infinitely
+        if len(kept_to) == len(scores):  # no violating trial is among the points, or all violations are infinite
             return None
         if not len(kept_to):
             return posterior, float(scores[0]) - 1.0
@@ -241,13 +246,13 @@ class MultiObjectiveSuggester:
     def _undominated(
         self, metrics: Sequence[MetricModel], best: np.ndarray, worst: np.ndarray, lowest: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of scores [n, metrics] that the front does not dominate, and the logarithm of what each stands for.
+        """Sample score vectors [n, metrics] that the front does not dominate, and their log-weights [n].
 
         Args:
-            metrics: whose units the volume is in.
-            best: the front [k, metrics].
-            worst: that counts in each metric, and beyond the front's ends.
-            lowest: that may be hoped for in each metric.
+            metrics: models, whose units define the volume.
+            best: the Pareto front [k, metrics].
+            worst: reference point [metrics], moved beyond the ends of the front.
+            lowest: optimistic lower bound of each metric [metrics].
         """
         if len(best):
             worst = np.maximum(worst, best.max(0) + _REFERENCE_MARGIN * np.ptp(best, axis=0))
@@ -263,7 +268,7 @@ class MultiObjectiveSuggester:
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 
     def _tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
-        """Some of the trials in the front, whichever; where they are few the next best too."""
+        """Return random trials of the front; if there are few, also the next best ones."""
         places = np.flatnonzero(good)
         ordered = [int(places[place]) for place in sort_by_front(foreseen[good])]
         within = len(find_front(foreseen[good]))
@@ -273,7 +278,7 @@ class MultiObjectiveSuggester:
 
 
 def _extrapolate_score_table(points: Observations) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and the losses that they stand for, the best first; of what is better yet, by the slope of the best."""
+    """Return scores and their losses, best first, extrapolated beyond the best by the tail slope."""
     scores, seen = build_score_table(points)
     better = seen[0] - _EXTRAPOLATED_SCORES * estimate_tail_slope(scores, seen)
     return np.concatenate([[scores[0] - _EXTRAPOLATED_SCORES], scores]), np.concatenate([[better], seen])
@@ -282,17 +287,17 @@ def _extrapolate_score_table(points: Observations) -> tuple[np.ndarray, np.ndarr
 def sample_non_dominated(
     random: np.random.Generator, best: np.ndarray, low: np.ndarray, high: np.ndarray, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors [n, metrics] between `low` and `high` that a front does not dominate, and log-weights [n] by volume.
+    """Sample vectors [n, metrics] of the box that the front does not dominate, with log-weights [n] by volume.
 
-    All but one of a vector's values are drawn evenly, and that one evenly from what the front leaves of it: of vectors
-    that are drawn evenly from the whole box fewer are left as the front gets better, and in the end none. Each weighs
-    as it is rare among all that are drawn so (the balance heuristic of Veach and Guibas 1995).
+    All coordinates but one are uniform, and that one is uniform in the range that the front does not dominate. Uniform
+    samples of the whole box would leave ever fewer vectors as the front improves. The weights correct for the sampling
+    density (balance heuristic, Veach and Guibas 1995).
 
     Args:
-        random: draws them.
-        best: the front [k, metrics], lower is better.
-        low, high: ends of the box [metrics].
-        number: of vectors, a share of them along each metric.
+        random: random generator.
+        best: the Pareto front [k, metrics]; lower is better.
+        low, high: corners of the box [metrics].
+        number: number of samples before rejection, shared among the metrics.
     """
     width = np.maximum(high - low, 0.0)
     drawn = low + width * random.random((number, len(low)))
@@ -311,9 +316,9 @@ def sample_non_dominated(
 def _get_non_dominated_fraction(
     best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """The share [n] of a metric's range that the front does not dominate, beside the other values of vectors.
+    """Return the fraction [n] of a metric's range that the front does not dominate, given the other coordinates.
 
-    Of a range without width, all or nothing.
+    A range of width 0 gives 0 or 1.
     """
     others = np.arange(len(low)) != axis
     dominating = (best[:, others] <= drawn[:, None, others]).all(axis=2)
@@ -327,12 +332,12 @@ def _get_non_dominated_fraction(
 def log_expected_hypervolume_improvement(
     expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The logarithm of how much of what vectors stand for is dominated, in expectation [n].
+    """Return the log of the expected weight of the dominated vectors [n].
 
     Args:
-        expected: means and deviations [n] of each metric, lower is better.
-        vectors: that are to be dominated [k, metrics].
-        weights: logarithms of what they stand for [k].
+        expected: per metric, predicted means and deviations [n]; lower is better.
+        vectors: non-dominated vectors [k, metrics].
+        weights: log-weights of the vectors [k].
     """
     found = weights
     for (mean, deviation), bound in zip(expected, vectors.T, strict=True):
@@ -343,10 +348,9 @@ def log_expected_hypervolume_improvement(
 def build_secondary_curves(
     trials: Sequence[FrozenTrial], maximize: Sequence[bool], epochs: int
 ) -> list[list[dict[int, float]]]:
-    """Losses of each trial in each metric but the first, by epoch; none where it is not known.
+    """Return, per metric but the first, the losses of each trial by epoch; empty where unknown.
 
-    They are those of the epoch that the first metric found best up to there. Of a metric that is steady they are one
-    number, known of the last epoch as soon as of the first.
+    A loss is that of the best epoch so far by the first metric. A steady metric has one loss per trial, at the last epoch.
     """
     every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []
@@ -362,7 +366,7 @@ def build_secondary_curves(
 
 
 def _is_steady(curves: Sequence[np.ndarray]) -> bool:
-    """Whether a metric hardly changes within a trial, beside how much it does from one to another."""
+    """Return whether a metric varies little within a trial, compared with its variation among trials."""
     several = [each for each in curves if len(each) > 1]
     if not several:
         return True
@@ -371,10 +375,9 @@ def _is_steady(curves: Sequence[np.ndarray]) -> bool:
 
 
 def get_max_violation(trial: FrozenTrial) -> float:
-    """By how much a trial breaks the constraint that it breaks most; NaN where none is known.
+    """Return the largest constraint violation of a trial; NaN if unknown.
 
-    Of one that was not trained to its end what training may change is not known: a bound that it breaks it may come
-    to keep.
+    Before a trial has ended, only metrics count that training cannot change.
     """
     ended = trial.state == TrialState.COMPLETE
     place = RANK_CONSTRAINT.partition(":")[2]

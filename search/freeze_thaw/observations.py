@@ -20,12 +20,12 @@ _GRID_FACTOR = 1.5  # from one epoch of the grid to the next
 
 @dataclass(frozen=True)
 class Observations:
-    """Best values so far, after some epochs.
+    """Best values so far after given epochs.
 
     Attributes:
-        trial: index of the trial of each [n].
-        s: logarithm of the epochs, 0 after the first, 1 after the last [n].
-        loss: the best value so far, lower is better; infinite where there was none [n].
+        trial: trial index of each observation [n].
+        s: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
+        loss: best loss so far [n]; infinite if there was no finite value.
     """
 
     trial: np.ndarray
@@ -34,13 +34,13 @@ class Observations:
 
     @property
     def scores(self) -> np.ndarray:
-        """Normal scores of the values [n]: what a normal distribution has at their ranks."""
+        """Normal scores of the losses [n]: the normal quantiles of their ranks."""
         found: np.ndarray = ndtri((rankdata(self.loss) - 0.5) / len(self.loss))
         return found
 
 
 def read_losses(trial: FrozenTrial, *, maximize: bool, epochs: int) -> dict[int, float]:
-    """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
+    """Return the losses by epoch, from 1; a diverged trial has infinite losses up to the last epoch."""
     sign = -1.0 if maximize else 1.0
     found = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
     if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, found.values())):
@@ -57,14 +57,14 @@ def select_observations(
     always: Container[int] = (),
     so_far: bool = True,
 ) -> Observations:
-    """The points that a process learns from.
+    """Select the observations that the Gaussian process uses.
 
     Args:
-        curves: of each trial its losses by epoch, from 1; none is empty, and there may be none.
-        epochs: of a full trial.
-        random: chooses where there are too many.
-        points_per_trial: points of a trial, at most: of the last epochs on the grid.
-        always: indices of trials whose points stay, however many there are.
+        curves: per trial, losses by epoch, from 1; none is empty.
+        epochs: number of epochs of a full trial.
+        random: random generator for subsampling.
+        points_per_trial: maximum number of points of a trial: its last epochs on the grid.
+        always: indices of trials whose points are always kept.
         so_far: whether a loss counts as the best one up to its epoch.
     """
     if not curves:
@@ -96,13 +96,13 @@ def _accumulate_best(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def _select_last(path: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
-    """The losses after the last epochs on the grid, and after the very last one."""
+    """Return the losses after the last epochs on the grid, and after the very last epoch."""
     kept = {*[epoch for epoch in grid if epoch in path][-most:], max(path)}
     return [(epoch, path[epoch]) for epoch in sorted(kept)[-most:]]
 
 
 def _make_grid(epochs: int) -> list[int]:
-    """Epochs at which values are looked at, each half as far again as the one before."""
+    """Return the epochs of observations, each about 1.5 times the one before."""
     found = [1]
     while found[-1] < epochs:
         found.append(min(epochs, max(found[-1] + 1, round(found[-1] * _GRID_FACTOR))))
@@ -115,13 +115,13 @@ _AT_LEAST_0 = frozenset({"loss", "rmse", "mae"})
 
 
 def get_loss_bound(metric: str, best: float, *, maximize: bool) -> float:
-    """The best that a metric can be, as a loss: values with the other sign where higher ones are better.
+    """Return the smallest possible loss of a metric, which is known by its name; a metric to maximize is negated.
 
-    A metric is known by its name, and somebody's own of that name may be another, such as an accuracy in per cent:
-    one that was better than its bound has none.
+    A user's metric may have the same name and another range, such as an accuracy in percent: if a value was better than
+    the bound, there is none.
 
     Returns:
-        Minus infinity of a metric that is not known.
+        Minus infinity if there is no bound.
     """
     if metric in _AT_MOST_1 and maximize:
         bound = -1.0

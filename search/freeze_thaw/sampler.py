@@ -1,4 +1,4 @@
-"""A sampler that learns from every epoch of every trial, whether it ended, runs or waits."""
+"""Sampler that uses every epoch of every trial, including running and paused ones."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 
 
 class FreezeThawSampler(BaseSampler):
-    """Suggests where a trial's value after its last epoch is expected to improve most on the best that is foreseen.
+    """Freeze-thaw Bayesian optimization (Swersky et al. 2014): maximizes the expected improvement of the final value.
 
-    Of several metrics: where it is expected to add most to the hypervolume that the front dominates (`several`).
+    With several metrics it maximizes the expected hypervolume improvement (`multi_objective`).
 
-    Stateless: what it needs is in the study, the process's hyperparameters too, which are fitted again by whoever
-    finds them old. The same study and the same seed give the same suggestion in any process.
+    Stateless: observations and hyperparameters are stored in the study, and the process that finds the hyperparameters
+    outdated refits them. The same study and seed give the same suggestion in any process.
 
     Args:
-        seed: of this suggestion.
-        epochs: of a full trial.
-        n_startup_trials: drawn at random before any is chosen; trials of earlier studies count.
-        random_fraction: of the later ones that are drawn at random all the same.
+        seed: seed of this suggestion.
+        epochs: number of epochs of a full trial.
+        n_startup_trials: number of random trials before the first suggestion; trials of earlier studies count.
+        random_fraction: fraction of later trials that are random too.
     """
 
     def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, random_fraction: float = 0.3) -> None:
@@ -50,7 +50,7 @@ class FreezeThawSampler(BaseSampler):
         self._at_random = self._random.random() < random_fraction
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All parameters that trials had; none before there are enough trials, or where it is to be at random."""
+        """Return the distributions of all observed parameters; empty for a random trial."""
         trials = get_observed_trials(study, exclude=trial.number)
         self._kept = study._storage.get_study_system_attrs(study._study_id)
         self._warm_start = WarmStartData.from_json(self._kept.get(WARM_START_KEY))
@@ -61,7 +61,7 @@ class FreezeThawSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The configuration; parameters that it turns out not to have are not asked for."""
+        """Return the suggested configuration; it may lack parameters whose condition does not hold."""
         if not search_space:
             return {}
         if len(study.directions) > 1:
@@ -111,11 +111,11 @@ class FreezeThawSampler(BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """A parameter at random: at the start, or one that no trial had."""
+        """Return a random value, for a random trial or a parameter that no trial has."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def _near(self, observed: list[FrozenTrial], top: int | None) -> dict[str, Any]:
-        """Which trial a configuration was found near, and of which study where that is an earlier one."""
+        """Return the trial that a suggestion is near, and its study if that is an earlier one."""
         if top is None or top < len(observed):
             return {"near": None if top is None else observed[top].number}
         there = self._warm_start.trials[top - len(observed)]

@@ -1,4 +1,4 @@
-"""The search space as a unit cube, and candidates in it."""
+"""The search space as a unit cube, and the maximization of the acquisition function in it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Numeric = FloatDistribution | IntDistribution
 
 
 class Space:
-    """Parameters with their distributions; which of them a configuration has is learnt from trials.
+    """Search space whose conditional parameters are inferred from configurations.
 
     Args:
-        distributions: by name; all floats, integers or categorical.
+        distributions: float, integer or categorical distributions by name.
         seen: configurations of trials.
-        drawn: configurations that nobody ran, which show as well what depends on what.
+        drawn: sampled configurations that no trial ran, which also show the conditions.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Space:
 
     @property
     def feature_to_parameter(self) -> np.ndarray:
-        """Which parameter each column of features belongs to [columns]."""
+        """Parameter index of each feature column [columns]."""
         return np.array([j for j, choices in enumerate(self._choices) for _ in range(choices or 2)])
 
     def to_features(self, rows: np.ndarray) -> np.ndarray:
-        """Rows [n, parameters] as features [n, columns]: a column for each choice, two for a number.
+        """Convert rows [n, parameters] to features [n, columns]: one column per choice, two per number.
 
-        Two configurations with different choices are as far apart as the ends of a range are.
+        Two configurations with different choices are as far apart as the two ends of a range.
         """
         columns: list[np.ndarray] = []
         for column, choices in zip(rows.T, self._choices, strict=True):
@@ -62,21 +62,21 @@ class Space:
         return np.column_stack(columns).astype(np.float64)
 
     def to_row(self, params: Mapping[str, Any]) -> list[float]:
-        """A configuration as a row; what is out of its range counts as the end of it."""
+        """Encode a configuration as a row; a value outside its range is clipped."""
         pairs = zip(self.names, self._distributions, strict=True)
         return [_to_unit(d, params[name]) if name in params else math.nan for name, d in pairs]
 
     def to_params(self, row: np.ndarray) -> dict[str, Any]:
-        """A row as a configuration."""
+        """Decode a row to a configuration."""
         pairs = zip(self.names, self._distributions, row, strict=True)
         return {name: _from_unit(d, float(number)) for name, d, number in pairs if not math.isnan(number)}
 
     def sample(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Rows [count, parameters] of configurations at random."""
+        """Return rows of random configurations [count, parameters]."""
         return self._as_run(self._any(random, count))
 
     def perturb(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
-        """`count` rows around each of `rows` [n, parameters], some steps short, some long."""
+        """Return `count` neighbors of each of `rows` [n, parameters], with step lengths of several orders of magnitude."""
         filled = np.where(np.isnan(rows), self._any(random, len(rows)), rows)
         moved = np.repeat(filled, count, axis=0)
         lengths = 10 ** random.uniform(*_STEP_EXPONENTS, size=len(moved))
@@ -96,7 +96,7 @@ class Space:
         return rows
 
     def _as_run(self, rows: np.ndarray) -> np.ndarray:
-        """Rows with what they would be run with: steps rounded, and nothing that is not asked for."""
+        """Round numbers to their steps and remove parameters whose condition does not hold."""
         rounded = rows.copy()
         for j, d in enumerate(self._distributions):
             if isinstance(d, Numeric) and d.step is not None and not d.single():
@@ -108,12 +108,12 @@ class Space:
 
 @dataclass(frozen=True)
 class _Rule:
-    """When a configuration has a parameter: by another one's choice, or by where that is in its range.
+    """Condition of a parameter: the choice or the range of another parameter.
 
     Attributes:
         by: index of the other parameter.
-        low, high: between which its number is, both included.
-        but: choices among these with which it is not there all the same.
+        low, high: inclusive range of its number.
+        but: choices without the parameter.
     """
 
     by: int
@@ -122,15 +122,15 @@ class _Rule:
     but: tuple[float, ...] = ()
 
     def holds(self, rows: np.ndarray) -> np.ndarray:
-        """For which of the rows [n, parameters]; for none that lacks the other one."""
+        """Return which rows [n, parameters] have the parameter; rows without the other parameter do not."""
         column = rows[:, self.by]
         return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.but)
 
 
 def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
-    """What the parameters that are not always there depend on, as far as trials show; none before what it depends on.
+    """Infer the conditions of parameters that some rows lack, each after the condition of the parameter that it depends on.
 
-    One that follows no other parameter counts as always there.
+    A parameter that follows no other one counts as unconditional.
     """
     there = ~np.isnan(rows)
     often = there.sum(0)
@@ -189,7 +189,7 @@ def _rescale(d: Numeric, numbers: np.ndarray) -> np.ndarray:
 
 
 def _round_to_step(d: Numeric, numbers: np.ndarray) -> np.ndarray:
-    """Numbers of values that the steps of a distribution can be."""
+    """Round unit-cube numbers to the steps of a distribution."""
     assert d.step is not None
     values = d.low + np.round((_rescale(d, numbers) - d.low) / d.step) * d.step
     values = np.clip(values, d.low, d.high)
@@ -198,9 +198,9 @@ def _round_to_step(d: Numeric, numbers: np.ndarray) -> np.ndarray:
     return (values - d.low) / (d.high - d.low)
 
 
-RANDOM_CANDIDATES = 800  # configurations at random among which the best is sought
-NEIGHBORS_PER_TRIAL = 60  # configurations around each of the
-TOP_TRIALS = 5  # best trials, and of those at random
+RANDOM_CANDIDATES = 800  # candidates drawn from the whole space
+NEIGHBORS_PER_TRIAL = 60  # candidates around each of the top trials and top random candidates
+TOP_TRIALS = 5  # number of top trials, and of top random candidates
 
 
 def maximize_acquisition(
@@ -211,20 +211,20 @@ def maximize_acquisition(
     around: np.ndarray,
     had: np.ndarray,
 ) -> tuple[np.ndarray, int | None]:
-    """The row that is acquisition best among some at random and around the best trials.
+    """Return the best row among random candidates and neighbors of the best trials.
 
-    None that a trial `had`, while there are others: where hardly anything is to be gained, the same corner of the
-    space would be tried over and over.
+    Rows of `had` are excluded while there are others: if little can be gained, the same corner of the space would be
+    suggested repeatedly.
 
     Args:
-        acquisition: gives the gain [n] that is expected of rows [n, parameters].
-        space: whose rows they are.
-        random: draws them.
+        acquisition: returns the acquisition values [n] of rows [n, parameters].
+        space: search space of the rows.
+        random: random generator.
         around: rows of the best trials [n, parameters].
-        had: rows of trials [n, parameters].
+        had: rows of existing trials [n, parameters].
 
     Returns:
-        The row, and the index of that which it was sought around; None where it came of one at random.
+        The row, and the index in `around` of its origin; None if it came from a random candidate.
     """
     drawn = space.sample(random, RANDOM_CANDIDATES)
     gains = acquisition(drawn)
@@ -237,6 +237,6 @@ def maximize_acquisition(
 
 
 def _contains_rows(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which rows [n, parameters] are among others, but for the rounding of a value to a number and back."""
+    """Return which rows [n, parameters] are among `others`, up to rounding errors of decoding and encoding."""
     known = {row.tobytes() for row in np.round(others, 9) + 0.0}
     return np.array([row.tobytes() in known for row in np.round(rows, 9) + 0.0], dtype=bool)

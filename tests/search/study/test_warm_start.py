@@ -100,7 +100,7 @@ def test_what_tells_nothing_is_refused_and_nothing_is_made(storage, objective):
         "empty": "--warm-start empty: no trial of it has reported anything yet: run it first, or leave it out",
         "other_way": "--warm-start other_way: it is to minimize .*: name a study of the same direction",
         "other_space": "--warm-start other_space: its trials have none of the parameters of Wine",
-        "out_of_range": "--warm-start out_of_range: none of its trials is in this search space",
+        "out_of_range": "--warm-start out_of_range: no trial is in this search space",
     }
     there = len(storage.get_all_studies())
     for name, words in cases.items():
