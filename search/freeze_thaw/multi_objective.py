@@ -44,7 +44,7 @@ def read_values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[flo
 
 
 def track_incumbent(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dict[int, np.ndarray]:
-    """Return the losses [metrics] of the best epoch so far, by epoch; infinite while the first metric has no finite value.
+    """Return the losses [metrics] of the best epoch so far, by epoch; infinite before the first finite value.
 
     Args:
         values: values of all metrics, by epoch in ascending order.
@@ -172,7 +172,7 @@ class MultiObjectiveSuggester:
         distributions: dict[str, BaseDistribution],
         maximize: Sequence[bool],
     ) -> list[MetricModel]:
-        """Return the models of all metrics, each with its own stored hyperparameters; empty if a metric has no observations."""
+        """Return the models of all metrics; empty if a metric has no observations."""
         kept = study._storage.get_study_system_attrs(study._study_id)
         first = [read_losses(t, maximize=maximize[0], epochs=self._epochs) for t in observed]
         others = build_secondary_curves(observed, maximize, self._epochs)
@@ -198,7 +198,7 @@ class MultiObjectiveSuggester:
         Args:
             study: study of the trials.
             kept: system attributes of the study.
-            told: the trials.
+            observed: the trials.
             distributions: distributions of their parameters.
             name: system attribute of the hyperparameters.
             curves: per trial, losses by epoch, empty if unknown; None for the reported values.
@@ -228,7 +228,7 @@ class MultiObjectiveSuggester:
         distributions: dict[str, BaseDistribution],
         broken: np.ndarray,
     ) -> tuple[Posterior, float] | None:
-        """Return the posterior of the constraint violation and its score at violation 0; None if no trial violates one."""
+        """Return the posterior of the constraint violation and its score at 0; None if no trial violates one."""
         if not (broken > 0).any():
             return None
         kept = study._storage.get_study_system_attrs(study._study_id)
@@ -350,7 +350,7 @@ def build_secondary_curves(
 ) -> list[list[dict[int, float]]]:
     """Return, per metric but the first, the losses of each trial by epoch; empty where unknown.
 
-    A loss is that of the best epoch so far by the first metric. A steady metric has one loss per trial, at the last epoch.
+    A loss is that of the best epoch so far by the first metric. A steady metric has one per trial, at the last epoch.
     """
     every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []

@@ -76,7 +76,7 @@ class Space:
         return self._as_run(self._any(random, count))
 
     def perturb(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
-        """Return `count` neighbors of each of `rows` [n, parameters], with step lengths of several orders of magnitude."""
+        """Return `count` neighbors of each of `rows` [n, parameters], with short and long steps."""
         filled = np.where(np.isnan(rows), self._any(random, len(rows)), rows)
         moved = np.repeat(filled, count, axis=0)
         lengths = 10 ** random.uniform(*_STEP_EXPONENTS, size=len(moved))
@@ -128,7 +128,7 @@ class _Rule:
 
 
 def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
-    """Infer the conditions of parameters that some rows lack, each after the condition of the parameter that it depends on.
+    """Infer the conditions of parameters that some rows lack, each after that of the parameter that it depends on.
 
     A parameter that follows no other one counts as unconditional.
     """
