@@ -45,12 +45,12 @@ _LONGEST_NAME = 100  # of the spec
 
 
 def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
-    """Make the study with all its trials, under the first name that nobody has.
+    """Create the study with all its trials, under the first free name.
 
     Args:
         study: the search.
-        of: what is trained again.
-        chosen: the trials of the search that it names, by their numbers.
+        of: the configurations to retrain.
+        chosen: the trials of the search that `of` names, by number.
     """
     for number in itertools.count(1):
         spec = _make_spec(study.spec, of, number)
@@ -62,7 +62,7 @@ def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[i
                 trials=_make_trials(of, chosen),
             )
         except DuplicatedStudyError:
-            continue  # an earlier one, or somebody's study of that name
+            continue  # an earlier set, or an unrelated study
         name_metric(study.storage, spec)
         return StoredStudy(spec, study.storage, made)
     raise AssertionError("names do not run out")
@@ -80,8 +80,7 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "timeout": None,
         "budget_epochs": None,
         "budget_seconds": None,
-        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen. Of
-        # the runs of a refit it is one, whose model is made then.
+        # `promote` uses the model of the trial in the search. Of a refit it uses one run, and exports the model then.
         "models": "none",
         "finalists_of": of.model_dump(),
     }
@@ -89,7 +88,7 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
 
 
 def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
-    """Return what the study is to have: what its workers need of the search's attributes, a folder, and its spec."""
+    """Return the attributes of the study: those of the search that its workers need, a folder, and its spec."""
     theirs = study.attrs
     shared = {
         key: theirs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in theirs
@@ -98,7 +97,7 @@ def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
 
 
 def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials as `Study.enqueue_trial` makes them, their parameters fixed."""
+    """Return waiting trials with fixed parameters, as `Study.enqueue_trial` creates them."""
     return [
         create_trial(
             state=TrialState.WAITING,
@@ -109,27 +108,27 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
     ]
 
 
-TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
+TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds remove most of the selection bias
 
 
 def create_or_join(
     study: StoredStudy, *, top: int | None, seeds: int | None, new_set: bool = False, infeasible: bool = False
 ) -> tuple[StoredStudy, bool]:
-    """Choose the finalists of a study and enqueue all their trials, or join the set that was chosen before.
+    """Choose the finalists of a study and enqueue their trials, or join the existing set.
 
     Args:
-        study: the study, whose search is over.
-        top: how many of its best configurations; `TOP`, or as the set has it, unless given. Of several metrics they
-            are of the front, all of it unless given, else those that have most room about them.
-        seeds: how many fresh seeds, the same for all; `SEEDS`, or as the set has it, unless given.
-        new_set: choose anew, by the search as it is now and on seeds that no set has had.
-        infeasible: whether trials may be among them that break a constraint.
+        study: the search, which must be over.
+        top: number of best configurations; None stands for `TOP` or the existing set's. With several metrics, None
+            takes the whole Pareto front, and a number takes its members with the largest crowding distance.
+        seeds: number of new seeds, common to all; None stands for `SEEDS` or the existing set's.
+        new_set: choose again by the current search, on seeds that no other set has.
+        infeasible: whether to include trials that violate a constraint.
 
     Returns:
-        The study of the finalists, and whether it was made now.
+        The study of the finalists, and whether it was created by this call.
 
     Raises:
-        SearchError: the search is not over, no trial of it is complete, or the set has another top or other seeds.
+        SearchError: the search is not over, it has no complete trial, or the set has another `top` or `seeds`.
     """
     with name_lock(study.engine, study.spec.name):
         chosen = None if new_set else find_newest_set(study)
@@ -162,15 +161,15 @@ def _describe_no_finalist(study: StoredStudy) -> str:
 def select_finalists(
     study: StoredStudy, top: int, *, removed: bool = False, infeasible: bool = False
 ) -> list[FrozenTrial]:
-    """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest.
+    """Return the best COMPLETE trials, best first. Ties and equal configurations give the trial with the lowest number.
 
-    Of several metrics they are of the front.
+    With several metrics, only trials of the Pareto front are returned.
 
     Args:
         study: the study.
-        top: how many.
-        removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
-        infeasible: whether one does that breaks a constraint.
+        top: maximum number of trials.
+        removed: whether to include trials whose model was deleted, which cannot be tested or promoted.
+        infeasible: whether to include trials that violate a constraint.
     """
     spec = study.spec
     found = [
@@ -189,12 +188,12 @@ def select_finalists(
 
 
 def list_excluded_trials(study: StoredStudy, top: int) -> list[int]:
-    """Return the trials that would be among the best `top`, had their models not been removed."""
+    """Return the trials that would be among the best `top` if their models had not been deleted."""
     return [t.number for t in select_finalists(study, top, removed=True) if REMOVED in t.user_attrs]
 
 
 def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
-    """Return seeds that nothing of the study was trained on, derived from the study's and what they are for."""
+    """Return seeds that no training of the study has used, derived from the study's seed and `purpose`."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
     for names in (read_finalist_studies, read_refit_studies):
         for name in names(study.engine, study.study_id):
@@ -224,7 +223,7 @@ def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | 
 
 
 def _check_search_ended(study: StoredStudy) -> None:
-    """Refuse to choose while better trials may come."""
+    """Reject a search that may still find better trials."""
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):
         return

@@ -1,8 +1,7 @@
-"""The refit of a study's winner: its configuration, trained on train and validation, on some fresh seeds.
+"""The refit of a study's winner: its configuration, trained on training and validation data with several new seeds.
 
-How many epochs it takes was chosen by the winner's fresh runs, on samples that they were not trained on; the refit has
-none of these left. So it cannot choose among its seeds by a score either, and takes the run of the median training
-loss: neither a lucky one nor an unlucky one.
+The number of epochs is the winner's from its runs on new seeds. A refit has no validation data left to choose among its
+seeds, so the run with the median training loss is used.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Refit:
-    """A refit, as it stands.
+    """State of a refit.
 
     Attributes:
-        study: name of the study that it is trained in.
-        of: number of the winner, in the search.
-        epochs: that each run takes.
-        seeds: of the runs.
-        losses: the training loss of each run's last epoch; None where it has not ended, failed or diverged.
-        reasons: why a loss is missing, for each run; None where it is there.
-        taken: number of the run that is promoted; None until all have ended, and where none has a loss.
-        pending: how many runs have not ended.
+        study: name of the study that trains it.
+        of: trial number of the winner in the search.
+        epochs: number of epochs of each run.
+        seeds: seeds of the runs.
+        losses: training loss of each run's last epoch; None if it has not ended, failed or diverged.
+        reasons: per run, why the loss is missing; None if it exists.
+        taken: number of the run to promote; None until all have ended, and if none has a loss.
+        pending: number of unfinished runs.
     """
 
     study: str
@@ -55,18 +54,19 @@ class Refit:
 def create_or_join_refit(
     study: StoredStudy, *, seeds: int | None, trial: int | None = None
 ) -> tuple[StoredStudy, bool]:
-    """Make the refit of a study's winner with all its trials, or join the one that was made before.
+    """Create the refit of a study's winner with all its trials, or join the existing one.
 
     Args:
         study: the search.
-        seeds: how many; `SEEDS`, or as it was made, unless given.
-        trial: the winner, where somebody names it.
+        seeds: number of runs, odd; None stands for `SEEDS` or the existing refit's.
+        trial: number of the expected winner; None takes the winner.
 
     Returns:
-        The study of the refit, and whether it was made now.
+        The study of the refit, and whether it was created by this call.
 
     Raises:
-        SearchError: no finalists have decided, or for another trial; or it was made with other seeds.
+        SearchError: `seeds` is even or differs from the existing refit's, the finalists have no result, or another
+            trial won.
     """
     if seeds is not None and seeds % 2 == 0:
         raise SearchError(f"--refit-seeds {seeds}: give an odd number, so that one run is the median of all")
@@ -101,14 +101,14 @@ def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, in
 
 
 def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
-    """Return how many epochs the winner's fresh runs chose: the median.
+    """Return the median of the numbers of epochs that the winner's runs on new seeds selected.
 
-    Of an even number it is the higher of the middle two, for of epochs with equal scores a run chooses the first.
+    For an even number of runs it is the upper median, because a run selects the first of several equal epochs.
 
     Args:
         study: the search.
-        chosen: the study that holds its finalists.
-        winner: number of one, in the search, that has a value for each seed.
+        chosen: the study of its finalists.
+        winner: trial number, in the search, of a finalist with a value for each seed.
     """
     of = _get_finalists_of(chosen)
     runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.assignment(trial.number)[0] == winner]
@@ -116,7 +116,7 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
 
 
 def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
-    """Return the epochs, from 0, that the halves of a run's validation samples chose; else its best one."""
+    """Return the epochs, from 0, that the cross-fitted halves of a run selected; without them, its best epoch."""
     if epochs := run.user_attrs.get(FRESH, {}).get("epochs"):
         return list(epochs)
     sign = -1 if maximize else 1
@@ -139,10 +139,10 @@ def _get_finalists_of(study: StoredStudy) -> FinalistsOf:
 
 
 def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStudy, Refit]:
-    """Return the study that holds the refit of the winner, and the refit.
+    """Return the study of the winner's refit, and the refit.
 
     Raises:
-        SearchError: there is no refit; or no finalists have decided, or for another trial than `trial`.
+        SearchError: there is no refit, the finalists have no result, or another trial than `trial` won.
     """
     chosen, winner = _find_winner(study, trial)
     made = _find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
@@ -153,7 +153,7 @@ def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStud
 
 
 def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
-    """Return the run of a refit that is promoted.
+    """Return the run of a refit to promote.
 
     Raises:
         SearchError: some runs have not ended, or none has a training loss.
@@ -169,7 +169,7 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
 
 
 def tabulate_refit(made: StoredStudy) -> Refit:
-    """Return what the runs of a refit came to."""
+    """Return the state of a refit."""
     of = _get_finalists_of(made)
     assert of.refit is not None
     trials = [trial for trial in made.trials() if trial.number < made.spec.n_trials]
@@ -189,7 +189,7 @@ def tabulate_refit(made: StoredStudy) -> Refit:
 
 
 def format_refit(made: StoredStudy, found: Refit) -> list[str]:
-    """Return what a refit came to, in lines of plain text: the training loss of each run, and which one is taken."""
+    """Return one line per run with its training loss, and a mark at the selected run."""
     lines = []
     for number, (seed, loss, why) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
         said = why if loss is None else f"train loss {loss:.6g}"
@@ -201,7 +201,7 @@ def format_refit(made: StoredStudy, found: Refit) -> list[str]:
 
 
 def list_promotions(study: StoredStudy) -> list[Promotion]:
-    """Return the promotions of a study's trials and of refits of its winners, the first one first."""
+    """Return the promotions of a study's trials and of its refits, oldest first."""
     refits = [find_study(study.storage, name) for name in read_refit_studies(study.engine, study.study_id)]
     of = [study.study_id, *(each for each in refits if each is not None)]
     found = [promotion for study_id in of for promotion in read_promotions(study.engine, study_id)]
@@ -209,6 +209,6 @@ def list_promotions(study: StoredStudy) -> list[Promotion]:
 
 
 def list_current_promotions(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
-    """Return the promotions of a study and its refits, or of one trial, whose aliases still name the version."""
+    """Return the promotions of a study and its refits, or of one trial, whose alias still names the version."""
     found = list_promotions(study) if trial is None else read_promotions(study.engine, study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]

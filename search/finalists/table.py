@@ -74,7 +74,7 @@ class Finalists:
         pending: number of unfinished trials.
         error: standard error of the difference of two means; None if unknown.
         expected: expected test score of the winner; None without a winner, or if the runs had no new splits.
-        front: Pareto front by the means, best first metric first, for multi-objective studies; empty until all have ended.
+        front: Pareto front by the means, best first metric first; empty until all have ended, and for one metric.
     """
 
     winner: int | None

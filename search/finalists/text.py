@@ -1,4 +1,4 @@
-"""The finalists as a person reads them: a table, and what it says in sentences."""
+"""The finalists as text: a table and its summary in sentences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # verdicts that 
 
 
 def format_confirmation(study: StoredStudy) -> list[str]:
-    """Return what finalists and the test set say of a study's best trial, in lines of plain text; none without any."""
+    """Return lines about the finalists and the test evaluation of a study; empty without any."""
     counting, newest = read_finalists(study), find_newest_set(study)
     lines = [] if counting is None else format_finalists(study, counting)
     if counting is not None and newest is not None and newest.spec.name != counting.study:
@@ -28,16 +28,16 @@ def format_confirmation(study: StoredStudy) -> list[str]:
 
 
 def compute_optimism(study: StoredStudy, row: FinalistRow) -> float | None:
-    """Return by how much the search's value of a finalist is better than its mean on fresh seeds."""
+    """Return by how much the search value of a finalist is better than its mean on new seeds; None without a mean."""
     if row.mean is None:
         return None
     return row.search_value - row.mean if study.spec.maximize else row.mean - row.search_value
 
 
 def rank_finalists(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
-    """Return the rows by their means, the best one first; those that lack a value come last, in the search's order.
+    """Return the rows, best mean first; incomplete ones come last, in the order of the search.
 
-    Of several metrics by the first, those of the front before all others.
+    With several metrics, the front comes first, and the first metric decides.
     """
     means = {row.trial: row.mean for row in found.rows if row.is_complete and row.mean is not None}
     whole = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
@@ -72,7 +72,7 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
 
 
 def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
-    """Return what became of a finalist in words; nothing until all have ended."""
+    """Return the verdict on a finalist as text; empty until all runs have ended."""
     if found.pending:
         return ""
     verdict = found.verdict(row)
@@ -86,7 +86,7 @@ def format_verdict_word(verdict: str) -> str:
 
 
 def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
-    """The table of several metrics: of each what the search said, and the mean on fresh seeds."""
+    """Return the table of a multi-objective study: per metric, the search value and the mean on new seeds."""
     numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "fresh mean")))
     table = plain_table(*numbers, "", right=numbers)
     for row in rank_finalists(study, found):
@@ -97,7 +97,7 @@ def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
 
 
 def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
-    """Return what the table says: who wins, whether that is a tie, and by how much the search over-stated."""
+    """Return lines with the winner, its ties, its expected test score, and the selection bias of the search."""
     n_seeds = len(found.seeds)
     seeds = describe_resampling(found)
     if found.pending:
@@ -135,7 +135,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
 
 
 def _format_front(found: Finalists) -> list[str]:
-    """What the table of several metrics says: who is still on the front."""
+    """Return lines with the Pareto front of the finalists."""
     on = describe_resampling(found)
     if len(found.front) == 1:
         lines = [f"winner: trial {found.front[0]}, which dominates all other finalists on {on}"]
@@ -149,24 +149,24 @@ def _format_front(found: Finalists) -> list[str]:
 
 
 def describe_resampling(found: Finalists) -> str:
-    """Return what the finalists were trained on, in words."""
+    """Return the number of new seeds or splits, as text."""
     return pluralize(len(found.seeds), "fresh division" if found.is_resplit else "fresh seed")
 
 
 def format_interval(expected: ExpectedScore) -> str:
-    """Return the interval in words."""
+    """Return the prediction interval as text."""
     return f"{expected.low:.4f} to {expected.high:.4f} ({LEVEL:.0%})"
 
 
 def describe_method(found: Finalists) -> str:
-    """Return what the numbers of the finalists rest on, in a sentence."""
+    """Return whether each seed had a new split, as text."""
     if found.is_resplit:
         return "train and validation were divided anew for each seed"
     return "data() gives fixed parts, or a test split that depends on them, so that seeds alone are fresh"
 
 
 def format_test_result(study: StoredStudy, opening: TestEvaluation, found: Finalists | None = None) -> str:
-    """Return a line on the opened test set, and whether it is as the finalists that chose its trial let expect."""
+    """Return a line with the test score, and whether it is within the prediction interval of the finalists."""
     sure = "" if opening.finalists else ", unconfirmed by finalists"
     if opening.scores is None:
         return f"test set: opened {opening.description}{sure}; its scores are not written yet"
@@ -176,7 +176,7 @@ def format_test_result(study: StoredStudy, opening: TestEvaluation, found: Final
 
 
 def _compare_with_interval(study: StoredStudy, opening: TestEvaluation, found: Finalists | None) -> str:
-    """Return in words where the test score lies; nothing where nothing was expected of it."""
+    """Return the position of the test score relative to the prediction interval; empty without an interval."""
     if (
         found is None
         or found.expected is None

@@ -34,8 +34,8 @@ def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> W
     Breiman et al., *Classification and Regression Trees*, 1984, section 3.4.3). Finalists and seeds form a randomised
     block design with the seeds as blocks (Box, Hunter and Hunter, *Statistics for Experimenters*, 2nd edition, 2005,
     chapter 4): the common effect of a seed is removed, and the variance is pooled over all finalists, because two seeds
-    give a pair only one degree of freedom. With r_ij the residual of finalist i of k and seed j of s after its row's and
-    its column's mean,
+    give a pair only one degree of freedom. With r_ij the residual of finalist i of k and seed j of s after its row's
+    and its column's mean,
 
         variance = sum r_ij^2 / ((k - 1) (s - 1)),    error = sqrt(2 variance / s)
 
@@ -118,15 +118,15 @@ def estimate_test_score(
     """Estimate the test score of the winner's model, which the search trained.
 
     The winner's mean is the best of several and therefore biased. It is shrunk towards the mean of all finalists by the
-    best linear unbiased prediction (Henderson 1975, *Biometrics* 31), with E the squared error of a mean and B the variance
-    of the means, by the factor
+    best linear unbiased prediction (Henderson 1975, *Biometrics* 31), with E the squared error of a mean and B the
+    variance of the means, by the factor
 
         max(0, 1 - E / B)
 
-    The prediction error has three sources: the variation between runs, the validation samples, which all come from the n
-    samples that the study trains on, and a test set of t samples. The model is itself one run. With s runs of a finalist,
-    w their variance about its mean, pooled over finalists, b the standard error of a run from its v samples, and
-    f = v / n the share of samples that two splits have in common (1 if `data()` fixes the split),
+    The prediction error has three sources: the variation between runs, the validation samples, which all come from the
+    n samples that the study trains on, and a test set of t samples. The model is itself one run. With s runs of a
+    finalist, w their variance about its mean, pooled over finalists, b the standard error of a run from its v samples,
+    and f = v / n the share of samples that two splits have in common (1 if `data()` fixes the split),
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
@@ -172,8 +172,8 @@ def estimate_test_score(
 def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:
     """Return the error of a run from its samples, which is positive even if no resample differs.
 
-    A proportion p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); for other metrics the
-    error is unknown.
+    A proportion p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); for other metrics
+    the error is unknown.
     """
     if run.error is None or run.error > 0:
         return run.error
