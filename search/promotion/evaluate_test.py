@@ -1,8 +1,7 @@
-"""The sealed test set of a study: opened once, for the winner, after the choice.
+"""The test set of a study: evaluated once, with the winner's model.
 
-Everything that can go wrong is tried before: the weights are fetched, put into their model, and must score on the
-validation data what they scored when they were trained. Only then is the opening written to the database, which
-refuses a second one, and only after that is the test data scored.
+All checks come first: the weights are downloaded, loaded, and must reproduce the validation value. Only then is the
+evaluation recorded in the database, which rejects a second one, and only after that is the test data scored.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from hpsearch.storage.records.test_evaluations import (
 
 @dataclass(frozen=True)
 class Candidate:
-    """For whom a test set is to be opened.
+    """Model to evaluate on the test set.
 
     Attributes:
-        trial: of the study.
-        finalists: name of the study whose finalists chose it; None: nobody confirmed it.
-        refit: the study that holds the refit which is scored in place of the trial's own model, and its run.
+        trial: trial of the study.
+        finalists: name of the study whose finalists chose it; None if unconfirmed.
+        refit: study of the refit and its run, which is scored instead of the trial's own model.
     """
 
     trial: FrozenTrial

@@ -35,30 +35,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evidence:
-    """The lineage of a trial's model; plain values, kept with the promotion.
+    """Lineage of a trial's model. Its plain values are stored with the promotion.
 
     Attributes:
         study: name of the study.
-        study_id: its number in the database.
+        study_id: id of the study in the database.
         trial: number of the trial.
-        run_id: its MLflow run.
-        run_url: the page of that run.
-        attempts: how often the trial was started.
-        metric: the validation metric that was optimised.
-        value: what the trial scored by it, chosen as one of many: too good by that choice.
+        run_id: id of its MLflow run.
+        run_url: page of that run.
+        attempts: number of attempts of the trial.
+        metric: the optimised validation metric.
+        value: value of the trial in the search, which has selection bias.
         reason: why the trial ended.
-        params: what the sampler suggested.
-        config: the resolved training configuration; None where the run has none.
-        seed: of the training.
-        git_sha: commit of the objective's source; None where there was none.
-        git_dirty: whether the source differed from it.
-        data_sha256: of the data as it was split.
-        finalists: the finalists' table; None without any.
-        test: the opening of the test set for this trial, with its scores; None while it is sealed.
-        unconfirmed: why the choice of this trial is not confirmed; empty when it is.
-        refit: of a refit the search and its trial, the epochs, the seeds and training losses of its runs, and the one
-            that was taken; `value` is then of samples that it was trained on. None of a trial of a search.
-        weights_only: why the model is but a checkpoint, which takes the objective's code; empty when it is exported.
+        params: the suggested parameters.
+        config: the resolved training configuration; None if the run has none.
+        seed: training seed.
+        git_sha: commit of the objective's source; None if unknown.
+        git_dirty: whether the source had uncommitted changes.
+        data_sha256: hash of the split data.
+        finalists: table of the finalists; None without any.
+        test: test evaluation of this trial, with its scores; None before it.
+        unconfirmed: why the choice of this trial is not confirmed; empty if it is.
+        weights_only: why the model is only a checkpoint, which needs the objective's code; empty if it is exported.
+        refit: for a refit, the search, its trial, epochs, seeds and training losses of the runs, and the selected run.
+            `value` is then measured on training samples. None for a trial of a search.
     """
 
     study: str
@@ -83,20 +83,20 @@ class Evidence:
     refit: dict[str, Any] | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """Return it as plain values for the database."""
+        """Return the plain values for the database."""
         return {**asdict(self), "confirmed": not self.unconfirmed}
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What confirms the choice of a study's trial, read once: finalists, the opening of the test set, the refit.
+    """Everything that confirms the choice of a trial, read once.
 
     Attributes:
-        study: the study of the trial: a search, its finalists or a refit.
+        study: study of the trial: a search, its finalists or a refit.
         search: the search.
-        finalists: of the search; None without any.
-        opening: of its test set; None while it is sealed.
-        refit: the refit that `study` holds; None of any other study.
+        finalists: finalists of the search; None without any.
+        opening: test evaluation of the search; None before it.
+        refit: the refit that `study` trains; None for other studies.
     """
 
     study: StoredStudy
@@ -107,13 +107,13 @@ class Confirmation:
 
     @classmethod
     def read(cls, study: StoredStudy) -> Confirmation:
-        """Read it from the database."""
+        """Read the confirmation from the database."""
         refit = None if study.spec.refit is None else tabulate_refit(study)
         search = study if refit is None else load_parent_study(study)
         return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
     def is_opened_for(self, trial: int) -> bool:
-        """Whether the test set was opened for the model of this trial; of a refit only that of one run counts."""
+        """Return whether the test set was evaluated with the model of this trial; for a refit, with its selected run."""
         if self.opening is None:
             return False
         if self.refit is not None:
@@ -121,10 +121,10 @@ class Confirmation:
         return self.opening.refit is None and self.opening.trial_number == trial
 
     def why_unconfirmed(self, trial: int) -> str:
-        """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
+        """Return why the choice of a trial is not confirmed; empty if it is.
 
-        Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened
-        for it: the best of many trials over-states itself. Of a refit the test set is the only judge.
+        A confirmed trial won among finalists on new seeds, and was evaluated on the test set, because the best of many
+        trials has selection bias. A refit needs only the test evaluation.
         """
         if why := self._why_not_chosen(trial) if self.refit is None else self._why_not_taken(self.refit, trial):
             return why
@@ -161,7 +161,7 @@ class Confirmation:
 
 
 def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClient) -> Evidence:
-    """Return what is known of a trial and its model now; what MLflow does not give is left out."""
+    """Return the evidence of a trial and its model; values that MLflow does not return are None."""
     study, refit = found.study, found.refit
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
@@ -195,7 +195,7 @@ def _opening(opening: TestEvaluation) -> dict[str, Any]:
 
 
 def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
-    """Return the run's `config.yaml`: configuration, seeds, data and environment of the training."""
+    """Return the run's `config.yaml`: configuration, seeds, data and environment of the training; empty if unavailable."""
     try:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
@@ -209,12 +209,12 @@ _UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the 
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:
-    """Return the tags of a model version, by which programs read its evidence."""
+    """Return the tags of a model version with its evidence."""
     tags = {key: value for key, value in vars(evidence).items() if key not in _UNTAGGED_FIELDS}
     tags |= {"metric": f"val_{evidence.metric}", "confirmed": str(not evidence.unconfirmed).lower()}
     if evidence.git_sha and evidence.git_dirty:
         tags["git_sha"] += " (with changes)"
-    # An empty reason is written too: it replaces that of a version which was confirmed since.
+    # An empty reason replaces the reason of a version that is confirmed now.
     return {
         tag_names.PREFIX + key: json.dumps(value) if isinstance(value, dict) else str(value)
         for key, value in tags.items()
@@ -222,21 +222,21 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
     }
 
 
-HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's
+HEADING = "## Lineage"  # the text above it is the user's
 
 
 def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
-    """Return the description of a version.
+    """Return the description of a model version.
 
     Args:
-        evidence: of its trial.
-        address: of the version: ``models:/digits/3``.
-        written: the description as it is; what a person wrote above our heading stays.
+        evidence: evidence of its trial.
+        address: URI of the version: ``models:/digits/3``.
+        written: current description; text above `HEADING` is kept.
     """
     own = written.partition(HEADING)[0].rstrip()
     room = DESCRIPTION_LIMIT - len(own) - 2
     card = "\n".join(_card(evidence, address))
-    if len(card) > room:  # what comes last, the parameters, is in the tags as well
+    if len(card) > room:  # the parameters at the end are in the tags too
         card = card[: max(room - 4, 0)].rpartition("\n")[0] + "\n..."
     return f"{own}\n\n{card}".lstrip()[:DESCRIPTION_LIMIT]
 
@@ -270,7 +270,7 @@ def _loading(evidence: Evidence, address: str) -> str:
 
 
 def _refit(refit: dict[str, Any]) -> list[str]:
-    """Return what a refit is, and the training loss of each of its runs."""
+    """Return the lines about a refit, with the training loss of each run."""
     runs = [
         (f"**{number}**" if number == refit["taken"] else str(number), str(seed), _number(loss))
         for number, (seed, loss) in enumerate(zip(refit["seeds"], refit["losses"], strict=True))

@@ -37,17 +37,17 @@ from hpsearch.storage.records.promotions import Promotion, record_promotion
 
 @dataclass(frozen=True)
 class PromotionResult:
-    """What a promotion came to.
+    """Result of a promotion.
 
     Attributes:
         trial: number of the trial.
         model: name of the registered model.
-        version: its version.
-        alias: that names the version now.
-        replaced: the version that the alias named before; None if it named none, or this one.
-        unconfirmed: why the choice is not confirmed; empty when it is.
-        checkable: whether `serve-check` can judge it: the trial told of its data.
-        made: whether its model was made now, from its best checkpoint.
+        version: number of the version.
+        alias: alias of the version.
+        replaced: version that the alias named before; None if it named none or this one.
+        unconfirmed: why the choice is not confirmed; empty if it is.
+        checkable: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
+        made: whether this call made the model from the best checkpoint.
     """
 
     trial: int
@@ -61,7 +61,7 @@ class PromotionResult:
 
     @property
     def previous(self) -> str:
-        """The alias of the version that was replaced."""
+        """The alias of the replaced version."""
         return previous_alias(self.alias)
 
 
@@ -75,26 +75,26 @@ def promote(
     model: str | None = None,
     infeasible: bool = False,
 ) -> PromotionResult:
-    """Register a trial's model, with its evidence, and let an alias name it.
+    """Register a trial's model with its evidence, and set an alias.
 
-    The model of a trial that left none is made from its best checkpoint. Safe to repeat: what is there already is
-    used. The alias is set before the database is told, so that a death in between leaves a promotion that
-    :mod:`hpsearch.search.promotion.registry_watch` records, with the name that the version's tag holds.
+    A trial without a model gets one from its best checkpoint. Idempotent: existing parts are reused. The alias is set
+    before the database is updated; if the process dies in between, :mod:`hpsearch.search.promotion.registry_watch`
+    records the promotion, with the user in the version's tag.
 
     Args:
         study: the study.
-        tracking: the MLflow server that has its runs.
-        trial: the trial's number; the winner of the finalists unless given, or else the best trial. Of several metrics
-            it has to be given, unless one dominates all others.
-        refit: whether the refit of the winner is promoted instead of the trial.
-        alias: for the version; what had it gets `previous_alias` of it.
-        model: name of the registered model; the study's name unless given.
-        infeasible: whether a trial will do that breaks a constraint.
+        tracking: the MLflow server with its runs.
+        trial: number of the trial; None takes the winner of the finalists, or else the best trial. A multi-objective
+            study needs it unless one trial dominates all others.
+        refit: whether to promote the refit of the winner.
+        alias: alias of the version; its former version gets `previous_alias` of it.
+        model: name of the registered model; None takes the study's name.
+        infeasible: whether to accept a trial that violates a constraint.
 
     Raises:
-        SearchError: the trial has nothing to promote, or the refit is not trained.
-        ObjectiveError: its model is to be made, and today's code does not fit its weights.
-        StorageError: MLflow refuses, or is away.
+        SearchError: the trial has no model to promote, or the refit is not trained.
+        ObjectiveError: the weights of a model to make do not fit the current code.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     if (of := study.spec.finalists_of) is not None:
         again = format_command("promote", of.study) if of.refit is None else study.resume_command
@@ -118,12 +118,12 @@ def promote(
 
 
 def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> PromotionResult:
-    """Register the model of a COMPLETE trial under a name, with its evidence, and let an alias name it.
+    """Register the model of a COMPLETE trial with its evidence, and set an alias.
 
     Raises:
-        SearchError: its model is not to be had.
-        ObjectiveError: its model is to be made, and today's code does not fit its weights.
-        StorageError: MLflow refuses, or is away.
+        SearchError: the model is unavailable.
+        ObjectiveError: the weights of a model to make do not fit the current code.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     study, registry = found.study, Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
@@ -155,10 +155,10 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
 
 
 def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
-    """Update the evidence of a study's promotions, where finalists or the test set have changed it.
+    """Update the evidence of a study's promotions after finalists or the test evaluation have changed it.
 
     Raises:
-        StorageError: MLflow refuses, or is away.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     changed: list[tuple[Promotion, StoredStudy]] = []
     for each in list_current_promotions(study):
@@ -180,7 +180,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
-    """Write the evidence of a trial as the tags and the description of a version of its model."""
+    """Write the evidence of a trial to the tags and the description of a model version."""
     text = describe(evidence, address=version.uri, written=version.description)
     registry.update_version(version, tags=version_tags(evidence), description=text)
 
@@ -201,7 +201,7 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
 
 
 def describe_no_candidate(study: StoredStudy) -> str:
-    """Return why no trial of a study can be promoted, and what to do."""
+    """Return why no trial of a study can be promoted, and the remedy."""
     if study.best_trials(infeasible=True):
         return "all that have run to their end break a constraint; promote one all the same with --infeasible"
     return "none has run to its end"
@@ -217,7 +217,7 @@ _NOT_PROMOTABLE = {
 
 
 def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
-    """Refuse a trial that has not run to its end, or that has no run in MLflow."""
+    """Reject a trial that is not complete or has no MLflow run."""
     attrs = trial.user_attrs
     if trial.state == TrialState.COMPLETE and RUN_ID in attrs:
         return
@@ -237,30 +237,30 @@ _MAX_NEAREST = 3  # trials that are named where none will do
 
 @dataclass(frozen=True)
 class Condition:
-    """What a metric has to be: ``accuracy >= 0.98``."""
+    """Bound on a metric: ``accuracy >= 0.98``."""
 
     metric: str
     sign: str
     limit: float
 
     def holds(self, values: Mapping[str, float]) -> bool:
-        """Whether a trial's values keep to it."""
+        """Return whether the values satisfy the condition."""
         return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
 
     def violation(self, values: Mapping[str, float]) -> float:
-        """By how much they do not."""
+        """Return by how much the values violate the condition; 0 if they satisfy it."""
         return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
 
 
 def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], list[str]]:
-    """Return the conditions of a preference, and the metrics that rank the trials that meet them, in their order.
+    """Return the conditions of a preference, and the metrics that rank the trials that satisfy them.
 
     Args:
         text: such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
         ways: the metrics of the study.
 
     Raises:
-        SearchError: it cannot be read, or names another metric.
+        SearchError: the text has a syntax error or another metric.
     """
     conditions: list[Condition] = []
     then: list[str] = []
@@ -290,7 +290,7 @@ def _parse_limit(text: str, given: str) -> float:
 def resolve_trial(
     study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
 ) -> int | None:
-    """Return the trial that is named, or the one that a preference selects; None if neither is given.
+    """Return the given trial, or the one that a preference selects; None if neither is given.
 
     Raises:
         SearchError: both are given, or no trial satisfies the preference.
@@ -303,12 +303,12 @@ def resolve_trial(
 
 
 def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
-    """Return the number of the trial of a study's front that a sentence prefers.
+    """Return the number of the trial of the Pareto front that a preference selects.
 
-    If finalists were trained, the front is that of their means on fresh seeds.
+    With finalists, the front is that of their means on new seeds.
 
     Raises:
-        SearchError: the preference cannot be read, no trial meets it, or the study has one metric.
+        SearchError: the preference cannot be parsed, no trial satisfies it, or the study has one metric.
     """
     spec = study.spec
     if not spec.is_multi_objective:
@@ -327,7 +327,7 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
 def _list_candidates(
     study: StoredStudy, finalists: Finalists | None, *, infeasible: bool
 ) -> dict[int, dict[str, float]]:
-    """Return the trials of the front with their values: means on fresh seeds where there are any."""
+    """Return the trials of the Pareto front with their values: means on new seeds if there are any."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
@@ -335,7 +335,7 @@ def _list_candidates(
 
 
 def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
-    """The trials that miss the conditions by least, each in units of what the front spans."""
+    """Return the trials with the smallest violations, each relative to the range of the front."""
     metrics = {each.metric for each in conditions}
     span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
 

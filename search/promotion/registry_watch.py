@@ -1,8 +1,8 @@
-"""Promotions made in the MLflow UI are noticed: the study records them, the version gets its evidence.
+"""Synchronization of promotions made in the MLflow UI: the study records them, and the version gets its evidence.
 
-It is done by asking, not by MLflow's webhooks: those refuse addresses of private networks unless the server's guard
-against forged requests is lifted, and are delivered from memory, with three tries, so that asking would be needed
-besides. When nothing has changed it costs one request of MLflow, and one query of a process's first look.
+It polls instead of using MLflow's webhooks, which reject addresses of private networks unless the server's protection
+against forged requests is disabled, and are delivered from memory with three tries. Without changes, a poll costs one
+MLflow request, and a process's first poll one query.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ Aliases = dict[tuple[str, str], int]  # (model, alias) to version
 
 
 def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | None = None) -> Aliases:
-    """Bring what the studies record of promotions in line with the model registry, and their notes with that.
+    """Update the stored promotions and study notes from the aliases of the model registry.
 
-    Aliases that say what another named before are nobody's promotion.
+    Aliases of previous versions are not promotions.
 
     Args:
-        storage: of the studies.
+        storage: storage of the studies.
         tracking: the MLflow server.
-        known: what this function returned before: while the registry is still so, nothing is to be done.
+        known: earlier return value; if the registry is unchanged, nothing is done.
 
     Returns:
-        What the aliases name.
+        The version of each alias.
 
     Raises:
-        StorageError: MLflow is away, or refuses.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     registry, engine = Registry(tracking.client), storage.engine
     aliases = registry.list_aliases()
@@ -65,7 +65,7 @@ def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Alia
         if not _list_changed_aliases(aliases, read_current_promotions(connection)):
             return aliases
     with registry_lock(engine) as connection:
-        aliases = registry.list_aliases()  # again: a promotion of ours may have been at work
+        aliases = registry.list_aliases()  # again, because a promotion may have held the lock
         changed = _record_changes(connection, storage, tracking, aliases)
     for study in sorted(changed):
         _update_note(storage, study)
@@ -73,7 +73,7 @@ def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Alia
 
 
 def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
-    """Return the aliases (model, alias) that do not name the version that is recorded."""
+    """Return the aliases (model, alias) whose version differs from the recorded one."""
     versions = {key: promotion.version for key, promotion in recorded.items()}
     keys = sorted(aliases.keys() | versions.keys())
     return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
@@ -82,7 +82,7 @@ def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], P
 def _record_changes(
     connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases
 ) -> set[str]:
-    """Record the changed aliases; return the names of the studies whose trials they are of."""
+    """Record the changed aliases; return the names of the affected studies."""
     registry, recorded = Registry(tracking.client), read_current_promotions(connection)
     differing = _list_changed_aliases(aliases, recorded)
     versions = {key: registry.get_version(key[0], aliases[key]) for key in differing if key in aliases}
@@ -114,7 +114,7 @@ def _record(
     version: Version,
     alias: str,
 ) -> None:
-    # Here, because they load torch: a process that only looks is to stay small.
+    # Imported here because they load torch, which a process that only polls does not need.
     from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
     from hpsearch.search.promotion.promote import write_evidence
     from hpsearch.search.study.steering import find_trial
@@ -126,7 +126,7 @@ def _record(
     by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
     try:
         write_evidence(Registry(tracking.client), version, evidence)
-    except StorageError as error:  # such as for want of rights: that it was promoted is true all the same
+    except StorageError as error:  # such as missing permissions; the promotion is recorded anyway
         log.warning("version %d of %s lacks its evidence: %s", version.number, version.model, error)
     record_promotion(connection, evidence.as_record(), version.model, version.number, alias, by=by)
     log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
@@ -146,14 +146,14 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
 
 
 class RegistryWatcher:
-    """Notices promotions every few seconds, in a thread, for as long as the block lasts.
+    """Background thread that synchronizes promotions periodically.
 
-    MLflow or the database being away is no news here: it is tried again.
+    Failures of MLflow or the database are logged at level info, and the thread tries again.
 
     Args:
-        storage: of the studies.
-        tracking: makes, or remembers, the MLflow server; called in the thread.
-        every: seconds between two looks.
+        storage: storage of the studies.
+        tracking: returns the MLflow server; called in the thread.
+        every: interval in seconds.
     """
 
     def __init__(self, storage: PostgresStorage, tracking: Callable[[], Tracking], *, every: float = 5.0) -> None:
@@ -161,7 +161,7 @@ class RegistryWatcher:
         self._tracking = tracking
         self._every = every
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="noticing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="registry-watcher", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -179,9 +179,9 @@ class RegistryWatcher:
                 known = sync_promotions(self._storage, self._tracking(), known=known)
                 told = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
-                log.info("promotions are not noticed for now: %s", describe_error(error))
-            except Exception:  # whatever it is, it must not end the noticing for good
+                log.info("promotions cannot be synchronized: %s; trying again", describe_error(error))
+            except Exception:  # an unexpected error must not end the thread
                 if not told:
-                    log.exception("promotions are not noticed for now")
+                    log.exception("promotions cannot be synchronized; trying again")
                 told = True
             self._end.wait(self._every)

@@ -1,4 +1,4 @@
-"""The best weights of a trial, and a registrable model made of them."""
+"""The best weights of a trial, and the export of a model from them."""
 
 from __future__ import annotations
 
@@ -33,23 +33,29 @@ from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 _VALUE_TOLERANCE = (
-    0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
+    0.01  # relative; another device may differ for a sample, changed code or data differs more
 )
 
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The best weights of a trial; `undone` ends each format_validation_error: what was not done for want of them."""
+    """The best weights of a trial.
+
+    Attributes:
+        study: the study.
+        trial: the trial.
+        undone: end of each error message: the action that failed without the weights.
+    """
 
     study: StoredStudy
     trial: FrozenTrial
     undone: str
 
     def fetch(self, tracking: Tracking, folder: Path) -> Path:
-        """Bring the best weights that the trial logged.
+        """Download the best weights that the trial logged.
 
         Raises:
-            SearchError: they are not to be had.
+            SearchError: the weights are unavailable.
         """
         name, number = self.study.spec.name, self.trial.number
         run_id = self.trial.user_attrs.get(RUN_ID)
@@ -67,10 +73,10 @@ class BestWeights:
             ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return what the file holds.
+        """Return the content of the checkpoint.
 
         Raises:
-            SearchError: it is torn, or of another training.
+            SearchError: the file is damaged, or belongs to another training.
         """
         try:
             best = checkpoint.read(path)
@@ -93,10 +99,10 @@ class BestWeights:
         return best
 
     def verify_score(self, restored: RestoredModel) -> None:
-        """Make sure that the weights score on the validation data what they scored when they were trained.
+        """Check that the weights reproduce the validation value of the trial.
 
         Raises:
-            SearchError: they do not: the code has changed.
+            SearchError: they do not, because the code or data has changed.
         """
         metric = self.study.spec.metric
         now, then = restored.validate()[metric], float(get_first_value(self.trial) or 0.0)
@@ -108,13 +114,12 @@ class BestWeights:
 
 
 def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> str:
-    """Make the model of a COMPLETE trial whose run has none, and return its id. Safe to repeat.
+    """Make the model of a COMPLETE trial without one, and return its id. Idempotent.
 
     Raises:
-        SearchError: its weights are not to be had, or are not what the trial says they are; or its objective makes no
-            model.
-        ObjectiveError: today's code does not fit them.
-        StorageError: MLflow refuses, or is away; or another process makes it.
+        SearchError: the weights are unavailable or do not match the trial, or its objective exports no model.
+        ObjectiveError: the weights do not fit the current code.
+        StorageError: MLflow is unavailable or rejects the model, or another process makes it.
     """
     missing = f"--trial {trial.number}: MLflow has no model of it"
     if removed := trial.user_attrs.get(REMOVED):
@@ -136,9 +141,9 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
 
 
 def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:
-    """What makes the module to export, of weights that score what the trial scored."""
+    """Return the function that exports the model, after verifying the score of the weights."""
     objective = study.objective()
-    if isinstance(objective, LoopObjective):  # nobody but its own loop knows what the value was measured on
+    if isinstance(objective, LoopObjective):  # only a custom loop can measure its value
         if not objective.defines("export"):
             raise SearchError(
                 f"--trial {weights.trial.number}: MLflow has no model of it, and {objective.name} makes none: a "
@@ -151,8 +156,8 @@ def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any
 
 
 def _read_best_epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:
-    """The best epoch, at the time at which the run has it: another one's points would stand there twice."""
+    """Return the record of the best epoch with its timestamp in MLflow: another one would log the metrics twice."""
     history = tracking.client.get_metric_history(run_id, sanitize_name(key))
     at = next((point.timestamp for point in history if point.step == best["epoch"]), int(time.time() * 1000))
-    # MLflow counts milliseconds: of the middle of one, a rounding error makes no other.
+    # MLflow has milliseconds; from the middle of one, a rounding error does not reach another.
     return EpochRecord(epoch=best["epoch"], metrics=dict(best["metrics"]), timestamp=(at + 0.5) / 1000)
