@@ -32,9 +32,7 @@ from hpsearch.storage.mlflow.health import describe_error, mlflow_request
 from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
-_VALUE_TOLERANCE = (
-    0.01  # relative; another device may differ for a sample, changed code or data differs more
-)
+_VALUE_TOLERANCE = 0.01  # relative; another device may differ for a sample, changed code or data differs more
 
 
 @dataclass(frozen=True)
