@@ -26,8 +26,8 @@ def make_rungs(spec: StudySpec) -> Rungs | None:
         spec.epochs,
         promotion.factor,
         spec.maximize,
-        complete=promotion.complete,
-        several=spec.maximized if spec.is_multi_objective else (),
+        min_complete=promotion.complete,
+        maximize_each=spec.maximized if spec.is_multi_objective else (),
     )
 
 

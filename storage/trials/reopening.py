@@ -138,6 +138,6 @@ def reopen_trial(
         if (
             rungs is not None and study is not None and row is not None and row.epoch is None
         ):  # it restarts below the first rung
-            fronts.rerank_all(connection, study_id, rungs.several)
+            fronts.rerank_all(connection, study_id, rungs.maximize_each)
             recompute_cutoffs(connection, study_id, rungs, n_trials=study.n_trials)
     return row is not None, None if row is None else row.epoch

@@ -23,7 +23,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import budget, rows, take
 
-RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))
+RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_each=(True, False))
 
 Vector = list[float]  # accuracy, which is to be high, and latency, which is to be low
 
@@ -53,7 +53,7 @@ def places(engine: sa.Engine, rung: int = 0) -> list[int]:
 
 
 def by_fronts(vectors: list[Vector]) -> list[int]:
-    return sort_by_front(to_losses(vectors, RUNGS.several))
+    return sort_by_front(to_losses(vectors, RUNGS.maximize_each))
 
 
 def promotions(engine: sa.Engine, rung: int) -> set[int]:
@@ -83,7 +83,7 @@ def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.
         pass
     went_on = promotions(engine, 0)
     assert {0, 1, 4} == set(by_fronts(vectors)[:3]) <= went_on
-    losses = to_losses(vectors, RUNGS.several)
+    losses = to_losses(vectors, RUNGS.maximize_each)
     stayed = [number for number in range(len(vectors)) if number not in went_on]
     assert stayed
     for number in (0, 1, 4):
@@ -122,8 +122,8 @@ def test_the_end_of_who_waited_names_its_rank_by_fronts(claims: Claims, storage:
         claims.finish_attempt(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [each.reason for each in ended if isinstance(each, PrunedTrial)] == [
-        "asha pruner at epoch 1 of 4: rank 4 of 4 by fronts at rung 0, where 2 went on by the order of their time",
-        "asha pruner at epoch 1 of 4: rank 3 of 4 by fronts at rung 0, where 2 went on by the order of their time",
+        "asha pruner at epoch 1 of 4: rank 4 of 4 by Pareto fronts at rung 0, promoted: 2, by earlier ranks",
+        "asha pruner at epoch 1 of 4: rank 3 of 4 by Pareto fronts at rung 0, promoted: 2, by earlier ranks",
     ]
     assert isinstance(ended[2], NoTrialAvailable)
     assert [storage.get_trial(claim.trial_id).values for claim in goes_on] == [_FOUR[1], _FOUR[3]]
@@ -188,7 +188,7 @@ def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_an
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.number == 0
-    assert retired.reason.endswith("rank 2 of 2 by fronts at rung 0, where 1 went on by the order of their time")
+    assert retired.reason.endswith("rank 2 of 2 by Pareto fronts at rung 0, promoted: 1, by earlier ranks")
 
 
 def _vector(number: int) -> Vector:

@@ -110,7 +110,7 @@ def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage,
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.number == 2
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, where the best 2 of 4 trials go on"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, promoted: best 2 of 4 trials"
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.1, retired.reason)
     assert trial.user_attrs[PRUNING] == {
@@ -130,7 +130,7 @@ def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
     claims.finish_attempt(runs, Outcome.COMPLETE, value=0.4)  # before it has noted that it has reached the rung
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, where none went on"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, promoted: none"
     assert claims.claim() == NoTrialAvailable(running=0)
     assert not claims.has_trials_left()
 
@@ -164,7 +164,7 @@ def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
-    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3, complete=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3, min_complete=3))
     for number, claim in enumerate([take(claims) for _ in range(6)]):
         claims.report_rung(claim, 0, 1 / (1 + number))
     held = [take(claims) for _ in range(2)]  # the best third of six
@@ -183,7 +183,7 @@ def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
     assert [claim.number for claim in last] == [0, 1, 2]
     assert claims.claim() == NoTrialAvailable(running=0)
     assert isinstance(ended[0], PrunedTrial)
-    assert "where the best 3 of 6 trials go on" in ended[0].reason
+    assert "promoted: best 3 of 6 trials" in ended[0].reason
 
 
 def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, study_id: int) -> None:
@@ -194,7 +194,7 @@ def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, st
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
-    assert reasons[0].endswith("rank 2 of 2 at rung 0, where the best 1 went on")
+    assert reasons[0].endswith("rank 2 of 2 at rung 0, promoted: best 1")
     assert reasons[1].endswith("rank 1 of 2 at rung 0, and the time was up")
 
 

@@ -59,7 +59,7 @@ def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, stor
         pass
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 were pruned" in shown
-    assert "rank 4 of 4 at rung 0, where the best 2 of 4 trials go on" in shown
+    assert "rank 4 of 4 at rung 0, promoted: best 2 of 4 trials" in shown
 
 
 def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: PostgresStorage) -> None:
