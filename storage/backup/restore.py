@@ -311,26 +311,31 @@ def reconcile(studies: Any, mlflow: Any) -> None:
     """
     studies.execute(
         """
-        SELECT r.value_json::jsonb #>> '{}', r.study_id, (SELECT count(*) FROM trials t WHERE t.study_id = r.study_id)
-          FROM study_user_attributes r WHERE r.key = %s
+        SELECT r.value_json::jsonb #>> '{}', s.study_name, s.study_id,
+               (SELECT count(*) FROM trials t WHERE t.study_id = s.study_id)
+          FROM studies s JOIN study_user_attributes r ON r.study_id = s.study_id AND r.key = %s
         """,
         (RUN_ID,),
     )
-    known = {parent: (study_id, trials) for parent, study_id, trials in studies}
+    # By name too: the trials of finalists have the parent run of their search.
+    known = {(parent, name): (study_id, trials) for parent, name, study_id, trials in studies}
     mlflow.execute(
         """
-        SELECT r.run_uuid, r.status, parent.value, trial.value, model.value
+        SELECT r.run_uuid, r.status, parent.value, study.value, trial.value, model.value
           FROM runs r
+          JOIN tags study ON study.run_uuid = r.run_uuid AND study.key = %s
           JOIN tags parent ON parent.run_uuid = r.run_uuid AND parent.key = 'mlflow.parentRunId'
           JOIN tags trial ON trial.run_uuid = r.run_uuid AND trial.key = %s
           LEFT JOIN tags model ON model.run_uuid = r.run_uuid AND model.key = %s
-         WHERE r.lifecycle_stage = 'active' AND trial.value ~ '^[0-9]{1,9}$' AND parent.value = ANY(%s)
+         WHERE r.lifecycle_stage = 'active' AND trial.value ~ '^[0-9]{1,9}$'
         """,
-        (tag_names.TRIAL, tag_names.MODEL_ID, list(known)),
+        (tag_names.STUDY, tag_names.TRIAL, tag_names.MODEL_ID),
     )
     later, finished = [], []
-    for run_id, status, parent, trial, model in mlflow:
-        study_id, trials = known[parent]
+    for run_id, status, parent, name, trial, model in mlflow:
+        if (parent, name) not in known:
+            continue
+        study_id, trials = known[parent, name]
         if int(trial) >= trials:
             later.append(run_id)
         elif status == "FINISHED":

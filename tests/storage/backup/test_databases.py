@@ -293,8 +293,14 @@ def test_what_mlflow_had_a_moment_later_does_no_harm(
         trial = storage.create_new_trial(study_id)
         storage.set_trial_user_attr(trial, TRACKING, "pending: on its way from host")
         storage.set_trial_state_values(trial, TrialState.COMPLETE, [0.5])
+    finalists = storage.create_new_study([StudyDirection.MAXIMIZE], "wine.finalists")
+    storage.set_study_user_attr(finalists, RUN_ID, "parent")
+    storage.create_new_trial(finalists)
     execute(target := postgres_server.url(other, user=OWNER), _MLFLOW)
     mine = {"hpsearch__study": "wine", "mlflow__parentRunId": "parent"}
+    theirs_too = {"hpsearch__study": "wine.finalists", "mlflow__parentRunId": "parent"}
+    add_run(target, "finalist", "FINISHED", hpsearch__trial="0", **theirs_too)
+    add_run(target, "later finalist", "RUNNING", hpsearch__trial="1", **theirs_too)
     add_run(target, "whole", "FINISHED", hpsearch__trial="0", hpsearch__model_id="m-1", **mine)
     add_run(target, "halfway", "RUNNING", hpsearch__trial="1", **mine)
     add_run(target, "later", "RUNNING", hpsearch__trial="2", **mine)
@@ -308,7 +314,8 @@ def test_what_mlflow_had_a_moment_later_does_no_harm(
         adapt.reconcile(ours.cursor(), theirs.cursor())
     ours.close()
     theirs.close()
-    assert execute(target, "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'deleted'") == [("later",)]
+    deleted = execute(target, "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'deleted' ORDER BY run_uuid")
+    assert deleted == [("later",), ("later finalist",)], "finalists have the same parent run, and numbers of their own"
     first, second = storage.get_all_trials(study_id)
     assert (first.user_attrs[RUN_ID], first.user_attrs[MODEL]) == ("whole", "m-1")
     assert TRACKING not in first.user_attrs, "it is there: nobody has to send it again"
