@@ -40,7 +40,10 @@ def test_the_table_of_fresh_seeds_decides(study: StoredStudy) -> None:
     assert (row.search_value, row.values, row.mean) == (0.8, (0.85, 0.88), pytest.approx(0.865))
     assert row.spread == pytest.approx(0.0212132, abs=1e-6), "the sample standard deviation"
     lines = format_confirmation(study)
-    assert "winner: trial 4, val accuracy 0.8650 on 2 new seeds, standard deviation 0.0212 (the search said 0.8000)" in lines
+    assert (
+        "winner: trial 4, val accuracy 0.8650 on 2 new seeds, standard deviation 0.0212 (the search said 0.8000)"
+        in lines
+    )
     assert "the search values of the finalists are too optimistic by 0.0717 on average" in lines
 
 
