@@ -1,4 +1,4 @@
-"""What all parts of a worker share, built once when it joins its study."""
+"""Services and settings that all parts of a worker share."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class WorkerContext:
         return None if self.options.save_every is None else 60 * self.options.save_every
 
     def is_stopping(self) -> bool:
-        """Whether the worker is to stop; it stops with its fleet."""
+        """Return whether the worker should stop; it stops with its fleet."""
         if not self.shutdown.has_begun and self.is_fleet_gone is not None and self.is_fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
             self.shutdown.begin()

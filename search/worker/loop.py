@@ -1,4 +1,4 @@
-"""A worker: claim a trial, run it, take the next, until the budget is spent or it is told to stop."""
+"""The loop of a worker: claim a trial, run it, repeat until the budget is spent or the worker is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_FAILURES = 3  # of the whole fleet since it began
 
 
 class Worker:
-    """Runs trials of one study in this process."""
+    """Loop over the trials of one study."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
