@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-_CHECK_INTERVAL_SECONDS = (
-    0.05  # a step may take less than 0.1 ms
-)
+_CHECK_INTERVAL_SECONDS = 0.05  # a step may take less than 0.1 ms
 _KILL_MARGIN_SECONDS = 2.0  # reserve before the process is killed
 
 
