@@ -42,18 +42,18 @@ class WorkerContext:
     """A worker in its study.
 
     Args:
-        name: of the study.
-        options: of the worker.
-        stop: whether it is to stop; by default SIGTERM and SIGINT set it.
+        name: name of the study.
+        options: options of the worker.
+        stop: event that stops the worker; None stands for SIGTERM and SIGINT.
 
     Attributes:
         study: the study.
-        sampled: the same, opened by Optuna for its sampler.
-        objective: what is trained.
+        sampled: the same study, opened by Optuna for its sampler.
+        objective: objective to train.
         claims: gives trials to the worker.
         lease: renews the lease of the trial that runs.
         pruner: decides on pruning.
-        rungs: at which trials wait; None where they do not.
+        rungs: epochs at which trials pause; None without rungs.
         tracking: the tracking server.
         tracker: logs the trials.
         checkpoints: of the study.

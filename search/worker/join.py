@@ -80,9 +80,9 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         # The trial is free as soon as this process has ended: the next start of this worker resumes it.
         log.error("the study's database does not answer: %s", format_error(error, 300))
     except RankLostError as error:
-        log.error("the trial is left to other workers: %s", error)
+        log.error("trial left to other workers: %s", error)
     except CheckpointStoreError as error:
-        log.error("the trial is given back: %s", error)
+        log.error("trial released: %s", error)
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()

@@ -18,8 +18,8 @@ from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
-# A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
-MAX_FAILURES = 3  # of the whole fleet since it began
+# A bug in the objective fails every trial; without a limit, it would use up the budget in minutes.
+MAX_FAILURES = 3  # of the fleet since its start
 
 
 class Worker:
@@ -114,7 +114,7 @@ class Worker:
         patience = self._context.options.idle_timeout
         if patience is None or idle < patience:
             return False
-        log.info("nothing to take for %.0f s, while others run %d trials: leaving", idle, running)
+        log.info("no trial to claim for %.0f s, while other workers run %d trials; exiting", idle, running)
         return True
 
     def _wait(self) -> None:

@@ -101,7 +101,7 @@ class TrialSession:
             self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Report an epoch to the study once, and return the verdict of the pruner, the rungs, the budget or the stop signal.
+        """Report an epoch once; return the verdict of the pruner, the rungs, the budget or the stop signal.
 
         Raises:
             ClaimLostError: another attempt owns the trial; nothing was written.

@@ -76,7 +76,7 @@ class Watchdog:
             ):
                 continue
             log.error(
-                "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",
+                "no step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting",
                 *(pause, self._longest),
             )
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
