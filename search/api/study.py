@@ -503,7 +503,7 @@ class Study:
     ) -> Finalists:
         """Train the best configurations of a finished search again, and return their table with the winner.
 
-        All are trained on the same fresh seeds, each of which also draws a new train/validation split. A second call
+        All are trained on the same new seeds, each of which also draws a new train/validation split. A second call
         continues where the first stopped.
 
         Args:

@@ -49,7 +49,7 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     """Return the table: rank, trial, the search's value, mean, spread, optimism, each seed's value, and the verdict."""
     if study.spec.is_multi_objective:
         return _make_front_table(study, found)
-    numbers = ("rank", "trial", "search", "fresh mean", "spread", "optimism")
+    numbers = ("rank", "trial", "search", "retrained", "std", "optimism")
     by_seed = f"val {study.spec.metric} by {'division' if found.is_resplit else 'seed'}"
     table = plain_table(*numbers, by_seed, "", right=numbers)
     for rank, row in enumerate(rank_finalists(study, found), 1):
@@ -87,7 +87,7 @@ def format_verdict_word(verdict: str) -> str:
 
 def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
     """Return the table of a multi-objective study: per metric, the search value and the mean on new seeds."""
-    numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "fresh mean")))
+    numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "retrained")))
     table = plain_table(*numbers, "", right=numbers)
     for row in rank_finalists(study, found):
         means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.searched)
@@ -113,25 +113,24 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     row = found.row(found.winner)
     spread = "unknown" if row.spread is None else f"{row.spread:.4f}"
     lines = [
-        f"winner: trial {row.trial}, val {study.spec.metric} {row.mean:.4f} on {seeds}, spread {spread} "
+        f"winner: trial {row.trial}, val {study.spec.metric} {row.mean:.4f} on {seeds}, standard deviation {spread} "
         f"(the search said {row.search_value:.4f})"
     ]
     if found.tie:
         who = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
         within = "their values are equal" if not found.error else f"within one standard error, {found.error:.4f}"
-        lines.append(f"a tie with {who}: {within}; the better mean is taken")
+        lines.append(f"tied with {who}: {within}; the better mean wins")
     if (expected := found.expected) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
     elif found.scored:
-        lines.append("no interval: how far the validation samples leave it to chance is unknown")
+        lines.append("no prediction interval: the error from the validation samples is unknown")
     if n_seeds == 1:
-        lines.append("with one seed the spread is unknown: a difference may be chance")
+        lines.append("with one seed the standard deviation is unknown: a difference may be chance")
     over = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_optimism(study, r)) is not None)
-    said, by = (
-        "under" if over <= -_MIN_SHOWN_BIAS else "over",
-        "nothing" if abs(over) < _MIN_SHOWN_BIAS else f"{abs(over):.4f}",
-    )
-    return [*lines, f"the search {said}-stated its finalists by {by} on average"]
+    if abs(over) < _MIN_SHOWN_BIAS:
+        return [*lines, "the search values of the finalists show no bias on average"]
+    too = "optimistic" if over > 0 else "pessimistic"
+    return [*lines, f"the search values of the finalists are too {too} by {abs(over):.4f} on average"]
 
 
 def _format_front(found: Finalists) -> list[str]:
@@ -144,13 +143,13 @@ def _format_front(found: Finalists) -> list[str]:
         lines = [f"front on {on}: trials {', '.join(most)} and {last}, which no other finalist dominates"]
     fallen = [str(row.trial) for row in found.rows if row.is_complete and row.trial not in found.front]
     if fallen:
-        lines.append(f"dominated on fresh seeds: trial{'s' if len(fallen) > 1 else ''} {', '.join(fallen)}")
+        lines.append(f"dominated on new seeds: trial{'s' if len(fallen) > 1 else ''} {', '.join(fallen)}")
     return lines
 
 
 def describe_resampling(found: Finalists) -> str:
     """Return the number of new seeds or splits, as text."""
-    return pluralize(len(found.seeds), "fresh division" if found.is_resplit else "fresh seed")
+    return pluralize(len(found.seeds), "new split" if found.is_resplit else "new seed")
 
 
 def format_interval(expected: ExpectedScore) -> str:
@@ -161,8 +160,8 @@ def format_interval(expected: ExpectedScore) -> str:
 def describe_method(found: Finalists) -> str:
     """Return whether each seed had a new split, as text."""
     if found.is_resplit:
-        return "train and validation were divided anew for each seed"
-    return "data() gives fixed parts, or a test split that depends on them, so that seeds alone are fresh"
+        return "each seed has a new train/validation split"
+    return "data() gives fixed parts, or a test split that depends on them, so that only the seeds are new"
 
 
 def format_test_result(study: StoredStudy, opening: TestEvaluation, found: Finalists | None = None) -> str:

@@ -113,7 +113,7 @@ class Confirmation:
         return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
     def is_opened_for(self, trial: int) -> bool:
-        """Return whether the test set was evaluated with the model of this trial; for a refit, with its selected run."""
+        """Return whether the test set was evaluated with the model of this trial; for a refit, its selected run."""
         if self.opening is None:
             return False
         if self.refit is not None:
@@ -195,7 +195,7 @@ def _opening(opening: TestEvaluation) -> dict[str, Any]:
 
 
 def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
-    """Return the run's `config.yaml`: configuration, seeds, data and environment of the training; empty if unavailable."""
+    """Return the run's `config.yaml`: configuration, seeds, data and environment; empty if unavailable."""
     try:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
@@ -289,10 +289,10 @@ def _confirmation(evidence: Evidence) -> list[str]:
     if evidence.refit is not None:
         if evidence.unconfirmed:
             return [f"**Not seen by the test set**: {evidence.unconfirmed}."]
-        return ["Confirmed: its configuration was chosen on fresh seeds, and the test set was opened for it, once."]
+        return ["Confirmed: its configuration was chosen on new seeds, and the test set was opened for it, once."]
     if evidence.unconfirmed:
         return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value is that of the best of many, and too good by it."]
-    return ["Confirmed: it was chosen on fresh seeds, and the test set was opened for it, once."]
+    return ["Confirmed: it was chosen on new seeds, and the test set was opened for it, once."]
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""One attempt of a worker at a trial: training session, epoch reports and the verdict after each epoch."""
+"""One attempt of a worker at a trial: training, epoch reports and the end of the trial."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 
 
 class Attempt:
-    """Runs the trial of a claim in this process.
+    """Execution of a claimed trial in this process.
 
     Raises:
-        CheckpointStoreError: the run directory cannot be made, and the trial was given back.
+        CheckpointStoreError: the run directory cannot be created; the trial was released.
     """
 
     def __init__(self, context: WorkerContext, claim: Claim) -> None:
@@ -55,12 +55,12 @@ class Attempt:
             raise CheckpointStoreError(f"{context.runs_dir}: no run directory can be made: {error.strerror}") from error
 
     def run(self) -> TrialEnd | None:
-        """Run the trial; return how it ended, or None where that is left to another attempt.
+        """Run the trial; return its end, or None if another attempt continues it.
 
         Raises:
-            CheckpointStoreError: the store is away; the trial was given back.
-            RankLostError: a process that trains with this one is gone; the trial was left to others.
-            Exception: one of `SERVICE_ERRORS`: the database is away.
+            CheckpointStoreError: the checkpoint store is unavailable; the trial was released.
+            RankLostError: a rank is gone; the trial was left to other workers.
+            Exception: one of `SERVICE_ERRORS`: the database is unavailable.
         """
         log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
         context = self._context
@@ -127,7 +127,7 @@ class Attempt:
         return fit_on_all_ranks(current(), context.objective, job, session=self._session, device=context.options.device)
 
     def _settle(self, result: RunResult) -> TrialEnd:
-        """Publish what was trained to its end, or pruned, and end the trial."""
+        """Publish a complete or pruned training, and end the trial."""
         session = self._session
         assert session is not None
         session.keep_best()
@@ -162,7 +162,7 @@ class Attempt:
         return ended
 
     def _infeasible(self, error: Exception) -> TrialEnd:
-        """End a configuration that diverged or does not fit: the sampler learns from it."""
+        """End a trial that diverged or ran out of memory; the sampler uses it."""
         value = self._session.last_value if self._session else None
         return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
 
@@ -177,7 +177,7 @@ class Attempt:
         return None if self._retry("error", reason) else self._end(Outcome.FAILED, reason)
 
     def _retry(self, kind: str, reason: str) -> bool:
-        """Give the trial back for another attempt, where the spec allows one after such an end."""
+        """Release the trial for another attempt if the spec allows one after this error."""
         spec = self._context.spec
         if kind not in spec.retry_on or self._context.claims.count_failures(self._claim) >= spec.retries:
             return False
@@ -215,7 +215,7 @@ class Attempt:
         return TrialEnd(outcome, reason)
 
     def _abandon(self, lost: ClaimLostError) -> None:
-        """Leave the trial, which is somebody else's by now, without a trace of this attempt."""
+        """Stop working on a trial that another attempt owns, and remove the traces of this attempt."""
         log.warning("%s: letting go of it", lost)
         self._context.claims.release(self._claim)
         if self._session is not None:
@@ -224,5 +224,5 @@ class Attempt:
 
 
 def _as_text(message: str) -> str:
-    """Return what an exception says without what neither a file nor a database takes: NUL, and halves of characters."""
+    """Return the text without NUL and surrogates, which files and the database reject."""
     return message.replace("\0", "").encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""A trial's checkpoints: kept where any machine finds them, brought back by its next attempt, removed at its end."""
+"""A trial's checkpoints: stored for all machines, restored by the next attempt, removed at the end of the trial."""
 
 from __future__ import annotations
 

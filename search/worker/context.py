@@ -1,4 +1,4 @@
-"""What all parts of a worker share, built once when it joins its study."""
+"""Services and settings that all parts of a worker share."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class WorkerContext:
     """A worker in its study.
 
     Args:
-        name: of the study.
-        options: of the worker.
-        stop: whether it is to stop; by default SIGTERM and SIGINT set it.
+        name: name of the study.
+        options: options of the worker.
+        stop: event that stops the worker; None stands for SIGTERM and SIGINT.
 
     Attributes:
         study: the study.
-        sampled: the same, opened by Optuna for its sampler.
-        objective: what is trained.
+        sampled: the same study, opened by Optuna for its sampler.
+        objective: objective to train.
         claims: gives trials to the worker.
         lease: renews the lease of the trial that runs.
         pruner: decides on pruning.
-        rungs: at which trials wait; None where they do not.
+        rungs: epochs at which trials pause; None without rungs.
         tracking: the tracking server.
         tracker: logs the trials.
         checkpoints: of the study.
@@ -142,7 +142,7 @@ class WorkerContext:
         return None if self.options.save_every is None else 60 * self.options.save_every
 
     def is_stopping(self) -> bool:
-        """Whether the worker is to stop; it stops with its fleet."""
+        """Return whether the worker should stop; it stops with its fleet."""
         if not self.shutdown.has_begun and self.is_fleet_gone is not None and self.is_fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
             self.shutdown.begin()

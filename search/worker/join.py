@@ -1,4 +1,4 @@
-"""A worker process: joins a study by its name, with what the study itself says, and stops when it is told to."""
+"""A worker process: joins a study by its name, and stops after a stop signal."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ _EXIT_REASONS = {
 
 
 def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None = None) -> int:
-    """Be a worker process of study `name`; return its exit code. For what it raises see `run_worker`.
+    """Run a worker process of study `name`; return its exit code. Raises the errors of `run_worker`.
 
     Args:
-        name: of the study.
-        options: of the worker.
-        stop: ends it when it is set; by default SIGTERM and SIGINT do, where this is the main thread.
+        name: name of the study.
+        options: options of the worker.
+        stop: event that stops it; None stands for SIGTERM and SIGINT, if this is the main thread.
     """
     _log_to_stderr()
     return run_worker(name, options, stop)
 
 
 def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None) -> int:
-    """Run a worker of study `name` in this process, until it is told to stop at the latest; return its exit code.
+    """Run a worker of study `name` in this process; return its exit code.
 
     Args:
-        name: of the study.
-        options: of the worker.
-        stop: set to tell it; without one it is told by signals, as soon as there is anything that it could hold.
+        name: name of the study.
+        options: options of the worker.
+        stop: event that stops it; None stands for SIGTERM and SIGINT.
 
     Raises:
-        SearchError: no such study, or it names no tracking server and none was given.
-        ObjectiveError: the study's objective cannot be loaded here.
-        StorageError: a service cannot be used.
+        SearchError: the study does not exist, or has no tracking server and none was given.
+        ObjectiveError: the objective cannot be loaded on this machine.
+        StorageError: a service is unavailable.
     """
     context = WorkerContext(name, options, stop)
     code = EXIT_UNAVAILABLE
@@ -80,9 +80,9 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         # The trial is free as soon as this process has ended: the next start of this worker resumes it.
         log.error("the study's database does not answer: %s", format_error(error, 300))
     except RankLostError as error:
-        log.error("the trial is left to other workers: %s", error)
+        log.error("trial left to other workers: %s", error)
     except CheckpointStoreError as error:
-        log.error("the trial is given back: %s", error)
+        log.error("trial released: %s", error)
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()
@@ -91,7 +91,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
 
 
 def _deliver_records(context: WorkerContext, *, over: bool) -> None:
-    """Send what MLflow was not told yet, and close the study where this worker was its last."""
+    """Send the remaining records to MLflow, and close the study after its last worker."""
     study, tracker, checkpoints, shutdown = context.study, context.tracker, context.checkpoints, context.shutdown
     over = over and STOPPED not in study.attrs
     # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.

@@ -1,4 +1,4 @@
-"""A worker: claim a trial, run it, take the next, until the budget is spent or it is told to stop."""
+"""The loop of a worker: claim a trial, run it, repeat until the budget is spent or the worker is stopped."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
-# A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
-MAX_FAILURES = 3  # of the whole fleet since it began
+# A bug in the objective fails every trial; without a limit, it would use up the budget in minutes.
+MAX_FAILURES = 3  # of the fleet since its start
 
 
 class Worker:
-    """Runs trials of one study in this process."""
+    """Loop over the trials of one study."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -114,7 +114,7 @@ class Worker:
         patience = self._context.options.idle_timeout
         if patience is None or idle < patience:
             return False
-        log.info("nothing to take for %.0f s, while others run %d trials: leaving", idle, running)
+        log.info("no trial to claim for %.0f s, while other workers run %d trials; exiting", idle, running)
         return True
 
     def _wait(self) -> None:

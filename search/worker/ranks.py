@@ -1,4 +1,4 @@
-"""A worker of several processes: rank 0 is the worker, the others train what it trains."""
+"""A worker of several processes: rank 0 is the worker, the other ranks train with it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """A training that rank 0 tells the others to join.
+    """Training that rank 0 broadcasts to the other ranks.
 
     Attributes:
-        trial, attempt: their numbers.
-        spec: of the study; it names the objective and its metrics.
-        config: as the objective's `suggest` made it.
-        plan: its epochs, seeds and data.
+        trial, attempt: numbers of the trial and its attempt.
+        spec: spec of the study, with the objective and its metrics.
+        config: return value of the objective's `suggest`.
+        plan: epochs, seeds and data of the run.
     """
 
     trial: int
@@ -41,11 +41,11 @@ class Job:
 def fit_on_all_ranks(
     ranks: Ranks, objective: BaseObjective, job: Job, *, session: Session, device: str | None
 ) -> RunResult:
-    """Train on rank 0, and on all others; alone it is `fit`.
+    """Train on all ranks; with one process, call `fit`.
 
     Raises:
-        RankLostError: a rank is gone or does not answer: this process has to end.
-        Exception: what `fit` raised, on this rank or another.
+        RankLostError: a rank is gone or does not answer: this process has to exit.
+        Exception: an error of `fit`, on any rank.
     """
     _broadcast(ranks, job)
     with ranks.together():
@@ -53,10 +53,10 @@ def fit_on_all_ranks(
 
 
 def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
-    """Train what rank 0 says, job after job, until it says that it leaves; return its exit code.
+    """Train the jobs of rank 0 until it sends an exit code, and return that code.
 
     Raises:
-        RankLostError: a rank is gone, or does not answer.
+        RankLostError: a rank is gone or does not answer.
     """
     loaded: dict[str, BaseObjective] = {}
     while isinstance(job := _receive_job(ranks), Job):
@@ -88,7 +88,7 @@ def _broadcast(ranks: Ranks, said: Job | int) -> Job | int:
 
 
 def stop_followers(ranks: Ranks, code: int) -> None:
-    """Tell the others, which wait for a job, that there is none, and with which exit code to leave.
+    """Send the exit code to the other ranks, which wait for a job.
 
     Raises:
         RankLostError: a rank is gone.

@@ -1,4 +1,4 @@
-"""The session of a trial: checkpoints any machine finds, reports with the verdict after each epoch."""
+"""The session of a trial: stored checkpoints, and a report with a verdict after each epoch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-_CHECK_INTERVAL_SECONDS = (
-    0.05  # seconds between two looks at what is due: a step may take less than a tenth of a millisecond
-)
-_KILL_MARGIN_SECONDS = 2.0  # seconds that are kept free before a kill
+_CHECK_INTERVAL_SECONDS = 0.05  # a step may take less than 0.1 ms
+_KILL_MARGIN_SECONDS = 2.0  # reserve before the process is killed
 
 
 BUDGET_EXHAUSTED = "the budget has no room for its next epoch"
 
 
 def describe_position(state: dict[str, Any]) -> str:
-    """Return after which epoch, and step of the next, a state is."""
+    """Return the epoch and step of a state, as text."""
     within = state.get("within")
     return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
 
 
 class TrialSession:
-    """The session of a trial: checkpoints go where any machine finds them, reports to Optuna and MLflow."""
+    """Session of a trial, with checkpoints in the study's store, and reports to Optuna and MLflow."""
 
     def __init__(
         self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
@@ -61,7 +59,7 @@ class TrialSession:
         self._saving = 0.0  # seconds that the last epoch's took
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
+        """Return the newest state whose epoch the study has, from any machine; None to start from scratch."""
         state = self.kept.restore()
         if state is not None:
             self.saved = describe_position(state)
@@ -69,7 +67,7 @@ class TrialSession:
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        """Save the state and store it; it counts once its epoch is reported."""
         began = time.monotonic()
         self.kept.save(state, best=best)
         self.saved = describe_position(state)
@@ -103,12 +101,12 @@ class TrialSession:
             self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
+        """Report an epoch once; return the verdict of the pruner, the rungs, the budget or the stop signal.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's; nothing was written.
+            ClaimLostError: another attempt owns the trial; nothing was written.
         """
-        # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
+        # First of all, because a worker that lost its trial must not change runs or files.
         spec = self._context.spec
         metrics = self._asked(record)
         vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
@@ -121,7 +119,7 @@ class TrialSession:
         stopped = reported.is_stopped or self._context.is_stopping()
         if record.epoch < max(self.curve.values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
-        # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
+        # A trial is not pruned after its last epoch: a full curve is worth more to the sampler.
         if record.epoch < spec.epochs - 1:
             best = self._asked(self.curve.best_until(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
@@ -169,9 +167,9 @@ class TrialSession:
 
     @property
     def last_value(self) -> float | list[float] | None:
-        """What the last epoch reported, which is the value of a pruned trial; None before the first.
+        """The value of the last epoch, which is the value of a pruned trial; None before the first.
 
-        Of several metrics also where this attempt, which began anew, has not come so far again.
+        With several metrics, also None if this attempt restarted and has not reached that epoch again.
         """
         values, spec = self.curve.values, self._context.spec
         if not values:
@@ -185,19 +183,19 @@ class TrialSession:
         return [metrics[name] for name in spec.direction_by_metric]
 
     def log(self, path: Path) -> None:
-        """Note a file that the run made; it is uploaded when the trial ends."""
+        """Record a file of the run; it is uploaded when the trial ends."""
         self.files.append(path)
 
     def keep_best(self) -> None:
-        """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
+        """Sync the best checkpoint to disk, so that it survives a power failure after the trial is finished."""
         self._files.sync_best()
 
     def report_non_finite(self, epoch: int) -> None:
-        """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
+        """Report NaN at `epoch`, so that the sampler learns that the configuration is infeasible."""
         ways = self._context.spec.direction_by_metric
         self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)
 
 
 def measure_violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each bound is broken, as system attributes that Optuna's samplers and dashboard read."""
+    """Return the violation of each bound, as the system attributes that Optuna's samplers and dashboard read."""
     return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.bounds}

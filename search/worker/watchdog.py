@@ -1,4 +1,4 @@
-"""The pulse of a worker: a file for probes, and a watchdog that ends a process which gets on no more."""
+"""Watchdog of a worker: a heartbeat file for probes, and a thread that ends a process without progress."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
-MIN_PAUSE_SECONDS = 60.0  # seconds below which no pause is too long: a machine may be busy with something else
-_TOUCH_INTERVAL_SECONDS = 1.0  # seconds between two touches of the file
+MIN_PAUSE_SECONDS = 60.0  # shorter pauses are never a stall: the machine may be busy
+_TOUCH_INTERVAL_SECONDS = 1.0  # of the heartbeat file
 
 
 class Watchdog:
-    """Beats with each sign that the worker gets on: a step, a report, a look for work.
+    """Monitor of a worker's progress: steps, reports and claims.
 
-    Before the first step of an attempt nothing is judged: nobody knows how long data take to prepare.
+    Pauses before the first step of an attempt are not judged, because preparing data may take any time.
 
     Args:
-        heartbeat: a file that is touched then, at most each second.
-        stall_factor: multiple of the longest pause of the attempt so far at which a pause is too long; None: no limit.
+        heartbeat: file to touch on progress, at most once per second.
+        stall_factor: multiple of the attempt's longest pause after which the worker is stalled; None disables the
+            thread.
     """
 
     def __init__(self, heartbeat: Path | None = None, *, stall_factor: float | None = None) -> None:
@@ -41,9 +42,9 @@ class Watchdog:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
 
     def beat(self) -> None:
-        """Take note of a sign of life."""
+        """Record progress."""
         now = time.monotonic()
-        if self._beats:  # what comes before the first step, such as compiling, is no measure
+        if self._beats:  # the pause before the first step, such as compiling, does not count
             self._longest = max(self._longest, now - self._last)
         self._beats += 1
         self._last = now
@@ -52,7 +53,7 @@ class Watchdog:
             self._file.touch()
 
     def watch(self, release: Callable[[], None]) -> None:
-        """Begin to look after an attempt; `release` leaves its trial to others."""
+        """Start monitoring an attempt; `release` makes its trial available to other workers."""
         self._beats, self._longest, self._last = 0, 0.0, time.monotonic()
         self._release = release
         if self._stall_factor is not None and self._thread is None:
@@ -60,7 +61,7 @@ class Watchdog:
             self._thread.start()
 
     def stop_watching(self) -> None:
-        """The attempt is over."""
+        """Stop monitoring the attempt."""
         self._release = None
 
     def _run(self) -> None:
@@ -75,7 +76,7 @@ class Watchdog:
             ):
                 continue
             log.error(
-                "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",
+                "no step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting",
                 *(pause, self._longest),
             )
             faulthandler.dump_traceback(sys.stderr, all_threads=True)

@@ -62,8 +62,8 @@ def test_the_journey_of_several_metrics(cli: Cli, tmp_path: Path) -> None:
             assert re.search(rf"^ +{trial.number} +{trial.values[0]:.6g} +{trial.values[1]:.6g}$", text, re.MULTILINE)
 
     told = cli("finalists", NAME, "--seeds", "1")
-    assert "fresh mean" in told
-    assert re.search("^(front on 1 fresh division|winner: trial)", told, re.MULTILINE), told
+    assert "retrained" in told
+    assert re.search("^(front on 1 new split|winner: trial)", told, re.MULTILINE), told
     refused = cli("promote", NAME, code=2)
     assert re.fullmatch(
         rf"hpsearch: study '{NAME}' has \d trials that no other dominates \([\d, ]+\): choose one with --trial, or by "

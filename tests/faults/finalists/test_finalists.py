@@ -89,10 +89,12 @@ def assert_printed(arena: Arena, found: Finalists) -> None:
     said = arena.run(*CHOICE)
     assert found.winner is not None
     row = found.row(found.winner)
-    assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 fresh divisions" in said
+    assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 new splits" in said
     assert found.expected is not None
     between = f"{found.expected.low:.4f} to {found.expected.high:.4f} (90%)"
-    assert f"expect {found.expected.mean:.4f} on new data, {between}: train and validation were divided anew" in said
+    assert (
+        f"expect {found.expected.mean:.4f} on new data, {between}: each seed has a new train/validation split" in said
+    )
     assert re.search(rf"^ +1 +{row.trial} +{row.search_value:.4f} .* winner", said, re.MULTILINE)
     assert "worker logs" not in said, "there is nothing left to train"
 

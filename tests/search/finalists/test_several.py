@@ -115,13 +115,13 @@ def test_the_front_is_that_of_the_means(study: StoredStudy, capsys: pytest.Captu
     assert [found.is_confirmed(trial) for trial in (0, 1, 2)] == [True, False, True]
     assert [row.trial for row in rank_finalists(study, found)] == [0, 2, 1]
     assert format_confirmation(study) == [
-        "front on 2 fresh divisions: trials 0 and 2, which no other finalist dominates",
-        "dominated on fresh seeds: trial 1",
+        "front on 2 new splits: trials 0 and 2, which no other finalist dominates",
+        "dominated on new seeds: trial 1",
     ]
     PlainConsole().print(finalist_table(study, found))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        ["trial", "accuracy", "fresh", "mean", "latency_ms", "fresh", "mean"],
+        ["trial", "accuracy", "retrained", "latency_ms", "retrained"],
         ["0", "0.9", "0.91", "5", "5.1", "front"],
         ["2", "0.8", "0.805", "2", "2.1", "front"],
         ["1", "0.95", "0.9", "9", "9.1", "dominated", "by", "0"],
@@ -134,7 +134,7 @@ def test_who_dominates_all_others_wins(study: StoredStudy) -> None:
     found = confirm(study, {**FRESH, 0: ([0.95, 1.0], [0.96, 1.0])})
     assert (found.front, found.winner) == ((0,), 0)
     assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["winner", "dominated", "dominated"]
-    assert format_confirmation(study)[0] == "winner: trial 0, which dominates all other finalists on 2 fresh divisions"
+    assert format_confirmation(study)[0] == "winner: trial 0, which dominates all other finalists on 2 new splits"
     candidate = choose_candidate(study, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, "s.finalists")
 
@@ -149,7 +149,7 @@ def test_without_a_value_for_every_seed_none_is_on_the_front(study: StoredStudy)
 def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> None:
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
     assert (found.front, found.winner, found.is_decided) == ((), None, False)
-    assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 fresh seeds"]
+    assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 new seeds"]
     assert why(study, 0) == "the finalists have no winner: none has all seeds"
 
 
@@ -219,7 +219,7 @@ def test_a_sentence_prefers_a_trial_of_the_front(study: StoredStudy, text: str, 
 def test_where_there_are_finalists_their_means_decide(study: StoredStudy, say: Say) -> None:
     assert select_preferred(study, "accuracy") == 1
     confirm(study)
-    assert select_preferred(study, "accuracy") == 0, "the search's best is dominated on fresh seeds"
+    assert select_preferred(study, "accuracy") == 0, "the search's best is dominated on new seeds"
     assert select_preferred(study, "accuracy >= 0.8 then latency_ms") == 2
     with pytest.raises(SearchError) as error:
         select_preferred(study, "accuracy >= 0.95")

@@ -106,9 +106,7 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
     train(second, lambda *_: 0.6, trials=1)
     assert (table(study).study, table(study).winner) == ("s.finalists", 3)
     assert format_confirmation(study)[0].startswith("winner: trial 3")
-    assert format_confirmation(study)[-1] == (
-        "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
-    )
+    assert format_confirmation(study)[-1] == ("chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 new seed")
     with pytest.raises(SearchError, match=r"in s.finalists-2, are not done, 1 are left: go on with"):
         choose_candidate(study, trial=None, unconfirmed=False)
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"

@@ -26,7 +26,7 @@ def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
     assert "finalists: 0 of 4 trained" in shown
     assert all(line == line.rstrip() for line in shown.splitlines()), "short cells are not filled with blanks"
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
-    assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
+    assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in say("show", "s")
 
 
 def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> None:

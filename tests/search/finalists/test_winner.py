@@ -1,4 +1,4 @@
-"""The choice among finalists: by the mean on fresh seeds, and a tie where that is no more than chance."""
+"""The choice among finalists: by the mean on new seeds, and a tie where that is no more than chance."""
 
 from __future__ import annotations
 

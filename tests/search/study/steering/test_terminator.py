@@ -199,7 +199,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
     why = "1 enqueued trial of 's' will not be run, for it stopped early: start it with hpsearch start s"
     assert why in told.splitlines()
     assert isinstance(claims.claim(), NoTrialAvailable)
-    shown = "mine.csv, line 2; enqueued: the study stopped early, start it with hpsearch start s"
+    shown = "mine.csv, line 2; enqueued: the study ended early; start it with hpsearch start s"
     assert shown in say("show", "s")
     mine.write_text("weight_decay\n0.003\n0.004\n")
     where = {"storage_url": stored.engine.url.render_as_string(hide_password=False), "tracking_uri": stack.tracking_uri}
