@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
-    HPSEARCH_TABLES,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
+    OWN_TABLES,
     PARTIAL_RESTORE_QUERY,
     REVISION,
     VERSION_TABLE,
@@ -284,7 +284,7 @@ def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
                      WHERE NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
         FROM unnest(%s) AS name
         """,
-        ([*OPTUNA_TABLES, *HPSEARCH_TABLES],),
+        ([*OPTUNA_TABLES, *OWN_TABLES],),
     )
     return [tuple(row) for row in cursor.fetchall()]
 

@@ -37,7 +37,7 @@ OPTUNA_TABLES = (
     "version_info",
 )
 
-HPSEARCH_TABLES = (
+OWN_TABLES = (
     "hpsearch_attempts",
     "hpsearch_checkpoints",
     "hpsearch_test_openings",

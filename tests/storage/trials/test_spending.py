@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from hpsearch.search.spec.spec import MOST_TRIALS
+from hpsearch.search.spec.spec import MAX_TRIALS
 from hpsearch.storage.attributes import BUDGET_CUT, REASON, SPEC
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, Spending, change_budgets, create_spending, read_spending
@@ -232,7 +232,7 @@ def test_what_a_person_reads() -> None:
     assert both.summary == "120/2000 epochs, 3600/7200 s"
     assert both.share == pytest.approx(0.5, abs=0.001)
     assert not both.is_exhausted
-    assert UNBOUNDED_TRIALS == MOST_TRIALS
+    assert UNBOUNDED_TRIALS == MAX_TRIALS
 
 
 WORKER_PROGRAM = """
