@@ -80,7 +80,7 @@ class MetricError(ObjectiveError):
         self.metric, self.reason = metric, reason
 
 
-def format_name_hint(name: str, known: list[str]) -> str:
+def suggest_names(name: str, known: list[str]) -> str:
     """Return a hint for an unknown name: its new name, similar names, or the list of known names."""
     if (renamed := RENAMED.get(name)) in known:
         return f"it is now {renamed!r}"

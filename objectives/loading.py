@@ -18,9 +18,9 @@ from hpsearch.objectives.custom_loop.loop_objective import wrap_function
 from hpsearch.objectives.errors import (
     ObjectiveError,
     find_source_file,
-    format_name_hint,
     format_path,
     format_user_error,
+    suggest_names,
 )
 from hpsearch.objectives.objective import BaseObjective
 
@@ -113,7 +113,7 @@ def _describe_unknown_reference(reference: str) -> str:
         return f"objective {reference!r} is incomplete; write package.module:Class, or a path that ends in .py"
     if Path(f"{reference}.py").is_file():
         return f"unknown objective {reference!r}; did you mean the file {reference}.py?"
-    return f"unknown objective {reference!r}; {format_name_hint(reference, list(BUILTIN))}"
+    return f"unknown objective {reference!r}; {suggest_names(reference, list(BUILTIN))}"
 
 
 def _file_reference(reference: str) -> tuple[Path, str] | None:
@@ -232,7 +232,7 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
     value = getattr(module, name, None)
     if value is None:
         known = list(_objectives_in(module))
-        hint = format_name_hint(name, known) if known else "it defines no Objective"
+        hint = suggest_names(name, known) if known else "it defines no Objective"
         raise ObjectiveError(f"{where} has no {name!r}; {hint}")
     if inspect.isfunction(value):
         return wrap_function(value)

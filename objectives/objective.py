@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.search_space import FixedTrial
 
@@ -331,7 +331,7 @@ class Objective(BaseObjective):
             raise make_selection_metric_error(metric)
         if not overrides(self, "metrics") and not (overrides(self, "step") and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
-                raise MetricError(metric, f"is unknown; {format_name_hint(metric, list(DIRECTIONS))}")
+                raise MetricError(metric, f"is unknown; {suggest_names(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}; use {DIRECTIONS[metric]!r}")
         super().set_metric(metric, direction)
@@ -351,7 +351,7 @@ class Objective(BaseObjective):
         known = [*list_default_metrics(self.metric), *MODEL_METRICS]
         for name in self.reported:
             if name not in known:
-                hint = format_name_hint(name, known)
+                hint = suggest_names(name, known)
                 raise MetricError(name, f"is not reported with {self.metric}; {hint}; or return it from metrics()")
 
     def default_config(self) -> TrainConfig:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hpsearch.objectives.errors import ObjectiveError, format_name_hint
+from hpsearch.objectives.errors import ObjectiveError, suggest_names
 
 
 class TrialProtocol(Protocol):
@@ -84,9 +84,7 @@ class FixedTrial(_StudylessTrial):
         """
         for name in self.given:
             if name not in self.values:
-                raise NotInSpaceError(
-                    name, f"{whose} has no such parameter; {format_name_hint(name, list(self.values))}"
-                )
+                raise NotInSpaceError(name, f"{whose} has no such parameter; {suggest_names(name, list(self.values))}")
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.given[name]
@@ -142,7 +140,7 @@ class NotInSpaceError(ObjectiveError):
         self.name, self.reason = name, reason
 
 
-def enumerate_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
+def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
     """Iterate over the grid of all parameter values that `configure` requests.
 
     Raises:

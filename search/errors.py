@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.errors import format_name_hint as format_hint
+from hpsearch.objectives.errors import suggest_names as format_hint
 from hpsearch.storage.errors import StorageError
 
 
@@ -26,6 +26,6 @@ def as_search_error(prefix: str = "", kind: type[Exception] = ValueError) -> Ite
         raise SearchError(f"{prefix}{error}") from None
 
 
-def format_name_hint(name: str, known: Iterable[str]) -> str:
+def suggest_names(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else the list of known names."""
     return f"; {format_hint(name, sorted(known))}"

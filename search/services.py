@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hpsearch.search.errors import SearchError, format_name_hint
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
@@ -76,7 +76,7 @@ def resolve_addresses(where: Addresses) -> Addresses:
     """
     known = Addresses.__annotations__
     if unknown := sorted(where.keys() - known.keys()):
-        raise SearchError(f"unknown setting {unknown[0]!r}{format_name_hint(unknown[0], known)}")
+        raise SearchError(f"unknown setting {unknown[0]!r}{suggest_names(unknown[0], known)}")
     found: Any = {name: where.get(name) or os.environ.get(f"HPSEARCH_{name.upper()}") or None for name in known}
     return cast(Addresses, found)
 
@@ -132,9 +132,7 @@ def check_pair(where: Addresses, *, both: bool = True) -> None:
         (storage_url if both else None, tracking_uri, ("--storage-url", "--tracking-uri")),
     ):
         if given is not None and missing is None:
-            raise SearchError(
-                f"{flags[0]} is given without {flags[1]}; give both, or neither to use the embedded stack"
-            )
+            raise SearchError(f"{flags[0]} is given without {flags[1]}; give both, or neither for the embedded stack")
 
 
 def probe_tracking(uri: str, *, required: bool = False) -> str | None:

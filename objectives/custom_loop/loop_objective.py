@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.objective import BaseObjective
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class RestoredLoop:
             found = objective.test(self.best, self.config, torch.device("cpu"), self.split_seed)
             scores = {str(name): float(value) for name, value in found.items()}
         if objective.metric not in scores:
-            hint = format_name_hint(objective.metric, list(scores))
+            hint = suggest_names(objective.metric, list(scores))
             raise MetricError(objective.metric, f"is missing in the result of {who}.test; {hint}")
         return scores
 

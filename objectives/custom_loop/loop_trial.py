@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hpsearch.objectives.custom_loop.folder import choose_checkpoint_folder, list_files, pack_folder
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
 from hpsearch.objectives.model_metrics import get_metric_value
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
@@ -169,7 +169,7 @@ class LoopTrial:
         """Check the arguments of a report and return the record of the epoch."""
         numbers, metric = _to_floats(metrics), self._run.objective.metric
         if metric not in numbers:
-            hint = format_name_hint(metric, list(numbers))
+            hint = suggest_names(metric, list(numbers))
             raise MetricError(metric, f"is not reported; {hint}; or set the objective's metric")
         record = {_add_val_prefix(name): number for name, number in numbers.items()}
         if not math.isfinite(value := numbers[metric]):
@@ -179,7 +179,7 @@ class LoopTrial:
                 value = get_metric_value(record, name)
             except KeyError:
                 remedy = "report the result of trial.measure(model, inputs)"
-                hint = remedy if name in _MEASURABLE else format_name_hint(name, [*numbers])
+                hint = remedy if name in _MEASURABLE else suggest_names(name, [*numbers])
                 raise MetricError(name, f"is required by the study but not reported; {hint}") from None
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}", epoch=epoch)

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from hpsearch.former_names import current_training
-from hpsearch.objectives.errors import ObjectiveError, format_name_hint
+from hpsearch.objectives.errors import ObjectiveError, suggest_names
 
 # What builds them is in `hpsearch.objectives.training.optimizers`, under the same names.
 BASES = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
@@ -171,7 +171,7 @@ class TrainConfig:
     def _known(cls, name: str, info: ValidationInfo) -> str:
         known = NAMES[str(info.field_name)]
         if name not in known:
-            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {format_name_hint(name, list(known))}")
+            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {suggest_names(name, list(known))}")
         return name
 
     @model_validator(mode="after")
@@ -224,7 +224,7 @@ def _complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name, value, kind = str(first["loc"][0]), first["input"], first["type"]
     if name not in FIELDS:
-        return f"unknown training setting {name!r}: {format_name_hint(name, list(FIELDS))}"
+        return f"unknown training setting {name!r}: {suggest_names(name, list(FIELDS))}"
     if kind == "finite_number":
         must = "a finite number"
     elif kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:

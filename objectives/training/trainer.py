@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
 from hpsearch.objectives.training.exportable import example_of
@@ -221,9 +221,7 @@ class Trainer(BaseTrainer):
         _require_finite(measured, run, epoch)
         for name in judged:
             if name not in scores and name not in measured:
-                raise MetricError(
-                    name, f"is not given after every epoch: {format_name_hint(name, [*scores, *measured])}"
-                )
+                raise MetricError(name, f"is not given after every epoch: {suggest_names(name, [*scores, *measured])}")
         return measured
 
     def _begin(self, run: Run, epoch: int) -> EpochSums:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hpsearch.search.errors import SearchError, format_name_hint
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.storage.urls import Addresses
 
 if TYPE_CHECKING:
@@ -723,7 +723,7 @@ def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: 
     """Reject keywords that a method does not have, such as misspelt ones."""
     for name in sorted(given.keys() - set(known)):
         own = [each.name for each in inspect.signature(method).parameters.values() if each.kind != each.VAR_KEYWORD]
-        hint = format_name_hint(name, [*own, *known])
+        hint = suggest_names(name, [*own, *known])
         raise SearchError(f"{method.__name__}({name}={given[name]!r}): unknown argument{hint}")
 
 

@@ -82,10 +82,10 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
     """Set a value that has a default."""
-    from hpsearch.search.errors import SearchError, format_name_hint
+    from hpsearch.search.errors import SearchError, suggest_names
 
     if name not in values:
-        hint = format_name_hint(name, values) if values else "; the default configuration has no settings"
+        hint = suggest_names(name, values) if values else "; the default configuration has no settings"
         raise SearchError(f"{owner} has no setting {name!r}{hint}")
     values[name] = value
 

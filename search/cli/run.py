@@ -152,7 +152,5 @@ def print_(
     if why := check_study_exists(launch):
         typer.echo(f"hpsearch: nobody was asked whether there is a study {study!r}: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
-        typer.echo(
-            "hpsearch: the embedded stack answers on this machine alone: for others give --storage-url", err=True
-        )
+        typer.echo("hpsearch: the embedded services are local: for other machines give --storage-url", err=True)
     typer.echo(render_manifest(launch), nl=False)

@@ -60,9 +60,7 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES)
 def doctor(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of a study to join from this machine")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to join from this machine")] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
     where: o.Addresses,

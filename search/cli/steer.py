@@ -156,9 +156,7 @@ def delete(
 
 @register(STEER)
 def gc(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies]")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study name  [default: all studies]")] = None,
     *,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")

@@ -71,42 +71,38 @@ class GaussianProcess:
     """Gaussian process with its hyperparameters.
 
     Attributes:
-        feature_to_parameter: parameter index of each feature column [columns].
+        feature_owner: parameter index of each feature column [columns].
         theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
             parameter [6 + parameters]; with several studies, the logit of the task correlation last.
         steady: whether the prior is that of a metric that does not change with the epochs.
     """
 
-    feature_to_parameter: Tensor
+    feature_owner: Tensor
     theta: Tensor
     steady: bool = False
 
     @classmethod
-    def from_prior(
-        cls, feature_to_parameter: np.ndarray, *, several: bool = False, steady: bool = False
-    ) -> GaussianProcess:
+    def from_prior(cls, feature_owner: np.ndarray, *, several: bool = False, steady: bool = False) -> GaussianProcess:
         """Return the process with the prior means of its hyperparameters.
 
         Args:
-            feature_to_parameter: parameter index of each feature column [columns].
+            feature_owner: parameter index of each feature column [columns].
             several: whether the points are of several studies.
             steady: whether values depend on the configuration alone, apart from a little noise.
         """
         return cls(
-            torch.from_numpy(feature_to_parameter),
-            _make_prior(feature_to_parameter, several=several, steady=steady)[0],
+            torch.from_numpy(feature_owner),
+            _make_prior(feature_owner, several=several, steady=steady)[0],
             steady,
         )
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
         """Return the process with the most probable hyperparameters given scores `y` [n]."""
-        mean, deviation = _make_prior(self.feature_to_parameter.numpy(), several=self._several, steady=self.steady)
+        mean, deviation = _make_prior(self.feature_owner.numpy(), several=self._several, steady=self.steady)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
-            factor, failed = torch.linalg.cholesky_ex(
-                GaussianProcess(self.feature_to_parameter, at).noisy_covariance(points)
-            )
+            factor, failed = torch.linalg.cholesky_ex(GaussianProcess(self.feature_owner, at).noisy_covariance(points))
             if failed.item():
                 return 1e10, np.zeros_like(theta)
             white = torch.linalg.solve_triangular(factor, y[:, None], upper=False)
@@ -121,7 +117,7 @@ class GaussianProcess:
             found = minimize(
                 loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": MAX_FIT_STEPS}
             )
-        return GaussianProcess(self.feature_to_parameter, torch.from_numpy(found.x), self.steady)
+        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.steady)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
         """Return the posterior given scores `y` [n]."""
@@ -136,7 +132,7 @@ class GaussianProcess:
     def covariance(self, a: Points, b: Points) -> Tensor:
         """Return the prior covariance of the latent function between `a` and `b` [n, m]."""
         level, slope, config, decay, own = self.theta[:5].exp()
-        weights = (-self.theta[6:]).exp()[self.feature_to_parameter]
+        weights = (-self.theta[6:]).exp()[self.feature_owner]
         one, other = a.x * weights, b.x * weights
         squared = one.square().sum(1)[:, None] + other.square().sum(1) - 2 * one @ other.T
         r = (5 * squared.clamp(min=0) + 1e-12).sqrt()
@@ -151,7 +147,7 @@ class GaussianProcess:
 
     @property
     def _several(self) -> bool:
-        return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_to_parameter.max()) + 1
+        return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_owner.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
         """Return the prior variance of the latent function [n]."""
@@ -208,9 +204,9 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
     return torch.where(z > -1.0, above, below) + deviation.log()
 
 
-def _make_prior(feature_to_parameter: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
+def _make_prior(feature_owner: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
     """Return the prior means and deviations of the hyperparameters; length scales grow with the dimension."""
-    parameters = int(feature_to_parameter.max()) + 1
+    parameters = int(feature_owner.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
     means = [*(_STEADY_PRIOR_MEAN if steady else _PRIOR_MEAN), *[length] * parameters]
     deviations = [_PRIOR_DEVIATION] * len(_PRIOR_MEAN) + [_LENGTH_DEVIATION] * parameters

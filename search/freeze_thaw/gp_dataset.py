@@ -119,7 +119,7 @@ class GPDataset:
     def prior_process(self) -> GaussianProcess:
         """The Gaussian process with the prior means of its hyperparameters."""
         return GaussianProcess.from_prior(
-            self.space.feature_to_parameter, several=bool(self.points.study.any()), steady=self.steady
+            self.space.feature_owner, several=bool(self.points.study.any()), steady=self.steady
         )
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:
@@ -155,7 +155,7 @@ def get_unreported_rows(study: optuna.Study, space: Space, *, exclude: int) -> n
     return np.array([space.to_row(t.params) for t in unreported]).reshape(-1, len(space.names))
 
 
-def load_or_fit_posterior(
+def fit_posterior(
     study: optuna.Study, kept: Mapping[str, Any], dataset: GPDataset, trials: int, *, name: str = HYPERPARAMETERS_KEY
 ) -> Posterior:
     """Return the posterior with the stored hyperparameters; refit and store them if they are outdated.
@@ -170,7 +170,7 @@ def load_or_fit_posterior(
     names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
         process = GaussianProcess(
-            process.feature_to_parameter, torch.tensor(kept["theta"], dtype=torch.float64), process.steady
+            process.feature_owner, torch.tensor(kept["theta"], dtype=torch.float64), process.steady
         )
     else:
         kept = {}

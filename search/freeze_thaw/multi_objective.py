@@ -26,9 +26,9 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
     HYPERPARAMETERS_KEY,
     GPDataset,
     fantasize_running,
+    fit_posterior,
     get_observed_trials,
     get_unreported_rows,
-    load_or_fit_posterior,
 )
 from hpsearch.search.freeze_thaw.observations import Observations, read_losses
 from hpsearch.search.freeze_thaw.space import TOP_TRIALS, Space, maximize_acquisition
@@ -217,9 +217,7 @@ class MultiObjectiveSuggester:
         )
         rows = np.full(len(observed), -1, dtype=np.int64)
         rows[known] = np.arange(len(known))
-        return MetricModel(
-            dataset, rows, load_or_fit_posterior(study, kept.get(name, {}), dataset, len(observed), name=name)
-        )
+        return MetricModel(dataset, rows, fit_posterior(study, kept.get(name, {}), dataset, len(observed), name=name))
 
     def _feasibility(
         self,
@@ -303,17 +301,15 @@ def sample_non_dominated(
     drawn = low + width * random.random((number, len(low)))
     for axis in range(len(low)):
         some = drawn[axis :: len(low)]
-        some[:, axis] = low[axis] + _get_non_dominated_fraction(best, some, axis, low, high) * (
-            some[:, axis] - low[axis]
-        )
-    left = np.column_stack([_get_non_dominated_fraction(best, drawn, axis, low, high) for axis in range(len(low))])
+        some[:, axis] = low[axis] + _get_front_fraction(best, some, axis, low, high) * (some[:, axis] - low[axis])
+    left = np.column_stack([_get_front_fraction(best, drawn, axis, low, high) for axis in range(len(low))])
     found = (left > 0).all(axis=1)
     if not found.any():
         return low[None], np.zeros(1)
     return drawn[found], -np.log((1 / left[found]).mean(axis=1))
 
 
-def _get_non_dominated_fraction(
+def _get_front_fraction(
     best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
     """Return the fraction [n] of a metric's range that the front does not dominate, given the other coordinates.

@@ -17,9 +17,9 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
     HYPERPARAMETERS_KEY,
     GPDataset,
     fantasize_running,
+    fit_posterior,
     get_observed_trials,
     get_unreported_rows,
-    load_or_fit_posterior,
     merge_distributions,
 )
 from hpsearch.search.freeze_thaw.multi_objective import MultiObjectiveSuggester
@@ -80,9 +80,7 @@ class FreezeThawSampler(BaseSampler):
         )
         space, points = dataset.space, dataset.observations
         began = self._n_startup_trials if self._warm_start.trials else 0
-        posterior = load_or_fit_posterior(
-            study, self._kept.get(HYPERPARAMETERS_KEY, {}), dataset, began + len(observed)
-        )
+        posterior = fit_posterior(study, self._kept.get(HYPERPARAMETERS_KEY, {}), dataset, began + len(observed))
         foreseen = posterior.predict(dataset.final_epoch_points)[0].numpy()
         incumbent = float(foreseen[: len(observed)].min() if observed else foreseen.min())
         running = [i for i, t in enumerate(observed) if t.state == TrialState.RUNNING]

@@ -43,7 +43,7 @@ class Space:
         self._rules = _infer_rules(shown, self._choices)
 
     @property
-    def feature_to_parameter(self) -> np.ndarray:
+    def feature_owner(self) -> np.ndarray:
         """Parameter index of each feature column [columns]."""
         return np.array([j for j, choices in enumerate(self._choices) for _ in range(choices or 2)])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpsearch.search.errors import SearchError, format_name_hint
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import NAME_PATTERN
 from hpsearch.search.study.study import load_study
@@ -81,7 +81,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise SearchError(f"no engine {self.engine!r}{format_name_hint(self.engine, ENGINES)}")
+            raise SearchError(f"no engine {self.engine!r}{suggest_names(self.engine, ENGINES)}")
         if not re.fullmatch(NAME_PATTERN.removesuffix("$"), self.study) or len(self.study) > 100:
             raise SearchError(f"STUDY {self.study!r} is not a study name; use letters, digits, '.', '_' and '-'")
         for option, number, least, most in (
@@ -123,9 +123,7 @@ class LaunchConfig:
         if self.time is None:
             return
         if not (parts := _TIME.fullmatch(self.time)):
-            raise SearchError(
-                f"--time {self.time!r} is not a time limit; give [DAYS-]HOURS:MINUTES:SECONDS, as 4:00:00"
-            )
+            raise SearchError(f"--time {self.time!r} is no time limit; give [DAYS-]HOURS:MINUTES:SECONDS, as 4:00:00")
         days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
         if ((days * 24 + hours) * 60 + minutes) * 60 + seconds <= self.grace:
             raise SearchError(f"--time {self.time!r} is not longer than --grace {self.grace}; give a longer time")

@@ -30,7 +30,7 @@ from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.loop.stepping import build_stepping
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.search.errors import SearchError, format_name_hint
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_alone
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.steering import find_trial
@@ -149,7 +149,7 @@ def find_version(registry: Registry, reference: str) -> Version:
     if found is None:
         aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
-        hint = format_name_hint(name, known) if known else "; see MLflow's page of models"
+        hint = suggest_names(name, known) if known else "; see MLflow's page of models"
         raise SearchError(f"{reference}: MLflow has no {what}{hint}")
     return found
 

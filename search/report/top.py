@@ -25,7 +25,7 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.register import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
 
-_ETA_TRIALS = 20  # trials whose ends give the rate for the ETA
+_ETA_ENDS = 20  # trials whose ends give the rate for the ETA
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,7 @@ _RECENT_ENDS = sa.text("""
 def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
     if progress.share >= 1:
         return 0.0
-    [row] = Database(study.engine).fetch_rows(
-        _RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_TRIALS + 1}
-    )
+    [row] = Database(study.engine).fetch_rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_ENDS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
     # At the rate of the last ends, for the budget that is spent most.

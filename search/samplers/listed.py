@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator
 
 from hpsearch.objectives.errors import wrap_user_errors
-from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, enumerate_configurations
-from hpsearch.search.errors import format_name_hint
+from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, list_configurations
+from hpsearch.search.errors import suggest_names
 from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Grid(SamplerSpec):
         for name in self.search_space:
             if name not in asked:
                 raise ValueError(
-                    f"sampler.search_space.{name}: no parameter of {objective.name}{format_name_hint(name, asked)}"
+                    f"sampler.search_space.{name}: no parameter of {objective.name}{suggest_names(name, asked)}"
                 )
         return self
 
@@ -147,7 +147,7 @@ class BruteForce(SamplerSpec):
         return self.configurations
 
     def for_objective(self, objective: BaseObjective) -> Self:
-        every = enumerate_configurations(objective.configure)
+        every = list_configurations(objective.configure)
         try:
             with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                 count = sum(1 for _ in itertools.islice(every, MOST + 1))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from hpsearch.search.errors import format_name_hint
+from hpsearch.search.errors import suggest_names
 
 
 def _no_switch(given: Any) -> Any:
@@ -70,7 +70,7 @@ class Kind(Options):
         if kind is None:
             if (why := cls.refused.get(str(name))) is not None:
                 raise ValueError(f"{cls.family}: there is no {name!r}: {why}")
-            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{format_name_hint(str(name), cls.kinds)}")
+            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{suggest_names(str(name), cls.kinds)}")
         try:
             return kind.model_validate(dict(value))
         except ValidationError as error:
@@ -99,7 +99,7 @@ class Kind(Options):
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
             return f"{setting}: {cls.model_fields['name'].default} has no such option" + (
-                format_name_hint(str(first["loc"][-1]), options) if options else "; it takes none"
+                suggest_names(str(first["loc"][-1]), options) if options else "; it takes none"
             )
         return format_validation_error(setting, first)
 

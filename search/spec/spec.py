@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, Va
 from hpsearch.former_names import current_spec
 from hpsearch.objectives.loading import normalize_reference
 from hpsearch.objectives.model_metrics import get_metric_value
-from hpsearch.search.errors import SearchError, format_name_hint
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.stopping import Median
 from hpsearch.search.samplers import SamplerSpec
@@ -371,7 +371,7 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
     known = set(StudySpec.model_fields)
     for key in map(str, values):
         if key not in known:
-            raise SearchError(f"unknown setting {key!r} in the study spec{format_name_hint(key, known)}")
+            raise SearchError(f"unknown setting {key!r} in the study spec{suggest_names(key, known)}")
     version = values.get("version", SPEC_VERSION)
     if version != SPEC_VERSION:
         raise SearchError(

@@ -17,7 +17,7 @@ from hpsearch.objectives.loading import load_objective, source_hash
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.trainer import device_named
 from hpsearch.search.console import format_command
-from hpsearch.search.errors import SearchError, format_name_hint
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
@@ -168,7 +168,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     study_id = find_study(storage, name)
     if study_id is None:
         names = [s.study_name for s in storage.get_all_studies()]
-        hint = format_name_hint(name, names) if names else "; there are none yet"
+        hint = suggest_names(name, names) if names else "; there are none yet"
         raise SearchError(f"no study {name!r}{hint}")
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:

@@ -15,8 +15,8 @@ from hpsearch.search.freeze_thaw.gaussian_process import Points, Posterior
 from hpsearch.search.freeze_thaw.gp_dataset import (
     HYPERPARAMETERS_KEY,
     GPDataset,
+    fit_posterior,
     get_observed_trials,
-    load_or_fit_posterior,
     merge_distributions,
 )
 from hpsearch.search.freeze_thaw.observations import Observations, get_loss_bound, read_losses
@@ -69,7 +69,7 @@ def expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: int, metr
     if (slope := _slope(dataset.observations)) is None:
         return None
     curves = [read_losses(t, maximize=maximize, epochs=left.epochs) for t in told]
-    posterior = load_or_fit_posterior(study, kept.get(HYPERPARAMETERS_KEY, {}), dataset, len(told))
+    posterior = fit_posterior(study, kept.get(HYPERPARAMETERS_KEY, {}), dataset, len(told))
     best = float(dataset.observations.loss.min())
     most = best - get_loss_bound(metric, best, maximize=maximize)
     gain = max(slope * _in_scores(posterior, dataset.space, left.trials, random), _pace(curves, left.trials))

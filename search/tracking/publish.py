@@ -139,7 +139,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     }
 
 
-_MOST = 20  # trials of a front
+_TOP = 20  # trials of a front
 
 
 def write_note(study: StoredStudy, summary: Summary) -> None:
@@ -189,13 +189,11 @@ def _linked(trial: FrozenTrial) -> str:
 
 def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     head = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * len(spec.direction_by_metric)}"]
-    shown = [
-        f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_MOST]
-    ]
+    shown = [f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_TOP]]
     return (
         head
         + shown
-        + ([f"| and {len(front) - _MOST} more | {'| ' * len(spec.direction_by_metric)}"] if len(front) > _MOST else [])
+        + ([f"| and {len(front) - _TOP} more | {'| ' * len(spec.direction_by_metric)}"] if len(front) > _TOP else [])
     )
 
 

@@ -58,9 +58,7 @@ def write_model(
         if isinstance(error, OSError) or checkpoint is None:
             raise
         reason = first_line(error)
-    log.warning(
-        "trial %d: torch.export failed (%s); storing the checkpoint instead of an exported model", number, reason
-    )
+    log.warning("trial %d: torch.export failed (%s); storing the checkpoint instead of a model", number, reason)
     write_checkpoint_model(checkpoint, folder, objective=objective, reason=reason)
     return {tag_names.WEIGHTS_ONLY: reason}
 

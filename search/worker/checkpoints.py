@@ -146,9 +146,7 @@ class TrialCheckpoints:
             self._begin_from(state)
             return state
         if self._known:
-            log.warning(
-                "trial %d: none of its checkpoints can be used: starting from its beginning", self._claim.number
-            )
+            log.warning("trial %d: no checkpoint is usable; starting from the first epoch", self._claim.number)
         self._files.remove(self._files.last_path, self._files.previous_path, self._files.best_path)
         return None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.errors import ObjectiveError, format_name_hint
+from hpsearch.objectives.errors import ObjectiveError, suggest_names
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, Due, Verdict
@@ -146,7 +146,7 @@ class TrialSession:
         except KeyError as missing:
             there = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
             raise ObjectiveError(
-                f"metric {missing} is not reported{format_name_hint(str(missing.args[0]), there)}"
+                f"metric {missing} is not reported{suggest_names(str(missing.args[0]), there)}"
             ) from None
 
     def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:

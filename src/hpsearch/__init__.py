@@ -80,10 +80,10 @@ __all__ = list(MODULES)
 def __getattr__(name: str) -> object:
     if name in MODULES:
         return getattr(importlib.import_module(MODULES[name]), name)
-    from hpsearch.objectives.errors import format_name_hint
+    from hpsearch.objectives.errors import suggest_names
 
     error = ImportError if _is_from_import(sys._getframe(1)) else AttributeError
-    raise error(f"module {__name__!r} has no attribute {name!r}; {format_name_hint(name, list(MODULES))}")
+    raise error(f"module {__name__!r} has no attribute {name!r}; {suggest_names(name, list(MODULES))}")
 
 
 def _is_from_import(frame: FrameType) -> bool:

@@ -69,7 +69,7 @@ class Locations:
         return None if "://" in path else Path(path)
 
 
-def find_external_locations(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Locations:
+def find_own_locations(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Locations:
     """Return the locations of external services.
 
     Raises:
@@ -176,7 +176,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
         stack.up(folder, dashboard=dashboard, progress=progress)
         locations = find_embedded_locations(folder, studies_only=studies_only)
     else:
-        locations = find_external_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+        locations = find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
     if locations.mlflow is not None and files:
         _check_artifacts(locations)  # report a mistake before the backup starts
     try:

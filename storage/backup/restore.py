@@ -164,9 +164,7 @@ def _open_empty_services(
         if owner_url is None:
             locations = backup.find_embedded_locations(folder, studies_only=studies_only)
         else:
-            locations = backup.find_external_locations(
-                folder, owner_url, artifacts=artifacts, studies_only=studies_only
-            )
+            locations = backup.find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
         if manifest.files and locations.artifacts is None:
             raise StorageError(
                 "--artifacts is missing: the backup contains artifact files; give the folder of MLflow's artifacts, as "

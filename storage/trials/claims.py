@@ -403,9 +403,7 @@ class Claims:
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
             if study is None or connection.execute(sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
-                if repeated and finishing.has_ended_as(
-                    *place, Outcome.PAUSED
-                ):  # by the first try, whose reply was lost
+                if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):  # by the first try; its reply was lost
                     return replace(read_rung_rank(connection, claim.trial_id, rung), is_promoted=False)
                 return None
             at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
 from hpsearch.objectives.model_metrics import MODEL_METRICS
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
             classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _RegressionIfShapesMatch(regression())
         )
     if metric not in CLASSIFICATION:
-        raise MetricError(
-            metric, f"is not built in: {format_name_hint(metric, list(DIRECTIONS))}; or override metrics()"
-        )
+        raise MetricError(metric, f"is not built in: {suggest_names(metric, list(DIRECTIONS))}; or override metrics()")
     if y is None:
         remedy = "give the data targets=, or define metrics(), as classification(10)"
         raise MetricError(metric, f"needs the number of classes: {remedy}")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
@@ -247,9 +247,7 @@ class Measuring:
         known = {*scores, *own, *MODEL_METRICS}
         for name in asked:
             if name not in known:
-                raise MetricError(
-                    name, f"is none that {who} gives, nor measured: {format_name_hint(name, sorted(known))}"
-                )
+                raise MetricError(name, f"is none that {who} gives, nor measured: {suggest_names(name, sorted(known))}")
         self.names = tuple(name for name in asked if name in MODEL_METRICS and name not in scores)
         if "latency_ms" in self.names:
             self._try_forward(model)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, format_name_hint, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
@@ -83,7 +83,7 @@ def rehearse(objective: Objective, run: Run) -> dict[str, float]:
             _check_outputs(objective, run, run.stepping.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is none that {who} gives: {format_name_hint(metric, list(scores))}")
+        raise MetricError(metric, f"is none that {who} gives: {suggest_names(metric, list(scores))}")
     run.measuring.rehearse(run.judged, scores)
     return scores
 

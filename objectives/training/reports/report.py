@@ -33,9 +33,7 @@ _EXPLODED = 100  # times what it was in the first quarter of the run: a loss tha
 def _leakage(run: Run, result: FitResult) -> list[str]:
     """List signs that validation samples were trained on: shared inputs, or a loss that tracks the training loss."""
     if run.plan.refit is not None:
-        return [
-            "A refit is trained on the validation samples too: their numbers check the model, and estimate nothing."
-        ]
+        return ["A refit is trained on the validation samples too: their scores check the model and estimate nothing."]
     found = []
     shared = shared_inputs(run.splits.train, run.splits.val)
     if shared:

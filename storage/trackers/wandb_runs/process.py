@@ -72,15 +72,13 @@ class Runs:
         lock = lock_file(Path(folder) / f".{run_id}.lock")
         if lock is None:
             return {"busy": True}
-        wandb_settings = wandb.Settings(
+        quiet = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,
             x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
             x_transaction_log_flush_interval=1.0,
         )  # fmt: skip
         steps = read_offline_steps(Path(folder) / "wandb", run_id)
-        run = wandb.init(
-            id=run_id, dir=folder, resume="allow", reinit="create_new", settings=wandb_settings, **settings
-        )
+        run = wandb.init(id=run_id, dir=folder, resume="allow", reinit="create_new", settings=quiet, **settings)
         self._runs[run_id] = run, steps | set(range(run.step)), lock  # a run on the server resumes at its next step
         return {}
 

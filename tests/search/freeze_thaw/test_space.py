@@ -65,7 +65,7 @@ def test_choices_are_as_far_apart_as_the_ends_of_a_range_and_what_is_not_there_i
     distance = np.linalg.norm(features[0] - features[1:], axis=1)
     np.testing.assert_allclose(distance[:2], 1.0)
     assert distance[2] == pytest.approx(math.sqrt(0.5))
-    assert list(space.feature_to_parameter) == [0, 0, 0, 1, 1]
+    assert list(space.feature_owner) == [0, 0, 0, 1, 1]
 
 
 def nested(trial) -> None:

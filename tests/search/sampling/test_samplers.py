@@ -17,7 +17,7 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch import ObjectiveError
-from hpsearch.objectives.search_space import enumerate_configurations
+from hpsearch.objectives.search_space import list_configurations
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.storage.rungs.rungs import Rungs
@@ -290,7 +290,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
             trial.suggest_float("slope", 0.0, 0.3, step=0.1)
             trial.suggest_float("only", 1.0, 1.0)
 
-    found = list(enumerate_configurations(Small(forked).suggest))
+    found = list(list_configurations(Small(forked).suggest))
     assert len(found) == 3 + 4 + 1
     assert distinct(found) == 8
     spec = SamplerSpec.parse({"name": "brute_force"}).for_objective(Small(forked))
