@@ -77,8 +77,8 @@ def test_overfitting_is_called_so(objective_with, tmp_path):
     config = TrainConfig(lr=0.02, batch_size=16, schedule="constant", weight_decay=0.0)
     _, text = _report(memorising, tmp_path, config, epochs=12)
     gap = _section(text, "Training and validation")
-    assert "Overfit: train is +" in gap
-    assert "above its lowest: later epochs overfitted" in gap
+    assert "Overfit: training is +" in gap
+    assert "above its minimum; the later epochs overfitted" in gap
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_run_that_fits_alike_is_not_called_overfit(wine, tmp_path):
 
 def test_underfitting_is_called_so(wine, tmp_path):
     _, text = _report(wine, tmp_path, TrainConfig(lr=1e-4, batch_size=16, schedule="constant"))
-    assert "more epochs may do better (underfit)" in text
+    assert "more epochs may improve it (underfit)" in text
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):
 
     config = TrainConfig(precision="fp16", batch_size=16)
     _, text = _report(objective_with(model=lambda *_: Overflowing()), tmp_path, config)
-    assert "- 3 of 24 steps overflowed in fp16: skipped, loss scale halved" in text
+    assert "- 3 of 24 steps overflowed in fp16; skipped, loss scale halved" in text
 
 
 def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
@@ -224,14 +224,14 @@ def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
 @pytest.mark.slow
 def test_the_smoke_test_is_quoted(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
-    assert "Not run here; `hpsearch smoke` overfits one batch." in before
+    assert "Not run; `hpsearch smoke` overfits one batch." in before
     run_smoke_test(wine).write(tmp_path / "b")
     _, after = _report(wine, tmp_path / "b")
     assert re.search(r"One batch of 32 samples: loss \S+ -> \S+, passed\.", after)
     kept = json.loads((tmp_path / "b" / "smoke.json").read_text())
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "smoke.json").write_text(json.dumps({**kept, "passed": False}))
-    assert "FAILED: do not trust this model" in _report(wine, tmp_path / "c")[1]
+    assert "FAILED: find the cause" in _report(wine, tmp_path / "c")[1]
 
 
 @pytest.mark.slow
