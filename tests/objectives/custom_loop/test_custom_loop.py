@@ -248,7 +248,7 @@ def test_the_best_is_tested_and_exported(tmp_path):
     with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define it to evaluate"):
         restore_model(bare, kept)
     with pytest.raises(ObjectiveError, match=r"Bare has no export\(\); define it to get a model"):
-        _fit(bare).exported()
+        _fit(bare).exportable_model()
 
 
 def _drawn(weights):

@@ -47,8 +47,8 @@ NET = nn.Linear(13, 3)
             {"metric": "auroc"},
             "'auroc' is incompatible with 3 outputs per sample for 3 classes; compatible metrics: accuracy, mac",
         ),
-        ({"metric": "loss"}, "loss is to minimize, so set direction = 'minimize'"),
-        ({"direction": "minimize"}, "accuracy is to maximize, so set direction = 'maximize'"),
+        ({"metric": "loss"}, "direction = 'maximize' does not fit loss; set direction = 'minimize'"),
+        ({"direction": "minimize"}, "direction = 'minimize' does not fit accuracy; set direction = 'maximize'"),
     ],
 )
 def test_a_mistake_in_the_objective_is_told_before_training(objective_with, tmp_path, replaced, message):
