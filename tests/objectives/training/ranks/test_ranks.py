@@ -63,7 +63,11 @@ def failures(ranks):
     def led(ranks):
         ranks.run_on_rank_zero(lambda: 1 / 0)
 
-    waits = {"sum": lambda r: r.all_reduce_sum(torch.ones(3)), "tell": lambda r: r.broadcast_object(None), "nothing": lambda _: None}
+    waits = {
+        "sum": lambda r: r.all_reduce_sum(torch.ones(3)),
+        "tell": lambda r: r.broadcast_object(None),
+        "nothing": lambda _: None,
+    }
     bad = NonFiniteError("loss is nan", epoch=2, step=7, lr=0.1, grad_norm=math.inf, batch=1)
     found = {name: caught(ranks, on_second(ObjectiveError("no such layer")), wait) for name, wait in waits.items()}
     found["own kind"] = caught(ranks, on_second(bad), waits["sum"])
