@@ -40,7 +40,7 @@ from hpsearch.objectives.search_space import TrialProtocol
 from hpsearch.objectives.training.checks.held_out import RestoredModel
 from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.result import FitResult
 from hpsearch.search.finalists.winner import RunScore, estimate_test_score, select_winner
 from hpsearch.search.samplers.suggest import derive_seed
@@ -219,7 +219,7 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
     splits = objective.data(number)
     fresh = [derive_seed(number, "finalists", index) for index in range(SEEDS)]
     divisions = [derive_seed(number, "division", seed) for seed in fresh]
-    parts = [prepared_splits(objective, number, division)[0].val for division in [None, *divisions]]
+    parts = [prepare_splits(objective, number, division)[0].val for division in [None, *divisions]]
     worth = judged(objective, like, reference, splits, rest)
     own, *others = (judged(objective, like, reference, splits, part) - worth for part in parts)
     values = {trial: result.best_value for trial, result in found.items()}
@@ -228,7 +228,7 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
         config, result = configs[trial], found[trial]
         again = [fit(objective, config, seed, number) for seed in fresh]
         anew = [fit(objective, config, seed, number, division) for seed, division in zip(fresh, divisions, strict=True)]
-        scored = [run.fresh for run in anew if run.fresh is not None]
+        scored = [run.resplit_score for run in anew if run.resplit_score is not None]
         finalists.append(
             Finalist(
                 search=result.best_value,

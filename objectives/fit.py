@@ -13,8 +13,8 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.held_out import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.exportable import example_of
-from hpsearch.objectives.training.loop.instruments import NONE, Instruments
+from hpsearch.objectives.training.exportable import build_example
+from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import FitResult, RunResult
 from hpsearch.objectives.training.session import Curve, Session
@@ -29,7 +29,7 @@ def fit(
     session: Session | None = None,
     run_dir: Path | None = None,
     device: str | None = None,
-    instruments: Instruments = NONE,
+    instruments: Instruments = NO_INSTRUMENTS,
 ) -> RunResult:
     """Train a configuration; see `Trainer` for the parameters.
 
@@ -86,7 +86,7 @@ def rebuild_result(
     return FitResult(
         **shared,
         model=restored.model,
-        example=example_of(val),
+        example=build_example(val),
         call=restored.call,
         split_hash=best["split_hash"],
         val=val,

@@ -53,7 +53,7 @@ def choices(kind: str) -> str:
 def training_settings() -> str:
     """Every field of a `TrainConfig`, with the class's own words."""
     rows = []
-    for item in report.settings(TrainConfig()):
+    for item in report.list_settings(TrainConfig()):
         rows.append((f"`{item.name}`", item.type.replace("|", "or"), _value(item.value), item.help))
     return table(("setting", "type", "default", "what it does"), rows)
 

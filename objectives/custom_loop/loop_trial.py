@@ -20,11 +20,11 @@ from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
 from hpsearch.objectives.training.loop.guards import NonFiniteError
-from hpsearch.objectives.training.loop.measuring import plain_measures
+from hpsearch.objectives.training.loop.measure import measure_model
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict
-from hpsearch.objectives.training.trainer import BaseTrainer, shown
+from hpsearch.objectives.training.trainer import BaseTrainer, format_metrics
 
 _MEASURABLE = {"latency_ms", "model_mb", "parameters"}  # the model metrics that `LoopTrial.measure` returns
 
@@ -45,7 +45,9 @@ class BaseLoopRun(BaseTrainer):
     def __init__(self, objective: BaseObjective, config: Any, plan: RunPlan, **where: Any) -> None:
         super().__init__(config, plan, **where)
         self.objective, path = objective, self.files.path
-        self.folder, self.checkpoint = self.ranks.told((path and path.resolve(), choose_checkpoint_folder(path)))
+        self.folder, self.checkpoint = self.ranks.broadcast_object(
+            (path and path.resolve(), choose_checkpoint_folder(path))
+        )
         self.curve = self.curve or Curve(objective.metric, maximize=objective.direction == "maximize")
         self.notes: list[str] = []
         self.logged: list[Path] = []
@@ -54,7 +56,9 @@ class BaseLoopRun(BaseTrainer):
         """Save the state, then report: if the process dies in between, no reported epoch is lost."""
         if self.session is not None:
             self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
-        self.files.log.info("epoch %d%s %s", record.epoch + 1, " (best)" if best else "", shown(record.metrics))
+        self.files.log.info(
+            "epoch %d%s %s", record.epoch + 1, " (best)" if best else "", format_metrics(record.metrics)
+        )
         return self._report(record)
 
 
@@ -78,7 +82,7 @@ class LoopTrial:
     def __init__(self, run: BaseLoopRun, state: Any) -> None:
         self.config, self.device, self.state = run.config, run.device, state
         self.seed, self.split_seed, self.total_epochs = run.plan.seed, run.plan.split_seed, run.plan.epochs
-        self.folder, self.rank, self.world = run.folder, run.ranks.rank, run.ranks.world
+        self.folder, self.rank, self.world = run.folder, run.ranks.rank, run.ranks.world_size
         self.resumed = bool(run.curve.history)
         self._run, self._ranks, self._curve, self._checkpoint = run, run.ranks, run.curve, run.checkpoint
         self.verdict = Verdict.CONTINUE
@@ -111,7 +115,7 @@ class LoopTrial:
         """
         while not self.should_stop:
             epoch = self._curve.next_epoch
-            set_seed(self.seed, "epoch", epoch, *self._ranks.purpose())
+            set_seed(self.seed, "epoch", epoch, *self._ranks.seed_suffix())
             self._epoch, self._started, self._is_in_epoch = epoch, time.perf_counter(), True
             yield epoch
             self._is_in_epoch = False
@@ -148,7 +152,7 @@ class LoopTrial:
         try:
             self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
             files = {} if saved is None else self._packed(saved)
-            record = self._ranks.led(lambda: self._make_record(epoch, metrics, state, best))
+            record = self._ranks.run_on_rank_zero(lambda: self._make_record(epoch, metrics, state, best))
             tested = state if best is None else best
             kept = self._curve.add(record, lambda: _copy_to_cpu(None if self.rank else tested))
         except BaseException as error:
@@ -159,7 +163,7 @@ class LoopTrial:
         try:
             self.verdict = self._run.save_and_report(record, {"state": state, **files}, best=kept)
             if saved is not None and saved.resolve() == self._checkpoint.resolve():  # other folders are the user's
-                self._ranks.led(lambda: shutil.rmtree(saved, ignore_errors=True))
+                self._ranks.run_on_rank_zero(lambda: shutil.rmtree(saved, ignore_errors=True))
         except BaseException as error:  # also those that the loop may catch: a lost claim, a stop
             self.failure = error
             raise
@@ -210,11 +214,11 @@ class LoopTrial:
         reported = {name: last[f"val_{name}"] for name in (*_MEASURABLE, "latency_load") if f"val_{name}" in last}
         if reported.keys() >= _MEASURABLE:
             return reported
-        return self._ranks.led(lambda: plain_measures(model, inputs, self.device))
+        return self._ranks.run_on_rank_zero(lambda: measure_model(model, inputs, self.device))
 
     def _packed(self, folder: Path) -> dict[str, Any]:
         """Return the files of a folder on rank 0, after a check that all ranks see the same files."""
-        found = self._ranks.each(list_files(folder))
+        found = self._ranks.all_gather_object(list_files(folder))
         if not found[0]:
             raise ObjectiveError(f"trial.report: folder {folder} has no files; save into it before the report")
         if others := [rank for rank, files in enumerate(found) if files != found[0]]:
@@ -235,9 +239,9 @@ class LoopTrial:
         """
         if self.world == 1:
             return
-        found = self._ranks.each((doing, self._ranks.told_to_go()))
+        found = self._ranks.all_gather_object((doing, self._ranks.should_stop()))
         if not self.rank and any(told for _, told in found):
-            self._ranks.on_told_to_go()
+            self._ranks.on_stop_request()
         if others := [rank for rank, (did, _) in enumerate(found) if did != found[0][0]]:
             raise ObjectiveError(
                 f"the loops of the ranks differ: rank 0 {found[0][0]}, rank {others[0]} {found[others[0]][0]}; "

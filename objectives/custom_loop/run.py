@@ -27,11 +27,11 @@ from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.exportable import exportable
 from hpsearch.objectives.training.loop.epoch import require_same
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.reports.report import code, image, own_settings, write_sections
-from hpsearch.objectives.training.reproducibility.environment import differences, environment, uncommitted
+from hpsearch.objectives.training.reports.report import format_value, image_lines, list_custom_settings, write_sections
+from hpsearch.objectives.training.reproducibility.environment import describe_differences, environment, git_diff
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
-from hpsearch.objectives.training.result import Exported, RunResult
+from hpsearch.objectives.training.result import ExportableModel, RunResult
 from hpsearch.objectives.training.session import Verdict
 
 
@@ -71,7 +71,10 @@ def write_loop_report(
         f"- seed {identity['seed']}, split seed {identity['split_seed']}",
         *([f"- {result.resume_note}"] if result.resume_note else []),
     ]
-    rows = [f"| `{setting.name}` | `{code(setting.value)}` |" for setting in own_settings(identity["config"])]
+    rows = [
+        f"| `{setting.name}` | `{format_value(setting.value)}` |"
+        for setting in list_custom_settings(identity["config"])
+    ]
     write_sections(
         path,
         {
@@ -79,7 +82,7 @@ def write_loop_report(
             "Configuration": ["| setting | value |", "|---|---|", *rows] if rows else ["No settings."],
             "Reported metrics": [
                 *_format_reported_metrics(result),
-                *image(path, "curves.png", "Curves over the epochs"),
+                *image_lines(path, "curves.png", "Curves over the epochs"),
             ],
             "Not checked": [_NOT_CHECKED],
         },
@@ -124,7 +127,7 @@ class LoopResult(RunResult):
         """Whether the objective has `export`."""
         return self.objective.defines("export")
 
-    def exported(self) -> Exported:
+    def exportable_model(self) -> ExportableModel:
         """Return the exportable model of the best epoch.
 
         Raises:
@@ -133,7 +136,7 @@ class LoopResult(RunResult):
         return export_model(self.objective, self.best, self.config)
 
 
-def export_model(objective: LoopObjective, best: Any, config: Any) -> Exported:
+def export_model(objective: LoopObjective, best: Any, config: Any) -> ExportableModel:
     """Return the model that `objective.export` builds from the reported `best`.
 
     Raises:
@@ -147,7 +150,7 @@ def export_model(objective: LoopObjective, best: Any, config: Any) -> Exported:
         if not isinstance(model, nn.Module):
             raise ObjectiveError(f"{who}.export must return a module and an example, not {type(model).__name__}")
         module, parts = exportable(model.eval(), bind_forward(model, x), x)
-    return Exported(module, parts, [frozenset({0})] * len(parts))
+    return ExportableModel(module, parts, [frozenset({0})] * len(parts))
 
 
 class LoopRun(BaseLoopRun):
@@ -171,7 +174,7 @@ class LoopRun(BaseLoopRun):
                 reset_distributed_state()  # open connections of a library would make the other ranks wait
                 raise
             finally:
-                if self.ranks.first:
+                if self.ranks.is_rank_zero:
                     shutil.rmtree(self.checkpoint, ignore_errors=True)
             if not self.curve.history:
                 raise ObjectiveError(f"{who}.run ended without a report; call trial.report in each of trial.epochs()")
@@ -220,14 +223,14 @@ class LoopRun(BaseLoopRun):
             **self.plan.identity,
             "split_hash": "",
         }
-        self.resolved = {**identity, "environment": environment(self.device, source, self.ranks.world)}
+        self.resolved = {**identity, "environment": environment(self.device, source, self.ranks.world_size)}
         if restored is not None:
             require_same(restored, identity)
             self.curve.load_state_dict(restored)
-            if changed := differences(restored["environment"], self.resolved["environment"]):
+            if changed := describe_differences(restored["environment"], self.resolved["environment"]):
                 self.notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
             self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.notes]))
-        changes = uncommitted(source.parent if source else Path.cwd()) if self.ranks.first else ""
+        changes = git_diff(source.parent if source else Path.cwd()) if self.ranks.is_rank_zero else ""
         verdict = self._open(self.curve, self.resolved, changes, resumed_at=0 if restored else None)
         return None if restored is None else restored["state"], verdict
 
@@ -244,7 +247,7 @@ class LoopRun(BaseLoopRun):
             unpack_folder(state.pop("folder", {}), self.checkpoint)
             return {**state, "best": {**state["best"], "model": None}}
 
-        broadcast = self.ranks.led(read_checkpoint)
+        broadcast = self.ranks.run_on_rank_zero(read_checkpoint)
         return read[0] if read else broadcast
 
     def _finish(self, verdict: Verdict) -> LoopResult:

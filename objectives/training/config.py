@@ -19,8 +19,8 @@ from hpsearch.former_names import current_training
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
 
 # What builds them is in `hpsearch.objectives.training.optimizers`, under the same names.
-BASES = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
-OPTIMIZERS = (*BASES, "muon", "lars", "ranger", "lookahead", "sam")
+BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
+OPTIMIZERS = (*BASE_OPTIMIZERS, "muon", "lars", "ranger", "lookahead", "sam")
 SCHEDULES = (
     *("constant", "cosine", "cosine_restarts", "linear", "polynomial", "exponential", "step"),
     *("one_cycle", "plateau"),
@@ -30,11 +30,11 @@ WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
-_WHOLE = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need weights that are whole
+_UNSHARDABLE_OPTIMIZERS = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need weights that are whole
 
-NAMES = {
+CHOICES = {
     "optimizer": OPTIMIZERS,
-    "base_optimizer": BASES,
+    "base_optimizer": BASE_OPTIMIZERS,
     "schedule": SCHEDULES,
     "warmup": WARMUPS,
     "precision": PRECISIONS,
@@ -63,7 +63,7 @@ class TrainConfig:
     """
 
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
-    base_optimizer: Annotated[str, one_of(BASES, "what lookahead and sam are wrapped around")] = "adamw"
+    base_optimizer: Annotated[str, one_of(BASE_OPTIMIZERS, "what lookahead and sam are wrapped around")] = "adamw"
     lr: Annotated[float, about("the peak learning rate", gt=0)] = 1e-3
     weight_decay: Annotated[
         float, about("decoupled if the optimizer decouples it; never on biases and norm layers", ge=0)
@@ -166,10 +166,10 @@ class TrainConfig:
             raise ObjectiveError(f"model must hold plain JSON values (numbers, words, lists, None), not {value!r}")
         return copied
 
-    @field_validator(*NAMES)
+    @field_validator(*CHOICES)
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
-        known = NAMES[str(info.field_name)]
+        known = CHOICES[str(info.field_name)]
         if name not in known:
             raise ObjectiveError(f"unknown {info.field_name} {name!r}: {suggest_names(name, list(known))}")
         return name
@@ -190,7 +190,7 @@ class TrainConfig:
         return self
 
     def _check_fsdp(self) -> None:
-        if self.optimizer in _WHOLE:
+        if self.optimizer in _UNSHARDABLE_OPTIMIZERS:
             raise ObjectiveError(
                 f"optimizer={self.optimizer!r} needs whole weights, and strategy='fsdp' spreads them: use 'adamw', "
                 "'muon' or another, or strategy='ddp'"

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.session import Curve, Verdict
 Status = Literal["completed", "pruned", "stopped"]
 
 
-def status_of(verdict: Verdict, *, finished: bool) -> Status:
+def derive_status(verdict: Verdict, *, finished: bool) -> Status:
     """Return the status of a run that ended with a verdict; `finished` is whether nothing was left to train."""
     if verdict == Verdict.PRUNE:
         return "pruned"
@@ -29,7 +29,7 @@ def status_of(verdict: Verdict, *, finished: bool) -> Status:
     return "completed" if finished else "stopped"
 
 
-class Exported(NamedTuple):
+class ExportableModel(NamedTuple):
     """What there is to export.
 
     Attributes:
@@ -40,11 +40,11 @@ class Exported(NamedTuple):
 
     module: nn.Module
     inputs: list[tuple[str, Tensor]]
-    free: Sequence[frozenset[int]]
+    dynamic_dims: Sequence[frozenset[int]]
 
 
 @dataclass(frozen=True)
-class FreshScore:
+class ResplitScore:
     """What a run on a fresh division of the data scores.
 
     Attributes:
@@ -65,7 +65,7 @@ class FreshScore:
         """The same as plain values."""
         return {**asdict(self), "epochs": list(self.epochs), "sizes": list(self.sizes)}
 
-    def told(self, metric: str) -> str:
+    def describe(self, metric: str) -> str:
         """What it is, in words."""
         if not self.epochs:
             return f"{metric} {self.value:.6g} of the best epoch"
@@ -93,7 +93,7 @@ class RunResult(ABC):
     best_path: Path | None
     last_path: Path | None
     resume_note: str | None = None
-    fresh: FreshScore | None = None
+    resplit_score: ResplitScore | None = None
 
     @property
     def best_epoch(self) -> int:
@@ -126,7 +126,7 @@ class RunResult(ABC):
         return None
 
     @abstractmethod
-    def exported(self) -> Exported:
+    def exportable_model(self) -> ExportableModel:
         """What there is to export of the best epoch.
 
         Raises:
@@ -145,7 +145,7 @@ class FitResult(RunResult):
         call: how the model is called with them.
         split_hash: SHA-256 of the data as it was split.
         val: the validation split, on the CPU: what `best_value` was measured on.
-        train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
+        train_scores: loss and metrics of the best weights on the training split, eval_model as the validation split is;
             for the report, and None without a run directory.
         memory: most bytes of the device's memory that the run held at once; None on a CPU.
         fresh: the score of a run on a fresh division; None of any other.
@@ -164,10 +164,10 @@ class FitResult(RunResult):
         """The hash of the data as it was split, and the number of validation samples."""
         return self.split_hash, len(self.val)
 
-    def exported(self) -> Exported:
+    def exportable_model(self) -> ExportableModel:
         """The model, as it is served.
 
         Raises:
             ObjectiveError: its inputs are no tensors.
         """
-        return Exported(*exportable(self.model, self.call, self.example.x), self.example.free)
+        return ExportableModel(*exportable(self.model, self.call, self.example.x), self.example.dynamic_dims)

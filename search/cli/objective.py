@@ -131,7 +131,7 @@ def train(
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-    from hpsearch.objectives.training.loop.instruments import NONE, Instruments
+    from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
 
@@ -145,7 +145,7 @@ def train(
     config = configured(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NONE
+    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if profile or tensorboard:
         require_model_objective(found, "--profile" if profile else "--tensorboard")
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
@@ -224,11 +224,11 @@ def smoke(
     from hpsearch.objectives.fit import require_model_objective
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.checks.smoke import run_smoke_test
-    from hpsearch.objectives.training.trainer import device_named
+    from hpsearch.objectives.training.trainer import resolve_device
 
     found = require_model_objective(load_objective(objective), "smoke")
     config = configured(found, settings)
-    result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=device_named(device))
+    result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _LINES, 1)), last}):
         typer.echo(f"step {number:5}  loss {result.losses[number]:.6g}")
@@ -261,7 +261,7 @@ def lr_range(
     from hpsearch.objectives.fit import require_model_objective
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
-    from hpsearch.objectives.training.trainer import device_named
+    from hpsearch.objectives.training.trainer import resolve_device
 
     found = require_model_objective(load_objective(objective), "lr-range")
     result = run_lr_range_test(
@@ -271,7 +271,7 @@ def lr_range(
         lowest=lowest,
         highest=highest,
         steps=steps,
-        device=device_named(device),
+        device=resolve_device(device),
     )
     result.write(run_dir)
     typer.echo(f"suggested lr {result.suggestion:.2g} (steepest fall); the loss is lowest at {result.highest:.2g}")
@@ -300,14 +300,14 @@ def show(objective: Objective_, settings: Set = None) -> None:
     if found.constraints:
         console.print("constraints: " + ", ".join(f"{name} {bound}" for name, bound in found.constraints.items()))
     if isinstance(found, LoopObjective):
-        own = report.own_settings(config)
+        own = report.list_custom_settings(config)
         # Of what is searched by another name than the setting's nobody knows which setting it becomes.
         fixed = "the same in every trial" if space.keys() <= {item.name for item in own} else ""
         searched = {name: f"searched: {values}" for name, values in space.items()}
         rows = [(_set(item), _and(item.help, searched.get(item.name, fixed))) for item in own]
         space = {name: values for name, values in space.items() if name not in {item.name for item in own}}
     else:
-        rows = [row for item in report.settings(config) for row in _rows(item)]
+        rows = [row for item in report.list_settings(config) for row in _rows(item)]
     for title, block in (("settings", rows), ("search space", list(space.items()))):
         if block:
             console.print(f"\n{title}", style="bold")

@@ -256,7 +256,7 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
     bind()
     import torch
 
-    from hpsearch.objectives.training.ranks import RankLostError, joined
+    from hpsearch.objectives.training.ranks import RankLostError, init_process_group
     from hpsearch.search.worker.join import join_study
     from hpsearch.search.worker.ranks import run_follower_rank, stop_followers
 
@@ -267,9 +267,11 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     options = options.model_copy(update={"device": device})
-    with joined(device=device, timeout=options.collective_timeout or options.lease / 2, place=place) as ranks:
-        if not ranks.first:
-            ranks.told_to_go = stop_worker_on_signals().is_set
+    with init_process_group(
+        device=device, timeout=options.collective_timeout or options.lease / 2, store_path=place
+    ) as ranks:
+        if not ranks.is_rank_zero:
+            ranks.should_stop = stop_worker_on_signals().is_set
             try:
                 return run_follower_rank(ranks, device=device)
             except RankLostError:  # rank 0 may hang; the launcher ends it

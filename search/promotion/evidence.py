@@ -306,7 +306,7 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     if evidence.test is not None and evidence.test["scores"]:
         facts += [(f"test {name}", _number(value)) for name, value in evidence.test["scores"].items()]
         facts.append(("test set opened", f"{evidence.test['opened_at'][:16]} by {evidence.test['opened_by']}"))
-    changed = ", with uncommitted changes" if evidence.git_dirty else ""
+    changed = ", with git_diff changes" if evidence.git_dirty else ""
     facts += [
         ("attempts", evidence.attempts),
         ("seed", evidence.seed),

@@ -27,8 +27,8 @@ from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.loop.prepared import prepared_splits
-from hpsearch.objectives.training.loop.stepping import build_stepping
+from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.step_functions import build_step_function
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_alone
@@ -100,7 +100,7 @@ def serve_check(
     if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
     objective = require_model_objective(study.objective(), "serve-check")
-    splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
+    splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
     changed = _describe_changes(study, objective, splits, version)
     scored: float | None
     why_weights = read_export_failure(tracking.client, version.model_id)
@@ -233,7 +233,7 @@ def _score_predictions(predictions: list[Any], objective: Objective, splits: Spl
         return float("nan")
     batches = (splits.val.inputs(slice(start, start + rows)) for start in range(0, len(splits.val), rows))
     replay = _Replay(predictions, batches, objective.name)
-    stepping = build_stepping(objective, config, splits, replay, torch.device("cpu"))
+    stepping = build_step_function(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     scores = evaluate(replay, splits.val, stepping, metrics, batch_size=rows, device="cpu")
     return scores[objective.metric]

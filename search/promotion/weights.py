@@ -19,7 +19,7 @@ from hpsearch.objectives.fit import require_model_objective
 from hpsearch.objectives.training.checks.held_out import RestoredModel, restore_best
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.result import Exported
+from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import training_seed
@@ -138,7 +138,7 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
             return ensure_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
 
 
-def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:
+def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], ExportableModel]:
     """Return the function that exports the model, after verifying the score of the weights."""
     objective = study.objective()
     if isinstance(objective, LoopObjective):  # only a custom loop can measure its value
@@ -150,7 +150,7 @@ def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any
         return partial(export_model, objective, best["model"], config_from_json(objective, best["config"]))
     restored = restore_best(require_model_objective(objective, "a model"), best)
     weights.verify_score(restored)
-    return restored.exported
+    return restored.exportable_model
 
 
 def _read_best_epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:

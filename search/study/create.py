@@ -127,7 +127,7 @@ def create_or_join(
     settings: dict[str, Any],
     objective: BaseObjective,
     *,
-    rehearse: Callable[[BaseObjective, StudySpec], None],
+    sanity_check: Callable[[BaseObjective, StudySpec], None],
     check: Callable[[StudySpec], None] = lambda _: None,
     enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
@@ -137,7 +137,7 @@ def create_or_join(
         storage: where studies are kept.
         settings: that were given; the stored spec has the others, or the objective where the study is new.
         objective: that is searched.
-        rehearse: called before a study is created; raises where the objective cannot be searched.
+        sanity_check: called before a study is created; raises where the objective cannot be searched.
         check: called before a study is created or joined; raises where its spec cannot be run on this machine.
         enqueued: trials that are in a new study from its beginning; a study that is joined gets each once.
 
@@ -163,7 +163,7 @@ def create_or_join(
                 "run to its end; raise it, or lower --epochs"
             )
         check(spec)
-        rehearse(objective, spec)
+        sanity_check(objective, spec)
         return spec
 
     def once() -> tuple[StoredStudy, bool]:
@@ -282,7 +282,9 @@ def begin_search(
         services = find_services(where, both=True, tracking_required=tracking_required, progress=tell)
         tell("opening the study")
         storage = open_storage(services.storage_url, application_name="hpsearch run")
-        study, created = create_or_join(storage, settings, objective, check=check, rehearse=rehearse, enqueued=enqueued)
+        study, created = create_or_join(
+            storage, settings, objective, check=check, sanity_check=sanity_check, enqueued=enqueued
+        )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
         start_clock(study)
         if checkpoint_url is not None:
@@ -341,7 +343,7 @@ def _metric_named(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
 
 
 @kill_point("rehearse")
-def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
+def sanity_check(objective: BaseObjective, spec: StudySpec) -> None:
     """Run every part of the objective's code once, on values that the sampler might suggest.
 
     A typo is found here, before there is a study, rather than by a night's trials.

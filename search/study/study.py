@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.loading import load_objective, source_hash
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.training.trainer import device_named
+from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
@@ -329,7 +329,7 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
         SearchError: it cannot on that device.
         ObjectiveError: there is no such device.
     """
-    if "peak_memory_mb" in spec.reported_metrics and (kind := device_named(device).type) != "cuda":
+    if "peak_memory_mb" in spec.reported_metrics and (kind := resolve_device(device).type) != "cuda":
         raise SearchError(
             f"study {spec.name!r} asks for peak_memory_mb, which is measured on CUDA devices, and here it would be "
             f"trained on {kind}: train it where there is a GPU, or search by model_mb or parameters"

@@ -15,11 +15,11 @@ from optuna.trial import TrialState
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reproducibility.environment import environment
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.result import Exported, RunResult
-from hpsearch.objectives.training.trainer import device_named
+from hpsearch.objectives.training.result import ExportableModel, RunResult
+from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import is_among_best, is_feasible, is_on_front
 from hpsearch.search.study.study import StoredStudy
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def write_model(
-    exported: Callable[[], Exported], folder: Path, *, checkpoint: Path | None, objective: str, number: int
+    exported: Callable[[], ExportableModel], folder: Path, *, checkpoint: Path | None, objective: str, number: int
 ) -> dict[str, str]:
     """Export the model, or store its checkpoint if the export fails; return tags with the reason of the failure.
 
@@ -168,8 +168,8 @@ class TrialTracking:
             named = {key: value for key, value in result.best_metrics.items() if key.startswith("val_") or key in asked}
             best = {f"best_{key}": value for key, value in named.items()}
             best["best_epoch"] = float(result.best_epoch)
-            if result.fresh is not None:
-                best[f"cross_fitted_val_{self._spec.metric}"] = result.fresh.value
+            if result.resplit_score is not None:
+                best[f"cross_fitted_val_{self._spec.metric}"] = result.resplit_score.value
             journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         if result.resume_note:
@@ -236,7 +236,7 @@ class TrialTracking:
     def _log_model(self, result: RunResult) -> None:
         try:
             tags = write_model(
-                result.exported,
+                result.exportable_model,
                 self.journal.model_folder,
                 checkpoint=result.best_path,
                 objective=self._spec.objective,
@@ -315,11 +315,11 @@ def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
         ObjectiveError: the device does not exist.
     """
     source = inspect.getsourcefile(type(objective))
-    found = environment(device_named(device), Path(source).resolve() if source else None)
+    found = environment(resolve_device(device), Path(source).resolve() if source else None)
     tags = {
         tag_names.VERSIONS: ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
         tag_names.DEVICE: str(found["device_name"]),
-        tag_names.DEVICES: str(current().world),  # that train a trial together
+        tag_names.DEVICES: str(current_ranks().world_size),  # that train a trial together
         tag_names.OBJECTIVE_SHA256: str(found["source_sha256"] or ""),
     }
     if sha := found.get("git_sha"):

@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
@@ -124,7 +124,9 @@ class Attempt:
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
-        return fit_on_all_ranks(current(), context.objective, job, session=self._session, device=context.options.device)
+        return fit_on_all_ranks(
+            current_ranks(), context.objective, job, session=self._session, device=context.options.device
+        )
 
     def _settle(self, result: RunResult) -> TrialEnd:
         """Publish a complete or pruned training, and end the trial."""
@@ -145,9 +147,9 @@ class Attempt:
         else:
             value, told = result.best_value, pace
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
-            if result.fresh is not None:
-                value, reason = result.fresh.value, f"{result.fresh.told(spec.metric)}; {reason}"
-                told = {**pace, FRESH: result.fresh.record()}
+            if result.resplit_score is not None:
+                value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
+                told = {**pace, FRESH: result.resplit_score.record()}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 told = {**pace, REFIT: {"train_loss": loss}}

@@ -70,7 +70,7 @@ class TrialCheckpoints:
                 self._files.write_best(state)
             self._put_last(f"{epoch:04d}", state)
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Save a mid-epoch state and put it into the store, in place of the state after the epoch before."""
         epoch = len(state["history"]) - 1
         with self._failure_costs_the_checkpoint(epoch):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.errors import as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
 from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
@@ -119,7 +119,7 @@ class WorkerContext:
         self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
             # A rank's parent is what started it: that one looks after the fleet.
-            self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current().alone else lambda: False
+            self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current_ranks().is_single_process else lambda: False
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
             self.failed_at_start = int(failed) if failed else None
         self.shutdown = GracefulShutdown(

@@ -8,7 +8,7 @@ import threading
 
 import optuna
 
-from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.search.console import pluralize
 from hpsearch.search.process import (
     EXIT_DONE,
@@ -70,7 +70,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()
-        current().on_told_to_go = context.shutdown.begin  # if another rank gets the signal
+        current_ranks().on_stop_request = context.shutdown.begin  # if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
         ended = Worker(context).work()

@@ -48,7 +48,7 @@ def fit_on_all_ranks(
         Exception: an error of `fit`, on any rank.
     """
     _broadcast(ranks, job)
-    with ranks.together():
+    with ranks.fail_together():
         return fit(objective, job.config, job.plan, session=session, device=device)
 
 
@@ -61,7 +61,7 @@ def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
     loaded: dict[str, BaseObjective] = {}
     while isinstance(job := _receive_job(ranks), Job):
         try:
-            with ranks.together():
+            with ranks.fail_together():
                 name = job.spec.objective
                 objective = loaded[name] = loaded.get(name) or load_objective(name)
                 set_metrics(objective, job.spec)
@@ -82,7 +82,7 @@ def _receive_job(ranks: Ranks) -> Job | int:
 def _broadcast(ranks: Ranks, said: Job | int) -> Job | int:
     """What rank 0 says between two trials, where no error can be but that a rank is gone."""
     try:
-        return ranks.told(said)
+        return ranks.broadcast_object(said)
     except (RuntimeError, ValueError) as error:
         raise RankLostError(f"a rank is gone: {error}") from error
 

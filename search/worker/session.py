@@ -12,7 +12,7 @@ from typing import Any
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.session import Curve, Due, Verdict
+from hpsearch.objectives.training.session import Curve, MidEpochAction, Verdict
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.context import WorkerContext
@@ -73,27 +73,27 @@ class TrialSession:
         self.saved = describe_position(state)
         self._saving = time.monotonic() - began
 
-    def due(self, left: Callable[[], float]) -> Due:
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
         """Leave the epoch where it would not end before the worker is killed; else save as often as was asked for."""
         now = time.monotonic()
         if now < self._ask_at:
-            return Due.NOTHING
+            return MidEpochAction.NONE
         self._ask_at = now + _CHECK_INTERVAL_SECONDS
         self._context.watchdog.beat()
         if (
             self._context.is_stopping()
             and left() + 2 * self._saving + _KILL_MARGIN_SECONDS > self._context.shutdown.seconds_left()
         ):
-            return Due.LEAVE
-        return Due.SAVE if self._files.is_due(self._context.save_every_seconds) else Due.NOTHING
+            return MidEpochAction.SAVE_AND_STOP
+        return MidEpochAction.SAVE if self._files.is_due(self._context.save_every_seconds) else MidEpochAction.NONE
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Save, and let the state count: the trial goes on from there, on any machine.
 
         Raises:
             ClaimLostError: the trial is no longer this worker's.
         """
-        self.kept.save_within(state)
+        self.kept.save_mid_epoch(state)
         if self.kept.pending is not None:  # else the store was away, and the trial would resume from before
             epoch = len(state["history"]) - 1
             self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.kept.pending)
@@ -113,7 +113,7 @@ class TrialSession:
         reported = self._report(record.epoch, metrics[spec.metric], vector)
         self._context.watchdog.beat()
         if not reported.is_counted:
-            return Verdict.PAUSE.because(BUDGET_EXHAUSTED)  # also after the last epoch: it is not written
+            return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)  # also after the last epoch: it is not written
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = reported.is_stopped or self._context.is_stopping()
@@ -121,18 +121,18 @@ class TrialSession:
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # A trial is not pruned after its last epoch: a full curve is worth more to the sampler.
         if record.epoch < spec.epochs - 1:
-            best = self._asked(self.curve.best_until(record.epoch))
+            best = self._asked(self.curve.best_up_to(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
             decision = self._context.pruner(
                 trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.direction_by_metric]
             )
             if decision.prune:
-                return Verdict.PRUNE.because(decision)
+                return Verdict.PRUNE.with_reason(decision)
             standing = self._reach_rung(record.epoch, best)
             if standing is not None and not standing.is_promoted:
-                return Verdict.PAUSE.because(standing)
+                return Verdict.PAUSE.with_reason(standing)
             if not reported.has_room:
-                return Verdict.PAUSE.because(BUDGET_EXHAUSTED)
+                return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
     def _asked(self, record: EpochRecord) -> dict[str, float]:

@@ -17,11 +17,11 @@ from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.evaluation.step import Call, StepFunction
-from hpsearch.objectives.training.exportable import example_of, exportable
-from hpsearch.objectives.training.loop.prepared import prepared_splits
-from hpsearch.objectives.training.loop.stepping import build_stepping, call_in
+from hpsearch.objectives.training.exportable import build_example, exportable
+from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.step_functions import build_step_function, forward_call
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
-from hpsearch.objectives.training.result import Exported
+from hpsearch.objectives.training.result import ExportableModel
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -45,19 +45,19 @@ class RestoredModel:
         """Return loss and metrics on the test split. Call it only once per study."""
         return self._score(self.splits.test)
 
-    def exported(self) -> Exported:
+    def exportable_model(self) -> ExportableModel:
         """Return the model in the form in which it is served."""
-        example = example_of(self.splits.val)
-        return Exported(*exportable(self.model, self.call, example.x), example.free)
+        example = build_example(self.splits.val)
+        return ExportableModel(*exportable(self.model, self.call, example.x), example.dynamic_dims)
 
     @property
     def call(self) -> Call:
         """Function that calls the model with a batch of inputs."""
-        return call_in(self._stepping)
+        return forward_call(self._stepping)
 
     @property
     def _stepping(self) -> StepFunction:
-        return build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
+        return build_step_function(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
 
     def _score(self, split: Dataset) -> dict[str, float]:
         with reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
@@ -81,7 +81,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
     config = TrainConfig.from_dict(best["config"])
     split_seed = best["split_seed"]
     with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
-        splits, split_hash = prepared_splits(objective, split_seed, "all" if "refit" in best else None)
+        splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
             raise ObjectiveError(
                 f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"

@@ -19,9 +19,9 @@ from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
-from hpsearch.objectives.training.loop.guards import NonFiniteError, Point, told_apart
+from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.reports.plots import rate_range
+from hpsearch.objectives.training.reports.plots import plot_lr_range
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, seeded_on, set_seed
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LrRangeResult:
         """Write `lr-range.json` and `lr-range.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "lr-range.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
-        rate_range(self.rates, self.losses, folder / "lr-range.png", suggestion=self.suggestion)
+        plot_lr_range(self.rates, self.losses, folder / "lr-range.png", suggestion=self.suggestion)
 
 
 def run_lr_range_test(
@@ -90,7 +90,7 @@ def run_lr_range_test(
     flat = dataclasses.replace(
         config, lr=lowest, schedule="constant", warmup_fraction=0.0, warmup_steps=None, compile=False, log_every=None
     )
-    with reproducible(deterministic=config.deterministic), told_apart(flat, device):
+    with reproducible(deterministic=config.deterministic), translate_torch_errors(flat, device):
         run, _ = build(objective, flat, RunPlan(1, seed, seed), device=device)
         rates, losses = _increase_lr(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
     return _suggest_lr(rates, losses)
@@ -113,7 +113,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
         for group, share in zip(run.optimizer.param_groups, starts, strict=True):
             group["lr"] = share * rate
         try:
-            train_step(run, micro_batches, Point(0, step, step, rate), RunningMetrics(run.metrics))
+            train_step(run, micro_batches, StepPosition(0, step, step, rate), RunningMetrics(run.metrics))
         except NonFiniteError:
             break
         loss = _loss(run, probe)
@@ -131,7 +131,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
 def _loss(run: Run, probe: Batch) -> float:
     """Return the training loss of the probe, with the same dropout mask each time."""
     with seeded_on(run.device, run.plan.seed, "probe"):
-        return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
+        return float(run.step_function(run.model, probe, run.precision.autocast()).loss)
 
 
 def _suggest_lr(rates: list[float], losses: list[float]) -> LrRangeResult:

@@ -18,9 +18,9 @@ from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
-from hpsearch.objectives.training.loop.guards import NonFiniteError, Point, told_apart
+from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.reports.plots import overfit_curve
+from hpsearch.objectives.training.reports.plots import plot_overfit
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SmokeResult:
         """Write `smoke.json` and `smoke.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "smoke.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
-        overfit_curve(self.losses, folder / "smoke.png", target=self.target)
+        plot_overfit(self.losses, folder / "smoke.png", target=self.target)
 
 
 def run_smoke_test(
@@ -88,7 +88,7 @@ def run_smoke_test(
     result, deadline = None, time.monotonic() + seconds
     for factor in _LR_FACTORS:
         tried = _disable_regularization(config, config.lr * factor, samples)
-        with reproducible(deterministic=config.deterministic), told_apart(tried, device):
+        with reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
             run, _ = build(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(run, samples, steps, deadline, objective.loss_floor)
         if found.passed:
@@ -139,13 +139,13 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     pending = LazyBatch(batch.size, lambda: batch)
     run.model.train()  # batch norm must use the statistics of the batch, as in training
     with torch.no_grad():
-        losses = [float(run.stepping(run.model, batch, nullcontext()).loss)]
+        losses = [float(run.step_function(run.model, batch, nullcontext()).loss)]
     target = _compute_target(losses[0], floor)
     reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
-            loss = train_step(run, [pending], Point(0, step, step, run.config.lr), running).loss
+            loss = train_step(run, [pending], StepPosition(0, step, step, run.config.lr), running).loss
         except NonFiniteError as error:
             reason = str(error)
             break

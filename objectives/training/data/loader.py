@@ -19,7 +19,7 @@ from torch.utils import data as torch_data
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.tree import Tree
-from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_cpu_libraries, set_seed
 
 _PR_SET_PDEATHSIG = 1
 
@@ -67,7 +67,9 @@ class _Batches(torch_data.Dataset[Batch]):
 def _seeded_generators(seed: int, index: int) -> Iterator[None]:
     """Seed the generators by the batch index, so that results do not depend on the number of processes."""
     torch_state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed_host(seed, "augment", index))  # a worker process must not use the GPU
+    torch.default_generator.manual_seed(
+        seed_cpu_libraries(seed, "augment", index)
+    )  # a worker process must not use the GPU
     try:
         yield
     finally:
@@ -109,7 +111,7 @@ def load_batches(
             if index < first:
                 continue
             if source.draws:
-                seed_host(seed, "after", index)  # independent of which process loaded the batch
+                seed_cpu_libraries(seed, "after", index)  # independent of which process loaded the batch
             yield batch
     except ObjectiveError as error:
         # The text of a worker's error is its traceback; the last line is the message.

@@ -16,7 +16,7 @@ from hpsearch.objectives.training.data.loader import load_batches
 from hpsearch.objectives.training.data.tree import index_rows, to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction
-from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded_on
 
 _EVAL_BATCH_FACTOR = 4
@@ -53,7 +53,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
     batch_size: int,
     device: torch.device | str,
     num_workers: int = 0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     also: HalvesEvaluator | None = None,
 ) -> dict[str, float]:
     """Return the mean loss as "loss", and each metric, over a dataset.
@@ -83,7 +83,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
                 metrics.update(found.outputs, found.targets)
             if also is not None:
                 also.add(found, rows)
-        return ranks.told(as_floats({**sums.compute(ranks), **metrics.compute()}))
+        return ranks.broadcast_object(as_floats({**sums.compute(ranks), **metrics.compute()}))
 
 
 def get_eval_batch_size(config: TrainConfig) -> int:
@@ -112,10 +112,10 @@ class RunningMeans:
             self._sums[name] = self._sums.get(name, 0) + found * weight
         self.weight = self.weight + weight
 
-    def compute(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    def compute(self, ranks: Ranks = SINGLE_PROCESS) -> dict[str, Tensor]:
         """Return the mean `loss` and the mean of each metric over the batches of all ranks."""
         weight = torch.as_tensor(self.weight, dtype=torch.float64, device=self._device)
-        loss, weight, *sums = ranks.total(torch.stack([self._loss, weight, *self._sums.values()])).unbind()
+        loss, weight, *sums = ranks.all_reduce_sum(torch.stack([self._loss, weight, *self._sums.values()])).unbind()
         return {"loss": loss / weight, **{name: sum_ / weight for name, sum_ in zip(self._sums, sums, strict=True)}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def iterate_batches(
     samples = len(dataset)
     parts = [range(samples)] if cut is None else [range(cut), range(cut, samples)]
     spans = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
-    own = [span[ranks.rank :: ranks.world] for span in spans]
+    own = [span[ranks.rank :: ranks.world_size] for span in spans]
     shares = [mine or span[:1] for mine, span in zip(own, spans, strict=True)]
     if dataset.in_memory:
         for mine, share in zip(own, shares, strict=True):

@@ -13,7 +13,7 @@ from hpsearch.objectives.training.evaluation import metric_state
 from hpsearch.objectives.training.evaluation.evaluate import RunningMeans
 from hpsearch.objectives.training.evaluation.metrics import Metrics, can_sync_over_ranks
 from hpsearch.objectives.training.evaluation.step import Step, detach_outputs
-from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 
 
 class RunningMetrics:
@@ -24,7 +24,7 @@ class RunningMetrics:
 
     _ROWS, _BYTES = 4096, 4 << 20
 
-    def __init__(self, metrics: Metrics, ranks: Ranks = ALONE) -> None:
+    def __init__(self, metrics: Metrics, ranks: Ranks = SINGLE_PROCESS) -> None:
         self._metrics, self._ranks = metrics, ranks
         self._outputs: list[Any] = []
         self._targets: list[Any] = []
@@ -100,7 +100,7 @@ class RunningMetrics:
 
 def aggregate_over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
     """Return metrics over the batches of all ranks: torchmetrics synchronize themselves, others get all batches."""
-    return metrics if ranks.alone or can_sync_over_ranks(metrics) else _GatheredMetrics(metrics, ranks)
+    return metrics if ranks.is_single_process or can_sync_over_ranks(metrics) else _GatheredMetrics(metrics, ranks)
 
 
 def disable_rank_sync(metrics: Metrics) -> Metrics:
@@ -119,7 +119,7 @@ class _GatheredMetrics:
     """Metrics over the batches of all ranks, which each rank keeps on the CPU until `compute`."""
 
     def __init__(self, inner: Metrics, ranks: Ranks) -> None:
-        self._inner, self._each = inner, ranks.each
+        self._inner, self._each = inner, ranks.all_gather_object
         self._kept: list[tuple[Any, Any]] = []
         self._device = torch.device("cpu")
         disable_rank_sync(inner)  # a torchmetrics metric inside a custom class would sum over ranks again

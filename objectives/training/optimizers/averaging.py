@@ -1,4 +1,4 @@
-"""Averages of the weights, judged in their place: moving over steps (EMA), or even over the last epochs (SWA)."""
+"""Averages of the weights, eval_model in their place: moving over steps (EMA), or even over the last epochs (SWA)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from hpsearch.objectives.training.config import TrainConfig
 
 
-class Average:
-    """No average: the model itself is judged; subclasses have the average that is judged in its place."""
+class WeightAveraging:
+    """No average: the model itself is eval_model; subclasses have the average that is eval_model in its place."""
 
     average: AveragedModel | None = None
 
@@ -21,8 +21,8 @@ class Average:
         self._model = model
 
     @property
-    def judged(self) -> nn.Module:
-        """The model whose weights are judged and kept."""
+    def eval_model(self) -> nn.Module:
+        """The model whose weights are eval_model and kept."""
         return self._model if self.average is None else self.average.module
 
     @property
@@ -46,7 +46,7 @@ class Average:
             self.average.load_state_dict(state)
 
 
-class _MovingAverage(Average):
+class _EMA(WeightAveraging):
     """The exponential moving average of a model's weights, with the model's current buffers.
 
     The decay is min(decay, (1 + n) / (10 + n)) after n updates, so that the initial weights do not dominate a short
@@ -69,7 +69,7 @@ class _MovingAverage(Average):
         self.average.update_parameters(self._model)
 
 
-class _EvenAverage(Average):
+class _SWA(WeightAveraging):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at the ends of epochs.
 
     Before epoch `first` the model itself is evaluated. Batch norm statistics are recomputed for the averaged weights.
@@ -83,7 +83,7 @@ class _EvenAverage(Average):
         self.average = AveragedModel(model)
 
     @property
-    def judged(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         return self.average.module if int(self.average.n_averaged) else self._model
 
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
@@ -103,10 +103,10 @@ class _Called(nn.Module):
         return self.call(self.model, x)
 
 
-def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> Average:
+def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> WeightAveraging:
     """The configured average of a model's weights over a run of `epochs`."""
     if config.ema_decay is not None:
-        return _MovingAverage(model, config.ema_decay)
+        return _EMA(model, config.ema_decay)
     if config.swa_fraction is not None:
-        return _EvenAverage(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
-    return Average(model)
+        return _SWA(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
+    return WeightAveraging(model)

@@ -12,8 +12,8 @@ EPOCHS = 3
 def trained(ranks, objective, folder, after=None):
     """How a run ended on this rank, with its numbers."""
     objective = load_objective(objective) if isinstance(objective, str) else objective
-    with ranks.together():
-        session = Stopped(folder, after) if ranks.first else None
+    with ranks.fail_together():
+        session = Stopped(folder, after) if ranks.is_rank_zero else None
         config = objective.default_config()
         result = fit(objective, config, RunPlan(EPOCHS, 7, 7), session=session, device="cpu")
     return result.status, exact(result.history)

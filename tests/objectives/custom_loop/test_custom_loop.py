@@ -136,7 +136,7 @@ def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
 
 @pytest.mark.parametrize(("verdict", "status"), [(Verdict.PAUSE, "stopped"), (Verdict.STOP, "completed")])
 def test_a_last_epoch_that_the_budget_does_not_count_does_not_complete_the_trial(verdict, status):
-    result = _fit(session=Memory({1: verdict.because("the budget is spent")}), epochs=2)
+    result = _fit(session=Memory({1: verdict.with_reason("the budget is spent")}), epochs=2)
     assert (result.status, result.verdict.reason) == (status, "the budget is spent")
 
 
@@ -240,7 +240,7 @@ def test_the_best_is_tested_and_exported(tmp_path):
     restored = restore_model(Gan(), kept)
     assert restored.test() == restored.test()
     assert set(restored.test()) == {"distance"}
-    exported = result.exported()
+    exported = result.exportable_model()
     assert torch.equal(exported.module(torch.ones(2, 2)), _drawn(result.best))
     assert kept["value"] == result.best_value == promotable(checkpoint.read(tmp_path / "last.pt"))["value"]
     bare = type("Bare", (Gan,), {"test": LoopObjective.test, "export": LoopObjective.export})()
@@ -248,7 +248,7 @@ def test_the_best_is_tested_and_exported(tmp_path):
     with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define it to evaluate"):
         restore_model(bare, kept)
     with pytest.raises(ObjectiveError, match=r"Bare has no export\(\); define it to get a model"):
-        _fit(bare).exported()
+        _fit(bare).exportable_model()
 
 
 def _drawn(weights):

@@ -12,7 +12,7 @@ from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.model_metrics import get_metric_value
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.loop.measuring import sizes
+from hpsearch.objectives.training.loop.measure import measure_size
 from tests.objectives.custom_loop.support import trained
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Stopped
@@ -56,7 +56,7 @@ def done(objective, epochs=3, **settings):
 def test_what_is_measured_is_what_a_study_reads():
     metrics = done(asked(*ASKED), epochs=1).history[0].metrics
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-    assert {name: get_metric_value(metrics, name) for name in ("model_mb", "parameters")} == sizes(model)
+    assert {name: get_metric_value(metrics, name) for name in ("model_mb", "parameters")} == measure_size(model)
     assert get_metric_value(metrics, "latency_ms") > 0
     assert get_metric_value(metrics, "latency_load") >= 0
 

@@ -11,7 +11,7 @@ from torch import nn
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.ranks import ALONE, RankError
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankError
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.custom_loop.support import EPOCHS, trained, whole_and_resumed
 from tests.objectives.training.ranks.support import on_ranks
@@ -53,7 +53,7 @@ def _seen(ranks, folder, after=None):
 
 @pytest.mark.slow
 def test_what_rank_0_reports_counts_and_is_what_one_process_reports(tmp_path):
-    alone = trained(ALONE, Drawn(), tmp_path / "alone")
+    alone = trained(SINGLE_PROCESS, Drawn(), tmp_path / "alone")
     (first, seen), (second, others) = on_ranks(2, _seen, tmp_path / "ranks")
     assert first == second == alone
     assert [what[:4] for what in seen] == [(0, 2, epoch, False) for epoch in range(EPOCHS)]
@@ -88,9 +88,9 @@ def test_the_answer_to_a_report_ends_all_ranks():
 
 
 def _told_to_go(ranks):
-    ranks.told_to_go = lambda: ranks.rank == 1
+    ranks.should_stop = lambda: ranks.rank == 1
     heard = []
-    ranks.on_told_to_go = lambda: heard.append(ranks.rank)
+    ranks.on_stop_request = lambda: heard.append(ranks.rank)
     fit(Drawn(), {"lr": 0.1}, RunPlan(EPOCHS, 7, 7), device="cpu")
     return heard
 
@@ -228,7 +228,7 @@ def _saves(folder, killed):
                     os.kill(os.getpid(), signal.SIGKILL)
                 trial.report({"drawn": total}, folder=trial.checkpoint)
 
-    return trained(ALONE, Saving(), folder)
+    return trained(SINGLE_PROCESS, Saving(), folder)
 
 
 def test_a_folder_of_one_process_that_was_killed_is_as_it_was_kept(tmp_path):
@@ -251,7 +251,7 @@ def test_a_folder_of_the_users_own_is_kept_and_stays(tmp_path):
             for _ in trial.epochs():
                 trial.report({"drawn": 1.0}, folder=mine)
 
-    trained(ALONE, Own(), tmp_path / "run")
+    trained(SINGLE_PROCESS, Own(), tmp_path / "run")
     assert (mine / "weights").exists()
     assert checkpoint.read(tmp_path / "run" / "last.pt")["folder"].keys() == {"weights"}
 
@@ -281,7 +281,7 @@ def _accelerated(ranks):
     statuses = []
     for rate in (1.0, 0.1):
         try:
-            with ranks.together():
+            with ranks.fail_together():
                 statuses.append(fit(parts(run=run), {"lr": rate}, RunPlan(2, 7, 7), device="cpu").status)
         except ObjectiveError as error:
             statuses.append(str(error))

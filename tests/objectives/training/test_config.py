@@ -125,6 +125,6 @@ def test_a_setting_from_outside_is_one_field_which_is_checked_and_described(monk
         More(sparkle=1)
     with pytest.raises(ObjectiveError, match=r"^sparkle must be a number or None, not 'much'$"):
         More(sparkle="much")
-    shown = report.settings(More(sparkle=0.5))[-1]
+    shown = report.list_settings(More(sparkle=0.5))[-1]
     assert shown == ("sparkle", "float | None", 0.5, "how much it glitters")
-    assert all(setting.help for setting in report.settings(More()))
+    assert all(setting.help for setting in report.list_settings(More()))

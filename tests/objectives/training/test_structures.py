@@ -175,8 +175,8 @@ def test_what_is_served_takes_the_tensors_in_their_order_and_any_length():
     result = fit(Text(), TrainConfig(lr=0.05, batch_size=16), epochs=1)
     module, parts = exportable(result.model, result.call, result.example.x)
     assert [name for name, _ in parts] == ["ids", "lengths"]
-    assert result.example.free == [{0, 1}, {0}]
-    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in result.example.free]
+    assert result.example.dynamic_dims == [{0, 1}, {0}]
+    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in result.example.dynamic_dims]
     exported = torch.export.export(module, tuple(part for _, part in parts), dynamic_shapes=shapes).module()
     batch = result.val.batch(slice(5, 22))
     torch.testing.assert_close(exported(*(t for _, t in tensors(batch.x))), result.model(**batch.x))
@@ -240,7 +240,7 @@ def test_a_step_may_weigh_its_batches_and_is_accumulated_by_that(objective_with)
         run = built(
             objective_with(metric="loss", direction="minimize", step=weighted([])), optimizer="sgd", batch_size=8
         )
-        run.stepping._objective = objective_with(step=weighted(list(weights)))
+        run.step_function._objective = objective_with(step=weighted(list(weights)))
         loss, _ = take_step(run, *window)
         return float(loss), weights_of(run)
 

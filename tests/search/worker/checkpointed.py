@@ -42,7 +42,7 @@ def written_in_parts(place: Path, epoch: int) -> dict[str, object]:
     folder.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_text(f"{name} after epoch {epoch}")
-    return {"folder": folder.name, "files": {path.name: checkpoint.entry(path) for path in folder.iterdir()}}
+    return {"folder": folder.name, "files": {path.name: checkpoint.describe_file(path) for path in folder.iterdir()}}
 
 
 class Study:

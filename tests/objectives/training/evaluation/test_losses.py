@@ -15,7 +15,7 @@ from hpsearch.objectives.training.evaluation.losses import (
     build_default_loss,
 )
 from hpsearch.objectives.training.evaluation.metrics import binary
-from hpsearch.objectives.training.loop.rehearsal import oddities
+from hpsearch.objectives.training.loop.sanity_checks import config_warnings
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
 
@@ -186,8 +186,8 @@ def test_a_loss_over_pairs_is_told_and_trained(objective_with):
             return functional.cross_entropy(output[:, :3] @ output[:, :3].T, torch.arange(len(output)) % len(target))
 
     run = built(objective_with(loss=lambda *_: Pairs()))
-    assert any("the loss of a batch is not the mean over its samples" in line for line in oddities(run))
-    assert not any("not the mean" in line for line in oddities(built(objective_with())))
+    assert any("the loss of a batch is not the mean over its samples" in line for line in config_warnings(run))
+    assert not any("not the mean" in line for line in config_warnings(built(objective_with())))
 
 
 def test_a_target_that_the_loss_ignores_is_no_class():
@@ -207,6 +207,6 @@ def test_a_target_that_the_loss_ignores_is_no_class():
 
     assert fit(Unlabelled(), epochs=2).best_value > 0.3
     with pytest.raises(
-        ObjectiveError, match="labels go up to 255: one that stands for none is the loss's ignore_index"
+        ObjectiveError, match="labels go up to 255; a label without a class must be the loss's ignore_index"
     ):
         fit(type("Plain", (Unlabelled,), {"loss": lambda *_: nn.CrossEntropyLoss()})(), epochs=1)

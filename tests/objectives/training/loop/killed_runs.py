@@ -134,7 +134,7 @@ def train(name, session, result_file):
         "history": exact(result.history),
         "best": result.best_epoch,
         "note": result.resume_note,
-        "fresh": repr(result.fresh),
+        "fresh": repr(result.resplit_score),
     }
     kept |= weights
     result_file.write_text(json.dumps(kept))
@@ -152,7 +152,9 @@ def in_a_process_of_its_own(name, session, result_file):
 def main(name, folder):
     """Prints a line of JSON: how the killed children ended, and whether the last one came to the same."""
     torch.set_num_threads(1)
-    run_dir_module.curves = run_dir_module.gradient_flow = lambda *_args, **_kwargs: None  # half of such a short run
+    run_dir_module.plot_curves = run_dir_module.plot_gradient_norms = lambda *_args, **_kwargs: (
+        None
+    )  # half of such a short run
     for module in IMPORTED_LATE:
         importlib.import_module(module)
     undisturbed = folder / "undisturbed.json"

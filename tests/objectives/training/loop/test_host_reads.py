@@ -54,6 +54,6 @@ def test_an_evaluation_waits_for_the_device_as_often_whatever_its_batches(monkey
     for batch_size in (8, 400):
         with monkeypatch.context() as patch:
             reads = _Reads(patch)
-            evaluate(run.model, run.val, run.stepping, run.metrics, batch_size=batch_size, device="cpu")
+            evaluate(run.model, run.val, run.step_function, run.metrics, batch_size=batch_size, device="cpu")
         counts.append(len(reads.calls))
     assert counts[0] == counts[1] <= 2, "the sums, and whether both classes are there"

@@ -12,7 +12,12 @@ from hpsearch import NonFiniteError, ObjectiveError, Step, TrainConfig
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
-from hpsearch.objectives.training.loop.measuring import as_served, latency_ms, layout, sizes
+from hpsearch.objectives.training.loop.measure import (
+    apply_memory_format,
+    latency_ms,
+    measure_size,
+    temporarily_unwrapped,
+)
 from tests.objectives.training.support import DiedError, Dying, Stopped, Wine, fit, raise_died, same_result
 
 CPU = torch.device("cpu")
@@ -62,14 +67,14 @@ def test_sizes_count_what_is_shared_once_and_buffers_in_bytes():
     shared = nn.Linear(10, 10, bias=False)
     model = nn.Sequential(shared, shared, nn.BatchNorm1d(10), nn.Linear(10, 1).half().requires_grad_(False))
     parameters, buffers = 100 + 20 + 11, 20 * 4 + 8
-    assert sizes(model) == {"parameters": parameters, "model_mb": ((100 + 20) * 4 + 11 * 2 + buffers) / 1e6}
+    assert measure_size(model) == {"parameters": parameters, "model_mb": ((100 + 20) * 4 + 11 * 2 + buffers) / 1e6}
 
 
 @pytest.mark.parametrize("average", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.9}])
 def test_an_average_of_weights_counts_once(average):
     result = fit(asking("model_mb", "parameters"), TrainConfig(lr=0.02, **average), epochs=2)
     found = result.history[-1].metrics
-    assert {name: found[name] for name in ("model_mb", "parameters")} == sizes(result.model)
+    assert {name: found[name] for name in ("model_mb", "parameters")} == measure_size(result.model)
 
 
 def test_latency_is_of_one_sample_in_evaluation_mode_with_the_trials_threads():
@@ -291,12 +296,12 @@ def test_a_model_that_does_not_take_a_sample_is_told_before_training():
 def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_back_after():
     config = TrainConfig(channels_last=True, activation_checkpointing=True)
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
-    layout(model, config)
+    apply_memory_format(model, config)
     model.compile(backend="eager")
     before = [dict(vars(module)) for module in model.modules()]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert any("forward" in own for own in before)
-    with as_served(model, config):
+    with temporarily_unwrapped(model, config):
         assert all("forward" not in vars(module) for module in model.modules())
         assert all(module._compiled_call_impl is None for module in model.modules())
         assert all(p.is_contiguous() for p in model.parameters())

@@ -26,7 +26,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
 
     spy(run.optimizer, "zero_grad", "zero_grad")
     spy(run.model, "forward", "forward")
-    spy(run.stepping.loss, "forward", "loss")
+    spy(run.step_function.loss, "forward", "loss")
     spy(run.precision, "backward", "backward")
     spy(run.precision.scaler, "unscale_", "unscale")
     spy(nn.utils, "clip_grad_norm_", "clip")
@@ -103,7 +103,7 @@ def test_running_metrics_are_those_of_all_samples(wine):
     trained = train_epoch(run, 0)
     output = run.model(run.splits.train.x)
     assert trained.scores["loss"] == pytest.approx(
-        float(run.stepping.loss(output.detach(), run.splits.train.y)), rel=1e-4
+        float(run.step_function.loss(output.detach(), run.splits.train.y)), rel=1e-4
     )
     expected = float((output.detach().argmax(1) == run.splits.train.y).double().mean())
     assert trained.scores["accuracy"] == pytest.approx(expected)

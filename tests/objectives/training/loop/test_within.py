@@ -13,7 +13,7 @@ from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.training.evaluation import metric_state
 from hpsearch.objectives.training.evaluation.metrics import binary
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.session import Due
+from hpsearch.objectives.training.session import MidEpochAction
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS, Augmented
 from tests.objectives.training.support import Sums, Wine, exact, fit, same_result
 
@@ -28,9 +28,9 @@ class Leaving(LocalSession):
         self.steps, self.left = itertools.count(1), []
         self.after = steps
 
-    def due(self, left):
+    def mid_epoch_action(self, left):
         self.left.append(left())
-        return Due.LEAVE if next(self.steps) >= self.after else Due.NOTHING
+        return MidEpochAction.SAVE_AND_STOP if next(self.steps) >= self.after else MidEpochAction.NONE
 
 
 def in_pieces(make, config, folder, *, steps, **settings):
@@ -202,8 +202,8 @@ def test_states_are_saved_within_epochs_each_so_often(tmp_path):
     class Noting(LocalSession):
         saved = 0
 
-        def save_within(self, state):
-            super().save_within(state)
+        def save_mid_epoch(self, state):
+            super().save_mid_epoch(state)
             Noting.saved += 1
 
     whole = fit(Wine(), TrainConfig(batch_size=16), epochs=2)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpsearch import Objective, Splits, TrainConfig
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
-from hpsearch.objectives.training.ranks import joined
+from hpsearch.objectives.training.ranks import init_process_group
 
 WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy
 
@@ -58,7 +58,7 @@ def _rank(bind, rank, world, port, timeout, sent, function, arguments):
     variables = {"RANK": rank, "WORLD_SIZE": world, **here}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
-        with joined(timeout=timeout) as ranks:
+        with init_process_group(timeout=timeout) as ranks:
             value = True, function(ranks, *arguments)
     except BaseException:
         value = False, f"rank {rank}: {traceback.format_exc()}"

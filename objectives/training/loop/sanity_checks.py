@@ -1,4 +1,4 @@
-"""What is looked at before the first step: data, labels, outputs, loss and metrics, by using them."""
+"""Check data, labels, outputs, loss and metrics before the first step."""
 
 from __future__ import annotations
 
@@ -24,124 +24,139 @@ from hpsearch.objectives.training.evaluation.metrics import (
 )
 from hpsearch.objectives.training.evaluation.step import LossStep, StepFunction
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.stepping import call_in
+from hpsearch.objectives.training.loop.step_functions import forward_call
 from hpsearch.objectives.training.optimizers.schedules import check_length
 from hpsearch.objectives.training.ranks import Ranks
 
-_UNEVEN = 0.75  # share of one class from which accuracy tells little
-_TRIED = 32  # validation samples that a loss is tried on
+_UNEVEN = 0.75  # share of one class from which accuracy is misleading
+_TRIED = 32  # validation samples for the test of the loss
 
 
 def check_ranks(who: str, splits: Splits, split_hash: str, ranks: Ranks) -> None:
-    """Refuses data that ranks cannot share.
+    """Reject data that the ranks cannot share.
 
     Raises:
-        ObjectiveError: they are not the same on all, or fewer than the ranks.
+        ObjectiveError: the ranks have different data, or there are fewer validation samples than ranks.
     """
-    hashes = ranks.each(split_hash)
+    hashes = ranks.all_gather_object(split_hash)
     other = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
     if other:
-        raise ObjectiveError(f"{who}.data gives rank {other[0]} other data than rank 0: make it a function of the seed")
-    if len(splits.val) < ranks.world:
-        raise ObjectiveError(f"{who}.data: {len(splits.val)} validation samples are too few for {ranks.world} devices")
+        raise ObjectiveError(
+            f"{who}.data returns different data on rank {other[0]} than on rank 0; make it a function of the seed"
+        )
+    if len(splits.val) < ranks.world_size:
+        raise ObjectiveError(
+            f"{who}.data: {len(splits.val)} validation samples are too few for {ranks.world_size} devices"
+        )
 
 
 def check_epoch(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:
-    """Refuses steps and schedules that do not fit into the epochs.
+    """Reject an accumulation or a schedule that does not fit into the epochs.
 
     Raises:
-        ObjectiveError: it says which setting, and what would do.
+        ObjectiveError: the message has the setting and a valid value.
     """
     batches = max(samples // config.batch_size if config.drop_last else -(-samples // config.batch_size), 1)
     if config.gradient_accumulation_steps > batches:
         raise ObjectiveError(
             f"gradient_accumulation_steps {config.gradient_accumulation_steps} with batch_size {config.batch_size} is "
-            f"more than an epoch of {samples} samples: set gradient_accumulation_steps to at most {batches}"
+            f"more than an epoch of {samples} samples; set gradient_accumulation_steps to at most {batches}"
         )
     check_length(config, total_steps=total_steps, epoch_steps=epoch_steps)
 
 
-def check_classes(objective: Objective, splits: Splits, stepping: StepFunction) -> None:
-    """Looks at labels where they are taken for numbers of classes."""
-    loss, y = _entropy(stepping), splits.train.y
-    judged = not overrides(objective, "metrics") and objective.metric in (*CLASSIFICATION, *BINARY)
-    if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or judged):
+def check_classes(objective: Objective, splits: Splits, step_function: StepFunction) -> None:
+    """Check labels that the loss or the metrics use as class indices."""
+    loss, y = _entropy(step_function), splits.train.y
+    eval_model = not overrides(objective, "metrics") and objective.metric in (*CLASSIFICATION, *BINARY)
+    if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or eval_model):
         return
     ignored = _ignored(loss)
     with wrap_user_errors(f"{type(objective).__name__}.data"):
         splits.check_classes(ignored)
 
 
-def rehearse(objective: Objective, run: Run) -> dict[str, float]:
-    """One evaluation before training: shapes, labels and the metric's name are checked by using them."""
+def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
+    """Evaluate once before training, which checks shapes, labels and the metric's name."""
     who, metric = type(objective).__name__, objective.metric
     better = DIRECTIONS.get(metric, objective.direction)
     if objective.direction != better:
-        raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
+        raise ObjectiveError(
+            f"{who}: direction = {objective.direction!r} does not fit {metric}; set direction = {better!r}"
+        )
     with wrap_user_errors(f"{who} on the validation split"):
-        if isinstance(run.stepping, LossStep):
-            _check_outputs(objective, run, run.stepping.loss)
+        if isinstance(run.step_function, LossStep):
+            _check_outputs(objective, run, run.step_function.loss)
         scores = run.validate()
     if metric not in scores:
+<<<<<<< HEAD:objectives/training/loop/rehearsal.py
         raise MetricError(metric, f"is none that {who} gives: {suggest_names(metric, list(scores))}")
     run.measuring.rehearse(run.judged, scores)
+=======
+        raise MetricError(metric, f"is none that {who} gives: {format_name_hint(metric, list(scores))}")
+    run.measurer.sanity_check(run.eval_model, scores)
+>>>>>>> 2f2213939093a44a2483abded5f8a3962bc1ffdf:objectives/training/loop/sanity_checks.py
     return scores
 
 
-def oddities(run: Run) -> list[str]:
-    """What is not wrong and yet not what was asked for, in a line each."""
+def config_warnings(run: Run) -> list[str]:
+    """Return warnings about valid but probably unintended settings, one line each."""
     samples, size, found = len(run.splits.train), run.config.batch_size, []
     if size > samples:
-        found.append(f"batch_size {size} is more than the {samples} training samples: a step takes all")
+        found.append(f"batch_size {size} exceeds the {samples} training samples; each step uses all of them")
     if not _loss_adds_up(run):
         found.append(
             "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
             "loss on eval_batch_size"
         )
     if run.plan.refit is not None and run.config.schedule == "plateau":
-        found.append("the schedule plateau goes by validation samples that are trained on: the rate may fall later")
-    norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not run.ranks.alone and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
         found.append(
-            f"batch norm takes its statistics from each device's share of a batch: {run.ranks.world} devices train "
-            "otherwise than one"
+            "the schedule plateau follows validation samples that the refit trains on; the rate may fall later"
+        )
+    norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not run.ranks.is_single_process and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
+        found.append(
+            f"batch norm uses each device's share of a batch, so {run.ranks.world_size} devices train "
+            "differently from one"
         )
     share = compute_majority_share(run.splits.train)
     if run.curve.key == "val_accuracy" and share is not None and share >= _UNEVEN:
         found.append(
-            f"{share:.0%} of the training samples are of one class, and so much accuracy costs nothing: "
-            "judge by macro_f1, or by auroc beside average_precision"
+            f"{share:.0%} of the training samples have one class, and a constant prediction reaches this accuracy; "
+            "use macro_f1, or auroc with average_precision"
         )
     return found
 
 
 @torch.inference_mode()
 def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
-    """Looks at what the model gives for two samples.
+    """Check the model's outputs for two samples.
 
-    Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first.
+    On a GPU, cross entropy reads out of bounds for labels above the number of outputs, so this check comes first.
     """
     batch, output = _tried(run, 2)
     y, metric = run.splits.train.y, objective.metric
     if not isinstance(output, Tensor):
         if not overrides(objective, "metrics") and metric != "loss":
             raise ObjectiveError(
-                f"the model returns a {type(output).__name__}, and {metric} takes one tensor: override metrics(), or "
+                f"the model returns a {type(output).__name__}, but {metric} needs a tensor; override metrics(), or "
                 "return a Step with outputs= from step()"
             )
         return
     if len(output) != batch.size and isinstance(batch.y, Tensor) and len(batch.y) == batch.size:
-        raise ObjectiveError(f"the model gives {list(output.shape)} for {batch.size} inputs: keep the first dim")
+        raise ObjectiveError(
+            f"the model returns {list(output.shape)} for {batch.size} inputs; keep the batch dimension first"
+        )
     known = y if isinstance(y, Tensor) else batch.y
     if not isinstance(known, Tensor):
         return
-    entropy = _entropy(run.stepping)
+    entropy = _entropy(run.step_function)
     labels = known if (ignored := _ignored(entropy)) is None else known[known != ignored]
     classes = entropy is not None and not known.dtype.is_floating_point and labels.numel() > 0
     if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
         raise ObjectiveError(
-            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}: "
-            "one that stands for none is the loss's ignore_index"
+            f"the model returns {list(output.shape[1:])} outputs per sample, but labels go up to {int(labels.max())}; "
+            "a label without a class must be the loss's ignore_index"
         )
     if not overrides(objective, "metrics") and metric not in ("loss", *list_compatible_metrics(known, output)):
         raise make_incompatible_metric_error(metric, known, output)
@@ -150,9 +165,9 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
 
 @torch.inference_mode()
 def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
-    """Refuses a loss that compares [n, 1] with [n]: every output with every target.
+    """Reject a loss that broadcasts [n, 1] against [n] and so compares every output with every target.
 
-    It is tried on outputs that equal the targets `y`: of an untrained model all might be far off by the same.
+    The test uses outputs equal to the targets `y`, because an untrained model may be equally wrong on all samples.
     """
     given, wanted = ["n", *output.shape[1:]], ["n", *y.shape[1:]]
     if given == wanted or output[0].numel() != y[0].numel():
@@ -162,38 +177,38 @@ def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
     if not is_additive_loss(loss, some.reshape(len(some), *output.shape[1:]).float(), some, len(some)):
         raise ObjectiveError(
             f"the loss compares every output with every target: outputs are {_dims(given)}, targets {_dims(wanted)}; "
-            "give one the shape of the other, as by output.squeeze(1)"
+            "reshape one of them, for example by output.squeeze(1)"
         )
 
 
 @torch.inference_mode()
 def _loss_adds_up(run: Run) -> bool:
-    """Whether the loss of some validation samples is the mean of those of its parts."""
-    if not isinstance(run.stepping, LossStep):
-        return True  # such a step says itself what its loss is a mean over
+    """Return whether the loss of some validation samples is the mean over its samples."""
+    if not isinstance(run.step_function, LossStep):
+        return True  # a custom step declares its own normalizer
     batch, output = _tried(run, _TRIED)
-    return is_additive_loss(run.stepping.loss, output, batch.y, batch.size)
+    return is_additive_loss(run.step_function.loss, output, batch.y, batch.size)
 
 
 def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
-    """Some validation samples, and what the model makes of them."""
+    """Return some validation samples and the model's outputs for them."""
     batch = run.val.batch(slice(0, samples)).to(run.device)
-    with evaluation_mode(run.judged, run.device, "rehearsal"):
-        return batch, call_in(run.stepping)(run.judged, batch.x)
+    with evaluation_mode(run.eval_model, run.device, "rehearsal"):
+        return batch, forward_call(run.step_function)(run.eval_model, batch.x)
 
 
 def _dims(shape: list[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _entropy(stepping: StepFunction) -> nn.Module | None:
-    """The cross entropy that the step is by, if it is by one: it takes labels for numbers of outputs."""
-    loss = stepping.loss if isinstance(stepping, LossStep) else None
+def _entropy(step_function: StepFunction) -> nn.Module | None:
+    """Return the cross-entropy loss of the step, which uses labels as class indices; None for other losses."""
+    loss = step_function.loss if isinstance(step_function, LossStep) else None
     return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy)) else None
 
 
 def _ignored(loss: nn.Module | None) -> int | None:
-    """The target that stands for none, to this loss."""
+    """Return the `ignore_index` of a loss."""
     plain = loss.loss if isinstance(loss, CountedCrossEntropy) else loss
     found = getattr(plain, "ignore_index", None)
     return found if isinstance(found, int) else None

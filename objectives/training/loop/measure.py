@@ -26,7 +26,7 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, to_device
 from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode
 from hpsearch.objectives.training.evaluation.step import Call, bind_forward
-from hpsearch.objectives.training.optimizers.optimizer import layers
+from hpsearch.objectives.training.optimizers.optimizer import list_layers
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.strategies.base import Strategy
 
@@ -63,14 +63,14 @@ def _goes_on(calls: int, elapsed: float) -> bool:
 
 
 def _timed(forward: Callable[[], object], device: torch.device) -> float:
-    synchronise(device)
+    synchronize(device)
     begun = time.perf_counter()
     forward()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - begun
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits for what an accelerator has yet to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -86,7 +86,7 @@ def machine_load() -> dict[str, float]:
     return {"latency_load": os.getloadavg()[0] / (os.cpu_count() or 1)}
 
 
-def plain_measures(model: nn.Module, x: Tree, device: torch.device) -> dict[str, float]:
+def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, float]:
     """`latency_ms` of a batch of inputs beside `latency_load`, `model_mb` and `parameters`, of a model without a run.
 
     Args:
@@ -104,10 +104,10 @@ def plain_measures(model: nn.Module, x: Tree, device: torch.device) -> dict[str,
         raise ObjectiveError("trial.measure takes a whole model, and of this one each device has a part")
     call, x = bind_forward(model, x), to_device(x, device)
     with evaluation_mode(model, device, "measures"):
-        return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **sizes(model)}
+        return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **measure_size(model)}
 
 
-def sizes(model: nn.Module) -> dict[str, float]:
+def measure_size(model: nn.Module) -> dict[str, float]:
     """`model_mb` and `parameters` of the whole model: what several modules share counts once.
 
     The first is of parameters and buffers, in 10^6 bytes as sizes of files are; the second of parameters alone, frozen
@@ -120,19 +120,19 @@ def sizes(model: nn.Module) -> dict[str, float]:
     }
 
 
-def layout(model: nn.Module, config: TrainConfig) -> None:
+def apply_memory_format(model: nn.Module, config: TrainConfig) -> None:
     """Lays out the model's memory, and its layers' activations, as configured."""
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
     if config.activation_checkpointing:
-        for layer in layers(model):
+        for layer in list_layers(model):
             # Batch norm would count a batch twice, once more when its activations are computed again.
             if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in layer.modules()):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """The model without what `layout` and `compiled` put on it, as it is served."""
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model without what `apply_memory_format` and `compiled` put on it, as it is served."""
     for module in model.modules():
         if _recomputes(module):  # another forward of its own belongs to the model
             del module.forward
@@ -141,8 +141,8 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def as_served(model: nn.Module, config: TrainConfig) -> Iterator[None]:
-    """A region in which a model is without what `layout` and `compiled` put on it, as `plain` leaves it.
+def temporarily_unwrapped(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+    """A region in which a model is without what `apply_memory_format` and `compiled` put on it, as `plain` leaves it.
 
     Inference mode may begin within it, not before: the memory of weights that train is laid out in it.
     """
@@ -168,18 +168,18 @@ def _recomputes(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "func", None) is checkpoint
 
 
-def compiled(model: nn.Module, judged: nn.Module, trial: Callable[[], None]) -> str | None:
-    """Compiles the model, and the average that is judged in its place, where that works.
+def compile_model(model: nn.Module, eval_model: nn.Module, trial: Callable[[], None]) -> str | None:
+    """Compiles the model, and the average that is eval_model in its place, where that works.
 
     Args:
         model: compiled in place: the names of its parameters stay.
-        judged: the model or its average.
+        eval_model: the model or its average.
         trial: runs a forward and a backward pass.
 
     Returns:
         Why the model is not compiled; None when it is.
     """
-    both = [model] if judged is model else [model, judged]
+    both = [model] if eval_model is model else [model, eval_model]
     for module in both:
         module.compile()
     try:
@@ -208,7 +208,7 @@ _BEGINNINGS = ("train_", "val_", "samples_per_second")
 
 
 @dataclass
-class Measuring:
+class ModelMeasurer:
     """What a study asks for that no validation gives, and the objective's own measures.
 
     What is the same in every epoch is measured once, after the first, and kept in checkpoints: a trial that is resumed
@@ -219,7 +219,7 @@ class Measuring:
         config: of the run.
         call: how its model is called.
         val: the validation split; its first samples are what latency is measured on.
-        names: what is measured, of `MODEL_METRICS`; known after `rehearse`.
+        names: what is measured, of `MODEL_METRICS`; known after `sanity_check`.
         known: what was measured once.
         peak: most bytes of a device that any attempt at the trial held, so far.
     """
@@ -235,7 +235,7 @@ class Measuring:
     known: dict[str, float] = field(default_factory=dict)
     peak: int = 0
 
-    def rehearse(self, model: nn.Module, scores: Mapping[str, float]) -> None:
+    def sanity_check(self, model: nn.Module, scores: Mapping[str, float]) -> None:
         """Tries, before training, all that is asked for.
 
         Raises:
@@ -265,20 +265,20 @@ class Measuring:
             )
 
     def after_epoch(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """All that is measured of the model that was judged, by name; the same on all ranks, who call it together.
+        """All that is measured of the model that was eval_model, by name; the same on all ranks, who call it together.
 
         Raises:
             ObjectiveError: the objective's measures are no numbers, or have names that are taken.
         """
         found = {}
         if "peak_memory_mb" in self.names:  # before anything else is measured, which would count
-            self.peak = max(self.peak, *self.ranks.each(peak_memory(self.device) or 0))
+            self.peak = max(self.peak, *self.ranks.all_gather_object(peak_memory(self.device) or 0))
             found["peak_memory_mb"] = self.peak / 1e6
         lacking = {*self.names} - {*self.known, "peak_memory_mb"}
         if lacking & {"model_mb", "parameters"}:
-            self.known.update({name: value for name, value in sizes(model).items() if name in lacking})
+            self.known.update({name: value for name, value in measure_size(model).items() if name in lacking})
         if "latency_ms" in lacking:
-            self.known.update(self.ranks.led(lambda: self._latency(model)))
+            self.known.update(self.ranks.run_on_rank_zero(lambda: self._latency(model)))
         return {**self.known, **found, **self._own(model, scores)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,7 +293,7 @@ class Measuring:
         self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
 
     def _latency(self, model: nn.Module) -> dict[str, float]:
-        with as_served(model, self.config), evaluation_mode(model, self.device, "measures"):
+        with temporarily_unwrapped(model, self.config), evaluation_mode(model, self.device, "measures"):
             x = self._inputs()
             return {"latency_ms": latency_ms(lambda: self.call(model, x), self.device), **machine_load()}
 
@@ -319,9 +319,13 @@ class Measuring:
         if not overrides(self.objective, "measures"):
             return {}
         who = f"{type(self.objective).__name__}.measures"
-        with evaluation_mode(model, self.device, "measures"), self.strategy.explained(), wrap_user_errors(who):
+        with (
+            evaluation_mode(model, self.device, "measures"),
+            self.strategy.explain_sharding_errors(),
+            wrap_user_errors(who),
+        ):
             found = self.objective.measures(model, self.config)
-            return self.ranks.told(_floats(found, who, {*scores, *MODEL_METRICS, *_TAKEN}))
+            return self.ranks.broadcast_object(_floats(found, who, {*scores, *MODEL_METRICS, *_TAKEN}))
 
 
 def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:

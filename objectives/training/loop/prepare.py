@@ -25,7 +25,7 @@ _PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, Division], Splits, str]
 _OWN: WeakKeyDictionary[Objective, _Own] = WeakKeyDictionary()  # which other divisions are compared with
 
 
-def prepared_splits(objective: Objective, split_seed: int, division: Division = None) -> tuple[Splits, str]:
+def prepare_splits(objective: Objective, split_seed: int, division: Division = None) -> tuple[Splits, str]:
     """The objective's data, found fit to train on, and their hash.
 
     `data()` is called once in a process for a seed, unless the objective's code changed what it gave in place; for
@@ -58,7 +58,7 @@ def prepared_splits(objective: Objective, split_seed: int, division: Division = 
     return splits, found
 
 
-def is_divided_anew(objective: Objective, split_seed: int, splits: Splits) -> bool:
+def is_resplit(objective: Objective, split_seed: int, splits: Splits) -> bool:
     """Whether the validation split is another than the study's: `data()` may give an official one."""
     return _samples(splits.val, splits.hash_of("validation")) != _own_parts(objective, split_seed).val
 

@@ -23,9 +23,9 @@ from hpsearch.objectives.training.evaluation.losses import compute_mean_loss
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
 from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks, disable_rank_sync
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction, detach_outputs
-from hpsearch.objectives.training.loop.prepared import is_divided_anew
-from hpsearch.objectives.training.ranks import ALONE, Ranks
-from hpsearch.objectives.training.result import FreshScore
+from hpsearch.objectives.training.loop.prepare import is_resplit
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
+from hpsearch.objectives.training.result import ResplitScore
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -42,7 +42,7 @@ class Outputs(TypedDict):
     targets: Any
 
 
-class Choice(TypedDict):
+class HalfSelection(TypedDict):
     """The epoch (0-based) that one half chose by its own value, with the score and the outputs of the other half.
 
     `outputs` is None if they are too large to keep, or have other parts than tensors.
@@ -83,18 +83,18 @@ class CrossFit:
         maximize: bool,
         metrics: list[Metrics],
         device: torch.device,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.cut, self._samples = cut, samples
         self.metric, self._sign = metric, 1.0 if maximize else -1.0
         self._device, self._ranks = device, ranks
         self._metrics = metrics
         self._halves: list[_Half] = []
-        self.choices: list[Choice | None] = [None, None]
+        self.choices: list[HalfSelection | None] = [None, None]
         self.refused: str | None = None  # why a half has no value: then there is no score of halves
 
     def begin(self) -> None:
-        """Before an epoch is judged."""
+        """Before an epoch is eval_model."""
         for metrics in self._metrics:
             metrics.reset()
         self._halves = [_Half(metrics, RunningMeans(self._device)) for metrics in self._metrics]
@@ -117,7 +117,7 @@ class CrossFit:
 
     @torch.inference_mode()
     def end(self, epoch: int) -> None:
-        """After it was judged: each half has chosen it, or has not."""
+        """After it was eval_model: each half has chosen it, or has not."""
         try:
             found = {
                 str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
@@ -126,7 +126,7 @@ class CrossFit:
         except (ObjectiveError, ValueError, KeyError) as error:  # a half lacks what the metric needs, as a class
             self.refused = str(error).partition("\n")[0]
             return
-        values = self._ranks.told(as_floats(found))
+        values = self._ranks.broadcast_object(as_floats(found))
         for number in range(2):
             value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
             if before is None or math.isnan(before["value"]) or self._sign * value > self._sign * before["value"]:
@@ -136,7 +136,7 @@ class CrossFit:
 
     def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
         """The outputs of all ranks, on the CPU, in the order of the samples; None where one of them kept none."""
-        each = self._ranks.each(to_cpu(kept))
+        each = self._ranks.all_gather_object(to_cpu(kept))
         parts = [outputs for part in each for outputs in part or ()]
         if not parts or any(part is None for part in each):
             return None
@@ -223,30 +223,32 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
     return statistics.stdev(finite) if len(finite) >= max(2, _ENOUGH * RESAMPLES) else None
 
 
-def value_of(metric: str, metrics: Metrics, stepping: StepFunction) -> Callable[[Outputs], float] | None:
+def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
     """What judges samples by a metric; None where it is measured by whole batches.
 
     Args:
         metric: its name.
         metrics: with that name among them; for the loss any.
-        stepping: of the run.
+        step_function: of the run.
     """
-    if metric == "loss" and not isinstance(stepping, LossStep):
+    if metric == "loss" and not isinstance(step_function, LossStep):
         return None
 
     @torch.inference_mode()
-    def judged(outputs: Outputs) -> float:
-        if metric == "loss" and isinstance(stepping, LossStep):
-            return float(compute_mean_loss(stepping.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"])))
+    def eval_model(outputs: Outputs) -> float:
+        if metric == "loss" and isinstance(step_function, LossStep):
+            return float(
+                compute_mean_loss(step_function.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"]))
+            )
         metrics.reset()
         metrics.update(outputs["outputs"], outputs["targets"])
         return float(metrics.compute()[metric])
 
-    return judged
+    return eval_model
 
 
 @dataclass
-class Fresh:
+class ResplitEvaluation:
     """What a run on a fresh division has beside others.
 
     Attributes:
@@ -267,13 +269,13 @@ class Fresh:
     blocks: Rows | None = None
     cross_fit: CrossFit | None = None
 
-    def score(self, best_value: float, stepping: StepFunction) -> FreshScore:
+    def score(self, best_value: float, step_function: StepFunction) -> ResplitScore:
         """The score of the run, by its best epoch where the validation samples cannot be halved."""
         halves, error = self.cross_fit, None
         value = None if halves is None else halves.score
-        if halves is not None and (judge := value_of(halves.metric, self.metrics, stepping)) is not None:
+        if halves is not None and (judge := value_of(halves.metric, self.metrics, step_function)) is not None:
             error = halves.error(judge, self.blocks, self.division)
-        return FreshScore(
+        return ResplitScore(
             value=best_value if value is None else value,
             error=error,
             epochs=() if halves is None or value is None else tuple(halves.epochs),
@@ -282,9 +284,9 @@ class Fresh:
         )
 
 
-def build_fresh(
+def build_resplit_evaluation(
     objective: Objective, splits: Splits, metrics: Metrics, plan: RunPlan, *, device: torch.device, ranks: Ranks
-) -> Fresh:
+) -> ResplitEvaluation:
     """What the run on a fresh division needs.
 
     Args:
@@ -307,9 +309,9 @@ def build_fresh(
     with wrap_user_errors(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
         copied, *others = (_another(objective, splits, metrics, device) for _ in range(3))
         halved_metrics = [aggregate_over_ranks(other, ranks) for other in others]
-    fresh = Fresh(
+    fresh = ResplitEvaluation(
         division=division,
-        divided=is_divided_anew(objective, plan.split_seed, splits),
+        divided=is_resplit(objective, plan.split_seed, splits),
         sizes=(len(splits.train), samples, len(splits.test)),
         metrics=disable_rank_sync(copied),
     )

@@ -16,7 +16,7 @@ from hpsearch.objectives.training.evaluation.losses import as_additive_loss
 from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, StepFunction, bind_forward, call_single
 
 
-class OwnStep:
+class CustomStep:
     """The step that an objective defines."""
 
     def __init__(self, objective: Objective, config: TrainConfig) -> None:
@@ -38,7 +38,7 @@ class OwnStep:
         return Step(loss.mean(), step.outputs, targets, step.metrics, step.weight)
 
 
-def build_stepping(
+def build_step_function(
     objective: Objective, config: TrainConfig, splits: Splits, model: nn.Module, device: torch.device
 ) -> StepFunction:
     """The step of an objective over a model that is on `device`.
@@ -47,16 +47,16 @@ def build_stepping(
         ObjectiveError: the objective's loss is none, or the model does not take its inputs.
     """
     if overrides(objective, "step"):
-        return OwnStep(objective, config)
+        return CustomStep(objective, config)
     with wrap_user_errors(f"{type(objective).__name__}.loss"):
         loss = as_module(objective.loss(config, splits.train), "loss")
         loss = as_additive_loss(loss, splits.train.y, splits.val.y).to(device)
     return LossStep(loss, bind_forward(model, splits.val.inputs(slice(0, 2))))
 
 
-def call_in(stepping: StepFunction) -> Call:
+def forward_call(step_function: StepFunction) -> Call:
     """How the model of a run is called with its inputs."""
-    return stepping.call if isinstance(stepping, LossStep) else call_single
+    return step_function.call if isinstance(step_function, LossStep) else call_single
 
 
 def as_module(value: object, what: str) -> nn.Module:
