@@ -89,13 +89,8 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
             _check_outputs(objective, run, run.step_function.loss)
         scores = run.validate()
     if metric not in scores:
-<<<<<<< HEAD:objectives/training/loop/rehearsal.py
         raise MetricError(metric, f"is none that {who} gives: {suggest_names(metric, list(scores))}")
-    run.measuring.rehearse(run.judged, scores)
-=======
-        raise MetricError(metric, f"is none that {who} gives: {format_name_hint(metric, list(scores))}")
     run.measurer.sanity_check(run.eval_model, scores)
->>>>>>> 2f2213939093a44a2483abded5f8a3962bc1ffdf:objectives/training/loop/sanity_checks.py
     return scores
 
 

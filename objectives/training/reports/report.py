@@ -33,11 +33,7 @@ _EXPLODED = 100  # relative to the first quarter of the run, because a summed lo
 def _leakage(run: Run, result: FitResult) -> list[str]:
     """List signs of leakage: inputs in both splits, or a validation loss that equals the training loss."""
     if run.plan.refit is not None:
-<<<<<<< HEAD
-        return ["A refit is trained on the validation samples too: their scores check the model and estimate nothing."]
-=======
         return ["A refit trains on the validation samples too; their metrics check the model but estimate nothing."]
->>>>>>> 2f2213939093a44a2483abded5f8a3962bc1ffdf
     found = []
     shared = count_shared_inputs(run.splits.train, run.splits.val)
     if shared:
