@@ -169,9 +169,7 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
         """Begin the trial's epoch, which seeds the generators; the loaders have their own."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
-            raise ObjectiveError(
-                f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}: call it once"
-            )
+            raise ObjectiveError(f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}: call once")
         loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
         for number, loader in enumerate(loaders):
             for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):

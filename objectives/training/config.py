@@ -115,9 +115,7 @@ class TrainConfig:
     deterministic: Annotated[bool, about("only deterministic kernels; torch raises where an operation has none")] = True
     compile: Annotated[bool, about("use torch.compile; if it fails, the run goes on without and says so")] = False
     channels_last: Annotated[bool, about("store images [n, c, h, w] channels last, which is faster on GPUs")] = False
-    activation_checkpointing: Annotated[bool, about("recompute activations in the backward pass to save memory")] = (
-        False
-    )
+    activation_checkpointing: Annotated[bool, about("recompute activations in backward to save memory")] = False
     eval_batch_size: Annotated[
         int | None, about("rows in a batch of an evaluation; None is four times `batch_size`", ge=1)
     ] = None
@@ -250,9 +248,7 @@ def type_name(field: FieldInfo) -> str:
 
 def _range(field: FieldInfo) -> str:
     """The bounds of a number: `above 0`, `at least 1`, `in [0, 1)`."""
-    bounds: dict[str, float] = {
-        name: value for item in field.metadata for name, value in dataclasses.asdict(item).items()
-    }
+    bounds = {name: value for item in field.metadata for name, value in dataclasses.asdict(item).items()}
     low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
     if high is None:
         return f"{'above' if 'gt' in bounds else 'at least'} {low}"

@@ -132,9 +132,7 @@ def promote(
             help="With --refit: odd number of seeds; the run with the median training loss is promoted  [default: 3]",
         ),
     ] = None,
-    workers: Annotated[
-        int | None, o.processes(", for --refit; 0 only creates and shows the refit  [default: 2]")
-    ] = None,
+    workers: Annotated[int | None, o.processes(", for --refit; 0 only creates the refit  [default: 2]")] = None,
     where: o.Addresses,
 ) -> int:
     """Register a trial's model in MLflow and set its alias.

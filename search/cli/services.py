@@ -283,9 +283,7 @@ def _check_free(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             return
     except OSError as error:
-        raise SearchError(
-            f"--port {port}: cannot be listened on at {host} ({error.strerror}); choose another"
-        ) from None
+        raise SearchError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another") from None
 
 
 @_serve.command()

@@ -48,9 +48,7 @@ def _check_connection(cursor: Any) -> Finding:
         return Finding("failed", f"{where} is a read-only replica", "give the primary's URL")
     if schema is None:
         grant = f"GRANT USAGE ON SCHEMA public TO {user}"
-        return Finding(
-            "failed", f"{where}: user {user!r} has no permission on the schema of database {database!r}", grant
-        )
+        return Finding("failed", f"{where}: user {user!r} cannot use the schema of database {database!r}", grant)
     laps = []
     for _ in range(ROUND_TRIPS):
         began = time.perf_counter()

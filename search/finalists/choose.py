@@ -89,10 +89,8 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
 
 def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     """Return the attributes of the study: those of the search that its workers need, a folder, and its spec."""
-    source = study.attrs
-    shared = {
-        key: source[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in source
-    }
+    attrs = study.attrs
+    shared = {key: attrs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in attrs}
     return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 

@@ -51,9 +51,7 @@ class Refit:
     pending: int
 
 
-def create_or_join_refit(
-    study: StoredStudy, *, seeds: int | None, trial: int | None = None
-) -> tuple[StoredStudy, bool]:
+def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | None = None) -> tuple[StoredStudy, bool]:
     """Create the refit of a study's winner with all its trials, or join the existing one.
 
     Args:

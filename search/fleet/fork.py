@@ -44,14 +44,12 @@ def read_cgroup_cpu_limit(mine: Path = _PROCESS_CGROUPS, mounted: Path = _CGROUP
             continue
         folder = root / path.lstrip("/")
         for above in (folder, *folder.parents):  # the lowest limit of all levels applies
-            if above.is_relative_to(root) and (
-                limit := _parse_cpu_limit(" ".join(_read(above / name) for name in names))
-            ):
+            if above.is_relative_to(root) and (limit := _parse_limit(" ".join(_read(above / name) for name in names))):
                 limits.append(limit)
     return min(limits, default=None)
 
 
-def _parse_cpu_limit(text: str) -> float | None:
+def _parse_limit(text: str) -> float | None:
     """Return the cores of a text ``QUOTA PERIOD``; None without a limit (``max``, -1, no file)."""
     try:
         quota, period = map(int, text.split())

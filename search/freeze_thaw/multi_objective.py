@@ -301,17 +301,15 @@ def sample_non_dominated(
     drawn = low + width * random.random((number, len(low)))
     for axis in range(len(low)):
         some = drawn[axis :: len(low)]
-        some[:, axis] = low[axis] + _get_front_fraction(best, some, axis, low, high) * (some[:, axis] - low[axis])
-    left = np.column_stack([_get_front_fraction(best, drawn, axis, low, high) for axis in range(len(low))])
+        some[:, axis] = low[axis] + _front_fraction(best, some, axis, low, high) * (some[:, axis] - low[axis])
+    left = np.column_stack([_front_fraction(best, drawn, axis, low, high) for axis in range(len(low))])
     found = (left > 0).all(axis=1)
     if not found.any():
         return low[None], np.zeros(1)
     return drawn[found], -np.log((1 / left[found]).mean(axis=1))
 
 
-def _get_front_fraction(
-    best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray
-) -> np.ndarray:
+def _front_fraction(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Return the fraction [n] of a metric's range that the front does not dominate, given the other coordinates.
 
     A range of width 0 gives 0 or 1.

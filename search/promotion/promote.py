@@ -188,7 +188,7 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = list(_list_candidates(study, finalists, infeasible=infeasible))
+    front = list(_candidates(study, finalists, infeasible=infeasible))
     if not front:
         raise SearchError(f"study {study.spec.name!r} has no trial to promote: {describe_no_candidate(study)}")
     if len(front) > 1:
@@ -314,7 +314,7 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     if not spec.is_multi_objective:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
     conditions, then = parse_preference(text, list(spec.direction_by_metric))
-    found = _list_candidates(study, read_finalists(study), infeasible=infeasible)
+    found = _candidates(study, read_finalists(study), infeasible=infeasible)
     if not found:
         raise SearchError(f"study {spec.name!r} has no trial to prefer: {describe_no_candidate(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
@@ -324,9 +324,7 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
-def _list_candidates(
-    study: StoredStudy, finalists: Finalists | None, *, infeasible: bool
-) -> dict[int, dict[str, float]]:
+def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
     """Return the trials of the Pareto front with their values: means on new seeds if there are any."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:

@@ -66,7 +66,7 @@ def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Alia
             return aliases
     with registry_lock(engine) as connection:
         aliases = registry.list_aliases()  # again, because a promotion may have held the lock
-        changed = _record_changes(connection, storage, tracking, aliases)
+        changed = _record_all(connection, storage, tracking, aliases)
     for study in sorted(changed):
         _update_note(storage, study)
     return aliases
@@ -79,9 +79,7 @@ def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], P
     return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
 
 
-def _record_changes(
-    connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases
-) -> set[str]:
+def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases) -> set[str]:
     """Record the changed aliases; return the names of the affected studies."""
     registry, recorded = Registry(tracking.client), read_current_promotions(connection)
     differing = _list_changed_aliases(aliases, recorded)

@@ -80,7 +80,7 @@ class BestWeights:
             best = checkpoint.read(path)
         except checkpoint.CheckpointError as error:
             raise SearchError(
-                f"the weights of trial {self.trial.number} cannot be used: {error}; {self.undone}"
+                f"the weights of trial {self.trial.number} are unusable: {error}; {self.undone}"
             ) from None
         spec = self.study.spec
         wanted = {

@@ -232,9 +232,7 @@ def check_min_resource(min_resource: int, epochs: int) -> None:
         ValueError: `min_resource` exceeds the epochs of a trial.
     """
     if min_resource > epochs:
-        raise ValueError(
-            f"pruner.min_resource {min_resource} is more than epochs {epochs}: no trial reaches it; lower it"
-        )
+        raise ValueError(f"pruner.min_resource {min_resource} exceeds epochs {epochs}: no trial reaches it; lower it")
 
 
 class Promotion(NamedTuple):

@@ -17,7 +17,7 @@ from hpsearch.objectives.loading import load_objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
-from hpsearch.search.finalists.refit import Refit, create_or_join_refit, format_refit, tabulate_refit
+from hpsearch.search.finalists.refit import Refit, make_or_join_refit, format_refit, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
 from hpsearch.search.finalists.text import finalist_table, format_finalists, format_test_result
 from hpsearch.search.report.show import format_last_failure
@@ -254,7 +254,7 @@ def run_refit(
                 f"--refit is not available for {study.spec.objective}, whose custom training loop splits its own data; "
                 "promote the winner without --refit"
             )
-        return create_or_join_refit(study, seeds=seeds, trial=trial)
+        return make_or_join_refit(study, seeds=seeds, trial=trial)
 
     with show_steps(console) as show_step:
         show_step("creating the refit")

@@ -126,8 +126,6 @@ def _result(
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
     if best["value"] != get_first_value(trial):
-        raise SearchError(
-            f"its last checkpoint has a best value of {best['value']:.6g}, not {get_first_value(trial):.6g}"
-        )
+        raise SearchError(f"its last checkpoint has best value {best['value']:.6g}, not {get_first_value(trial):.6g}")
     checkpoint.write(folder / "best.pt", best)
     return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

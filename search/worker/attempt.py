@@ -153,9 +153,7 @@ class Attempt:
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 told = {**pace, REFIT: {"train_loss": loss}}
-                reason = (
-                    f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and validation"
-                )
+                reason = f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and val"
             best = {**spec.select_metrics(result.best_metrics), spec.metric: value}
             vector = [best[name] for name in spec.direction_by_metric]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)

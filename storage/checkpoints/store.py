@@ -139,9 +139,7 @@ class CheckpointStore:
             with self._translate_errors(f"does not give {stored.path}"):
                 self._fetch(source, temporary)
             if not is_identical(temporary, stored):
-                raise StoredCheckpointError(
-                    f"{stored.path} under {self.url} is torn or was changed: its checksum differs"
-                )
+                raise StoredCheckpointError(f"{stored.path} under {self.url} is torn or changed: its checksum differs")
             temporary.replace(local)
         except FileNotFoundError:
             raise StoredCheckpointError(f"{stored.path} is not under {self.url}") from None

@@ -216,11 +216,9 @@ def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
     try:
         yield
     except psycopg2.Error as error:
-        is_unavailable = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        is_down = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
         text = redact_password(format_error(error), url)
-        raise (ServiceUnavailableError if is_unavailable else StorageError)(
-            f"{setting} {redact(url)}: {text}"
-        ) from None
+        raise (ServiceUnavailableError if is_down else StorageError)(f"{setting} {redact(url)}: {text}") from None
 
 
 def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
@@ -259,9 +257,7 @@ def _check_once(url: str) -> None:
         if read_only:
             raise StorageError(f"{head}: this Postgres is a read-only replica: give the primary's URL")
         if schema is None:
-            raise StorageError(
-                f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
-            )
+            raise StorageError(f"{head}: user {user!r} cannot use the schema: GRANT USAGE ON SCHEMA public TO {user}")
         cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
             raise StorageError(f"{head}: a restore into it was interrupted: run the same 'hpsearch restore' again")

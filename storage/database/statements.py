@@ -18,7 +18,7 @@ Rows = Sequence[Any]  # rows of SQLAlchemy
 
 
 @lru_cache(maxsize=256)
-def compile_sql(statement: str) -> sa.TextClause:
+def to_sql(statement: str) -> sa.TextClause:
     """Return the parsed statement, from a cache."""
     return sa.text(statement)
 
@@ -77,5 +77,5 @@ class Database:
     def run_once(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement without retries and return its rows."""
         with open_autocommit(self.engine) as connection:
-            prepared = compile_sql(statement) if isinstance(statement, str) else statement
+            prepared = to_sql(statement) if isinstance(statement, str) else statement
             return connection.execute(prepared, parameters).all()

@@ -45,9 +45,7 @@ class Sender:
     @property
     def unavailable_reason(self) -> str | None:
         """Return why some consumer cannot be reached at the moment, as text for users; None if all can."""
-        reasons = [
-            (thread.consumer, thread.unavailable_reason) for thread in self._threads if thread.unavailable_reason
-        ]
+        reasons = [(each.consumer, each.unavailable_reason) for each in self._threads if each.unavailable_reason]
         if len(self._threads) == 1:
             return next((reason for _, reason in reasons), None)
         return "; ".join(f"{consumer.title}: {reason}" for consumer, reason in reasons) or None

@@ -12,7 +12,7 @@ from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial
 
 from hpsearch.storage.database.locks import format_timeouts
-from hpsearch.storage.database.statements import Database, compile_sql
+from hpsearch.storage.database.statements import Database, to_sql
 from hpsearch.storage.database.trial_rows import NEXT_NUMBER, encode_value
 from hpsearch.storage.study_storage.reading import to_utc
 from hpsearch.storage.study_storage.studies import require_study
@@ -140,12 +140,12 @@ def insert_missing_in(connection: sa.Connection, study_id: int, trials: Sequence
         SELECT value_json FROM trial_system_attributes JOIN trials USING (trial_id)
          WHERE study_id = :study_id AND key = 'fixed_params'
     """
-    known = [json.loads(row.value_json) for row in connection.execute(compile_sql(statement), {"study_id": study_id})]
+    known = [json.loads(row.value_json) for row in connection.execute(to_sql(statement), {"study_id": study_id})]
     missing = [trial for trial in trials if trial.system_attrs["fixed_params"] not in known]
     if missing:
         insert_trials_in(connection, study_id, missing)
     count = "SELECT count(*) FROM trials WHERE study_id = :study_id"
-    return len(missing), int(connection.execute(compile_sql(count), {"study_id": study_id}).scalar_one())
+    return len(missing), int(connection.execute(to_sql(count), {"study_id": study_id}).scalar_one())
 
 
 def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
@@ -157,20 +157,15 @@ def _insert_batches(
 ) -> list[tuple[int, int]]:
     made: list[tuple[int, int]] = []
     for columns in batches:
-        rows = require_study(
-            connection.execute(compile_sql(_INSERT), {"study_id": study_id, **columns}).all(), study_id
-        )
+        rows = require_study(connection.execute(to_sql(_INSERT), {"study_id": study_id, **columns}).all(), study_id)
         made.extend((row.trial_id, row.number) for row in rows)
     return made
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
     """Whether a trial was committed: decided once the study's lock, which its transaction held, is free."""
-    connection.execute(compile_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
-    return (
-        connection.execute(compile_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first()
-        is not None
-    )
+    connection.execute(to_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
+    return connection.execute(to_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
 
 
 def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
-from hpsearch.storage.database.statements import Database, Rows, compile_sql
+from hpsearch.storage.database.statements import Database, Rows, to_sql
 
 AttrKind = Literal["user", "system"]
 
@@ -101,12 +101,10 @@ def create_study(
 
     def run(connection: sa.Connection, repeated: bool) -> int:
         # When the connection broke at the commit, it may have been made.
-        if repeated and made and connection.execute(compile_sql(_SELECT_ID), {"name": name}).scalar() == made[0]:
+        if repeated and made and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == made[0]:
             return made[0]
         made[:] = [
-            connection.execute(
-                compile_sql(_CREATE), {"name": name, "directions": [d.name for d in directions]}
-            ).scalar_one()
+            connection.execute(to_sql(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
         ]
         fill(connection, made[0])
         return made[0]
@@ -154,7 +152,7 @@ def set_attrs_in(
     """Set attributes of a study in the connection's transaction."""
     for key, value in attrs.items():
         parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-        connection.execute(compile_sql(_SET_ATTR.format(kind=kind)), parameters)
+        connection.execute(to_sql(_SET_ATTR.format(kind=kind)), parameters)
 
 
 def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, Any]:

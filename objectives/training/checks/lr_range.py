@@ -105,10 +105,8 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
     rates: list[float] = []
     losses: list[float] = []
     first = low = _loss(run, probe)
-    steps_of_batches = itertools.chain.from_iterable(
-        run.batch_source.iterate_steps(epoch) for epoch in itertools.count()
-    )
-    for step, micro_batches in zip(range(steps), steps_of_batches, strict=False):
+    step_batches = itertools.chain.from_iterable(run.batch_source.iterate_steps(epoch) for epoch in itertools.count())
+    for step, micro_batches in zip(range(steps), step_batches, strict=False):
         rate = lowest * factor**step
         for group, share in zip(run.optimizer.param_groups, starts, strict=True):
             group["lr"] = share * rate

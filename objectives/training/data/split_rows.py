@@ -43,12 +43,10 @@ def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) ->
     return kept, taken
 
 
-def split_by_time(
-    times: Any, samples: int, val: float, test: float, *, earlier: float = 0.0
-) -> tuple[Rows, Rows, Rows]:
+def split_by_time(times: Any, samples: int, val: float, test: float, *, back: float = 0.0) -> tuple[Rows, Rows, Rows]:
     """Split rows into the earliest, the next and the latest samples. Equal times are in the same part.
 
-    `val`, `test` and `earlier` are shares of the samples. `earlier` moves the middle part back in time, which leaves a
+    `val`, `test` and `back` are shares of the samples. `back` moves the middle part back in time, which leaves a
     gap before the last part: a rolling origin (Tashman 2000, *International Journal of Forecasting* 16).
 
     Raises:
@@ -62,7 +60,7 @@ def split_by_time(
     order = np.argsort(moments, kind="stable")
     ordered = moments[order]
     cuts = []
-    for share in (1 - val - test - earlier, 1 - test - earlier, 1 - test):
+    for share in (1 - val - test - back, 1 - test - back, 1 - test):
         first_later = ordered[min(round(share * samples), samples - 1)]
         cuts.append(
             int(np.searchsorted(ordered, first_later, side="left"))

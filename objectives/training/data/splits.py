@@ -150,7 +150,7 @@ class Splits:
             if groups is not None:
                 raise ObjectiveError("groups and times cannot be combined; remove one of them")
             found = split_by_time(
-                times, len(data), val, test, earlier=compute_time_shift(get_requested_split_seed(), val, test)
+                times, len(data), val, test, back=compute_time_shift(get_requested_split_seed(), val, test)
             )
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
             return cls(*_take_splits(data, found), Blocks(moments, ordered=True))

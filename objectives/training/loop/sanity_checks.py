@@ -105,9 +105,7 @@ def config_warnings(run: Run) -> list[str]:
             "loss on eval_batch_size"
         )
     if run.plan.refit is not None and run.config.schedule == "plateau":
-        found.append(
-            "the schedule plateau follows validation samples that the refit trains on; the rate may fall later"
-        )
+        found.append("schedule plateau follows validation samples that the refit trains on; the rate may fall later")
     norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not run.ranks.is_single_process and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
         found.append(

@@ -175,8 +175,6 @@ def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> 
             f"warmup_steps {config.warmup_steps} is longer than the run of {total_steps} steps: set warmup_fraction"
         )
     if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
-        raise ObjectiveError(
-            f"decay_epochs {config.decay_epochs} is no shorter than the run of {epochs} epochs: lower it"
-        )
+        raise ObjectiveError(f"decay_epochs {config.decay_epochs} is no less than the run's {epochs} epochs: lower it")
     if config.schedule == "cosine_restarts" and config.cycles > total_steps:
         raise ObjectiveError(f"cycles {config.cycles} is more than the {total_steps} steps of the run: lower it")

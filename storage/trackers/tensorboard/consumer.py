@@ -107,22 +107,20 @@ class TensorBoardConsumer(OptionalTracker):
 
     def _add_record(self, files: EventFiles, cursor: Cursor, record: journal_records.Record) -> None:
         header = cursor.journal.header
-        started_at = (header.began or 0) / 1000  # unix seconds
+        started = (header.began or 0) / 1000  # unix seconds
         match record:
             case journal_records.Header():
                 files.reopen()
-                files.add(
-                    events.make_text("about", events.format_table(header.tags)), step=header.attempt, at=started_at
-                )
+                files.add(events.make_text("about", events.format_table(header.tags)), step=header.attempt, at=started)
             case journal_records.Params(values):
-                start = events.make_session_start(values, trial=f"{self._study}/{header.number:04d}", at=started_at)
-                files.add(start, step=0, at=started_at)
+                start = events.make_session_start(values, trial=f"{self._study}/{header.number:04d}", at=started)
+                files.add(start, step=0, at=started)
             case journal_records.Epoch(step, at, values) | journal_records.Metrics(step, at, values):
                 tagged = {events.make_tag(name): float(value) for name, value in values.items()}
                 files.add(events.make_scalars(tagged), step=step, at=at)
             case journal_records.Tags(values):
                 files.add(
-                    events.make_text(", ".join(values), events.format_table(values)), step=header.attempt, at=started_at
+                    events.make_text(", ".join(values), events.format_table(values)), step=header.attempt, at=started
                 )
 
     def _write_end(self, files: EventFiles, cursor: Cursor, end: journal_records.End) -> None:

@@ -193,10 +193,8 @@ class WandbConsumer(OptionalTracker):
         if end is not None:
             summary = {"state": end.outcome.run_state, "reason": end.reason}
             self._request(_LOG_SECONDS, "log_rows", run_id=run.id, config={}, rows=[], summary=summary)
-        has_succeeded = end is not None and end.outcome in {Outcome.COMPLETE, Outcome.PRUNED}
-        self._request(
-            _FINISH_SECONDS, "finish", run_id=run.id, exit_code=int(not has_succeeded), is_preempted=end is None
-        )
+        is_success = end is not None and end.outcome in {Outcome.COMPLETE, Outcome.PRUNED}
+        self._request(_FINISH_SECONDS, "finish", run_id=run.id, exit_code=int(not is_success), is_preempted=end is None)
         del self._runs[cursor]
 
     def _request(self, timeout_seconds: float, command: str, **arguments: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, select_finalists
-from hpsearch.search.finalists.refit import create_or_join_refit, read_refit
+from hpsearch.search.finalists.refit import make_or_join_refit, read_refit
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import finalist_table, format_confirmation, rank_finalists
 from hpsearch.search.promotion.evaluate_test import choose_candidate
@@ -185,10 +185,10 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
 def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
     confirm(study)
     with pytest.raises(SearchError, match=r"no other finalist of 's' dominates trials 0, 2: choose one with --trial"):
-        create_or_join_refit(study, seeds=None)
+        make_or_join_refit(study, seeds=None)
     with pytest.raises(SearchError, match="dominates trials 0, 2"):
-        create_or_join_refit(study, seeds=None, trial=1)
-    made, created = create_or_join_refit(study, seeds=3, trial=2)
+        make_or_join_refit(study, seeds=None, trial=1)
+    made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
     assert of is not None
     assert (created, of.trials, of.refit) == (True, [2], 3)
