@@ -93,7 +93,7 @@ def test_the_best_epoch_is_not_chosen_by_the_training_loss(objective_with):
             "gradient_accumulation_steps 7 with batch_size 16 is more than an epoch of 106 samples: ",
         ),
         ({"warmup_steps": 6, "batch_size": 32}, "warmup_steps 6 is longer than the run of 6 steps"),
-        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs 2 is no shorter than the run of 2 epochs"),
+        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs 2 is no less than the run's 2 epochs"),
         ({"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64}, "cycles 3 is more than the 2 steps"),
     ],
 )

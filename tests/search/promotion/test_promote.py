@@ -126,7 +126,7 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
             promote(own_tracked.stored, own_tracked.tracking, trial=2)
     for key in (TRACKING, REMOVED):
         links.remove_attr_of_trials([trial_id], key)
-    with pytest.raises(SearchError, match=r"^the weights of trial 2 cannot be used: .*; nothing was promoted$"):
+    with pytest.raises(SearchError, match=r"^the weights of trial 2 are unusable: .*; nothing was promoted$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=2)
 
 

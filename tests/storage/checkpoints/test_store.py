@@ -70,7 +70,7 @@ def test_a_changed_file_is_refused_and_the_local_one_stays(
     content(url, stored.path, data)
     target = tmp_path / "target.pt"
     target.write_bytes(b"as before")
-    with pytest.raises(StoredCheckpointError, match="torn or was changed"):
+    with pytest.raises(StoredCheckpointError, match="torn or changed"):
         store.get(stored, target)
     assert target.read_bytes() == b"as before"
     assert not is_identical(target, stored)

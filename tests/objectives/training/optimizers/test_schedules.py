@@ -193,7 +193,7 @@ def test_plateau_climbs_first_and_has_a_floor():
     ("settings", "message"),
     [
         ({"warmup_steps": 40}, "warmup_steps 40 is longer than the run of 40 steps"),
-        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs 10 is no shorter than the run of 10 epochs"),
+        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs 10 is no less than the run's 10 epochs"),
         ({"schedule": "cosine_restarts", "cycles": 41}, "cycles 41 is more than the 40 steps"),
     ],
 )
