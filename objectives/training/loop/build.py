@@ -49,7 +49,7 @@ from hpsearch.objectives.training.strategies.fsdp import FSDPStrategy
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDPStrategy, FSDPStrategy)}
 
 
-# What the peak rate is multiplied by on so many devices (Goyal et al. 2017; Krizhevsky 2014).
+# Factor on the peak learning rate by the number of devices (Goyal et al. 2017; Krizhevsky 2014).
 _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 
 
@@ -62,12 +62,12 @@ def build(
     ranks: Ranks = SINGLE_PROCESS,
     curve: Curve | None = None,
 ) -> tuple[Run, dict[str, float]]:
-    """The run, and what its untrained model scores.
+    """Return the run and the scores of its untrained model.
 
-    Every part of the objective's code has run once when this returns, so its mistakes show before training.
+    Every part of the objective's code has run once by then, so its errors appear before training.
 
     Raises:
-        ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
+        ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
     """
     who = type(objective).__name__
     splits, split_hash = prepare_splits(objective, plan.split_seed, plan.division if plan.refit is None else "all")
@@ -96,7 +96,7 @@ def build(
     check_epoch(config, len(splits.train), total_steps, epoch_steps)
     maximize = objective.direction == "maximize"
     apply_memory_format(model, config)
-    ranks.broadcast_tensors(model.state_dict().values())  # a model may draw from what no seed reaches
+    ranks.broadcast_tensors(model.state_dict().values())  # the initialization may be random beyond the seeds
     average, steplog = (
         build_average(model, config, plan.epochs),
         StepLog(model, config.log_every, strategy.gradient_norms),
@@ -158,7 +158,7 @@ def build(
 def _metrics(
     objective: Objective, splits: Splits, plan: RunPlan, device: torch.device, ranks: Ranks
 ) -> tuple[Metrics, ResplitEvaluation | None]:
-    """What the validation split is eval_model by; of a run on a fresh division its halves, too."""
+    """Return the metrics of the validation split and, for a run on a new split, its evaluation."""
     who, fresh = type(objective).__name__, None
     with wrap_user_errors(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
@@ -173,7 +173,7 @@ def _metrics(
 
 @torch.no_grad()
 def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
-    """Gives lazy layers their parameters, by a look at some inputs."""
+    """Initialize lazy layers with some inputs."""
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         x = to_device(val.inputs(slice(0, 2)), device)
         bind_forward(model, x)(model.eval(), x)
@@ -181,9 +181,9 @@ def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
 
 
 def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:
-    """The objective's own parameter groups, or the usual ones.
+    """Return the objective's parameter groups, or the default ones.
 
-    Where the objective thaws layers as epochs go, frozen parameters are in them too: without gradients they stay.
+    If the objective defines `on_epoch`, the groups include frozen parameters, because it may unfreeze them later.
     """
     with wrap_user_errors(f"{type(objective).__name__}.parameter_groups"):
         own = objective.parameter_groups(model, config)
@@ -205,12 +205,12 @@ def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int)
     if not train.is_stream:
         return EpochOrder(len(train), config, seed, sampler)
     if sampler is not None:
-        raise ObjectiveError("a stream comes in an order of its own: leave the sampler out")
+        raise ObjectiveError("a stream has its own order; do not return a sampler")
     return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 
 def _trial_step(run: Run) -> None:
-    """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
+    """Run a forward and a backward pass as a test; the run does not change."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     batch = next(iter(run.batch_source.iterate_steps(0)))[0].get()
     run.model.train()

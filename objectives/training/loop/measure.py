@@ -35,11 +35,11 @@ _SHORTEST, _LONGEST = 0.2, 0.5  # seconds of timing, unless so few calls take lo
 
 
 def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call in ms, after a warm-up; every call is waited for.
+    """Return the median time of a call in ms, after a warm-up; each call is synchronized.
 
-    It is called 5 times to warm up, then timed 30 times and for 0.2 s at least; what takes longer is timed until 0.5 s
-    are over, 5 times at least. CPU threads are those that the trial has. Torch's own timer (torch.utils.benchmark)
-    times blocks of calls, which overlap on an accelerator: that is throughput.
+    After 5 warm-up calls it times at least 30 calls and 0.2 s; slow calls are timed until 0.5 s have passed, at least
+    5 times. It uses the CPU threads of the trial. `torch.utils.benchmark` times blocks of calls, which overlap on an
+    accelerator; that measures throughput, not latency.
     """
     begun = time.perf_counter()
     for _ in range(_WARM_UP):
@@ -48,7 +48,7 @@ def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
             break
     seconds: list[float] = []
     begun, collects = time.perf_counter(), gc.isenabled()
-    gc.disable()  # as timeit does: a collection is none of the model's
+    gc.disable()  # as in timeit: garbage collection is not part of the model
     try:
         while _goes_on(len(seconds), time.perf_counter() - begun):
             seconds.append(_timed(forward, device))
@@ -71,15 +71,15 @@ def _timed(forward: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what an accelerator has yet to do."""
+    """Wait for pending work of an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def machine_load() -> dict[str, float]:
-    """`latency_load`: the machine's load average of the last minute, over its cores; nothing where it keeps none.
+    """Return `latency_load`: the load average of the last minute per core; empty if the system has none.
 
-    Above 1 programs wait for each other, and times are longer than they need be.
+    Above 1 processes wait for cores, and measured times are too long.
     """
     if not hasattr(os, "getloadavg"):
         return {}
@@ -87,31 +87,30 @@ def machine_load() -> dict[str, float]:
 
 
 def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, float]:
-    """`latency_ms` of a batch of inputs beside `latency_load`, `model_mb` and `parameters`, of a model without a run.
+    """Return `latency_ms`, `latency_load`, `model_mb` and `parameters` of a model.
 
     Args:
-        model: on `device`; what wraps it to train on ranks, or compiles it, is looked through.
-        x: inputs as the model takes them, on any device.
-        device: of the model.
+        model: model on `device`; DDP and compilation are unwrapped.
+        x: a batch of inputs, on any device.
+        device: device of the model.
 
     Raises:
-        ObjectiveError: the model is spread over devices, or does not take such inputs.
+        ObjectiveError: the model is sharded, or cannot be called with these inputs.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     model = getattr(model, "_orig_mod", model)
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ObjectiveError("trial.measure takes a whole model, and of this one each device has a part")
+        raise ObjectiveError("trial.measure needs an unsharded model, but this one is sharded over devices")
     call, x = bind_forward(model, x), to_device(x, device)
     with evaluation_mode(model, device, "measures"):
         return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **measure_size(model)}
 
 
 def measure_size(model: nn.Module) -> dict[str, float]:
-    """`model_mb` and `parameters` of the whole model: what several modules share counts once.
+    """Return `model_mb`, the size of parameters and buffers in 10^6 bytes, and `parameters`, their number.
 
-    The first is of parameters and buffers, in 10^6 bytes as sizes of files are; the second of parameters alone, frozen
-    ones among them. Of a sharded model both are of all its parts.
+    Shared parameters count once and frozen ones count too. For a sharded model both cover all shards.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return {
@@ -121,20 +120,20 @@ def measure_size(model: nn.Module) -> dict[str, float]:
 
 
 def apply_memory_format(model: nn.Module, config: TrainConfig) -> None:
-    """Lays out the model's memory, and its layers' activations, as configured."""
+    """Apply the configured memory format and activation checkpointing to the model."""
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
     if config.activation_checkpointing:
         for layer in list_layers(model):
-            # Batch norm would count a batch twice, once more when its activations are computed again.
+            # Recomputation would update batch norm statistics twice.
             if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in layer.modules()):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model without what `apply_memory_format` and `compiled` put on it, as it is served."""
+    """Return the model without compilation, recomputation and memory format, as it is served."""
     for module in model.modules():
-        if _recomputes(module):  # another forward of its own belongs to the model
+        if _recomputes(module):  # other instance-level forwards belong to the model
             del module.forward
         module._compiled_call_impl = None
     return model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
@@ -142,9 +141,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def temporarily_unwrapped(model: nn.Module, config: TrainConfig) -> Iterator[None]:
-    """A region in which a model is without what `apply_memory_format` and `compiled` put on it, as `plain` leaves it.
+    """Return a context in which the model is unwrapped as by `unwrap_model`.
 
-    Inference mode may begin within it, not before: the memory of weights that train is laid out in it.
+    Enter inference mode inside it, not before, because it changes the memory format of trainable weights.
     """
     modules = list(model.modules())
     compiled_calls = [module._compiled_call_impl for module in modules]
@@ -169,22 +168,22 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def compile_model(model: nn.Module, eval_model: nn.Module, trial: Callable[[], None]) -> str | None:
-    """Compiles the model, and the average that is eval_model in its place, where that works.
+    """Compile the model and its weight average, if that works.
 
     Args:
-        model: compiled in place: the names of its parameters stay.
+        model: compiled in place; the names of its parameters do not change.
         eval_model: the model or its average.
         trial: runs a forward and a backward pass.
 
     Returns:
-        Why the model is not compiled; None when it is.
+        The reason if compilation failed; None on success.
     """
     both = [model] if eval_model is model else [model, eval_model]
     for module in both:
         module.compile()
     try:
         trial()
-    except Exception as error:  # whatever compilers raise: the model ran a moment ago without them
+    except Exception as error:  # compilers raise any type; the model works without compilation
         for module in both:
             module._compiled_call_impl = None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -193,12 +192,12 @@ def compile_model(model: nn.Module, eval_model: nn.Module, trial: Callable[[], N
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that tensors held on a CUDA device at once since `reset_peak_memory`; None on others."""
+    """Return the peak bytes of tensors on a CUDA device since `reset_peak_memory`; None on other devices."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts to measure `peak_memory` anew."""
+    """Reset the peak of `peak_memory`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -209,10 +208,10 @@ _BEGINNINGS = ("train_", "val_", "samples_per_second")
 
 @dataclass
 class ModelMeasurer:
-    """What a study asks for that no validation gives, and the objective's own measures.
+    """The measures of a model that the study reports, and those of `Objective.measures`.
 
-    What is the same in every epoch is measured once, after the first, and kept in checkpoints: a trial that is resumed
-    has the same numbers. Nothing is measured that nobody asks for.
+    Constant measures are taken once, after the first epoch, and stored in checkpoints, so a resumed trial has the same
+    values. Only requested measures are taken.
 
     Attributes:
         objective: whose `reported` says what is asked for.
@@ -236,7 +235,7 @@ class ModelMeasurer:
     peak: int = 0
 
     def sanity_check(self, model: nn.Module, scores: Mapping[str, float]) -> None:
-        """Tries, before training, all that is asked for.
+        """Take all requested measures once before training, as a test.
 
         Raises:
             ObjectiveError: something that is asked for is reported by nobody, or cannot be measured; or the
@@ -253,10 +252,10 @@ class ModelMeasurer:
             self._try_forward(model)
 
     def require_device(self) -> None:
-        """Refuses to measure memory where it is not the trial's own.
+        """Reject `peak_memory_mb` on a CPU.
 
         Raises:
-            ObjectiveError: on a CPU the process's memory is that of all its trials, their data and libraries.
+            ObjectiveError: the device is a CPU, where the memory of the process includes other trials and libraries.
         """
         if "peak_memory_mb" in self.names and peak_memory(self.device) is None:
             raise ObjectiveError(
@@ -265,10 +264,10 @@ class ModelMeasurer:
             )
 
     def after_epoch(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """All that is measured of the model that was eval_model, by name; the same on all ranks, who call it together.
+        """Return all measures of the evaluated model by name. All ranks call it together and get the same values.
 
         Raises:
-            ObjectiveError: the objective's measures are no numbers, or have names that are taken.
+            ObjectiveError: the objective's measures are not numbers, or a name is reserved.
         """
         found = {}
         if "peak_memory_mb" in self.names:  # before anything else is measured, which would count
@@ -282,14 +281,14 @@ class ModelMeasurer:
         return {**self.known, **found, **self._own(model, scores)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured so far, as plain values; empty where nothing is kept."""
+        """Return the measures so far as plain values; empty if none are requested."""
         if not self.names:
             return {}
         held = peak_memory(self.device) if "peak_memory_mb" in self.names else None  # of an epoch that is left, too
         return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
 
     def _latency(self, model: nn.Module) -> dict[str, float]:
@@ -315,7 +314,7 @@ class ModelMeasurer:
             self.call(model, self._inputs())
 
     def _own(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """The objective's own measures, rank 0's."""
+        """Return the objective's own measures, from rank 0."""
         if not overrides(self.objective, "measures"):
             return {}
         who = f"{type(self.objective).__name__}.measures"
@@ -329,10 +328,10 @@ class ModelMeasurer:
 
 
 def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:
-    """Measures as floats.
+    """Return measures as floats.
 
     Raises:
-        ObjectiveError: they are no dictionary of numbers, or a name is taken.
+        ObjectiveError: they are not a dictionary of numbers, or a name is reserved.
     """
     if not isinstance(found, Mapping):
         raise ObjectiveError(f"{who} must return a dictionary of numbers by name, not {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""Data that is drawn anew in each epoch: resampling and cross-fitting."""
+"""Evaluate a run on a new split: cross-fitting of validation halves, and bootstrap standard errors."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Outputs(TypedDict):
 
 
 class HalfSelection(TypedDict):
-    """The epoch (0-based) that one half chose by its own value, with the score and the outputs of the other half.
+    """The epoch (0-based) that one half selected by its own value, with score and outputs of the other half.
 
-    `outputs` is None if they are too large to keep, or have other parts than tensors.
+    `outputs` is None if they are larger than `MOST` bytes or not tensors.
     """
 
     epoch: int
@@ -62,7 +62,7 @@ class _Half:
 
 
 class CrossFit:
-    """Judges the halves of the validation samples epoch by epoch.
+    """Cross-fitting: each half of the validation samples selects an epoch, which the other half scores.
 
     Args:
         cut: how many samples, the first ones, are the first half.
@@ -94,13 +94,13 @@ class CrossFit:
         self.refused: str | None = None  # why a half has no value: then there is no score of halves
 
     def begin(self) -> None:
-        """Before an epoch is eval_model."""
+        """Reset the sums before the validation of an epoch."""
         for metrics in self._metrics:
             metrics.reset()
         self._halves = [_Half(metrics, RunningMeans(self._device)) for metrics in self._metrics]
 
     def add(self, step: Step, rows: range) -> None:
-        """Adds a batch of one of the halves."""
+        """Add a batch of one of the halves."""
         number = int(rows.start >= self.cut)
         half = self._halves[number]
         half.means.add(step, len(rows))
@@ -117,7 +117,7 @@ class CrossFit:
 
     @torch.inference_mode()
     def end(self, epoch: int) -> None:
-        """After it was eval_model: each half has chosen it, or has not."""
+        """Update the selected epoch of each half after a validation."""
         try:
             found = {
                 str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
@@ -135,7 +135,7 @@ class CrossFit:
         self._halves = []
 
     def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
-        """The outputs of all ranks, on the CPU, in the order of the samples; None where one of them kept none."""
+        """Return the outputs of all ranks on the CPU, in sample order; None if a rank kept none."""
         each = self._ranks.all_gather_object(to_cpu(kept))
         parts = [outputs for part in each for outputs in part or ()]
         if not parts or any(part is None for part in each):
@@ -146,7 +146,7 @@ class CrossFit:
 
     @property
     def score(self) -> float | None:
-        """The mean of what both halves score at the other's epoch; None before the first, or where one has no value."""
+        """Mean score of the halves, each at the epoch that the other selected; None if a half has no finite value."""
         if self.refused is not None:
             return None
         scores = [choice["score"] for choice in self.choices if choice is not None]
@@ -154,13 +154,13 @@ class CrossFit:
 
     @property
     def epochs(self) -> list[int]:
-        """The epochs that the halves chose, 0-based."""
+        """Epochs that the halves selected, 0-based."""
         return [choice["epoch"] for choice in self.choices if choice is not None]
 
     def error(self, judge: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
-        """The standard error of the score by the samples that it was measured on, from that of each half.
+        """Return the standard error of the score, from the standard errors of both halves; None if unknown.
 
-        For the parameters see `standard_error`; `blocks` are of all samples.
+        For the parameters see `standard_error`; `blocks` covers all samples.
         """
         errors = []
         for choice in self.choices:
@@ -172,16 +172,16 @@ class CrossFit:
         return math.hypot(*known) / 2 if len(known) == 2 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The choices, and why there may be none, as plain values and tensors."""
+        """Return the selections, and the reason if there are none, as plain values and tensors."""
         return {"choices": list(self.choices), "refused": self.refused}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.choices, self.refused = state["choices"], state["refused"]
 
 
 def _per_sample(step: Step, rows: range) -> Outputs | None:
-    """The outputs of a batch, where they can be taken sample by sample."""
+    """Return the outputs of a batch if they are tensors with one row per sample, else None."""
     for tree in (step.outputs, step.targets):
         found = [leaf for _, leaf in leaves(tree)]
         if not found or any(not isinstance(leaf, Tensor) or leaf.shape[:1] != (len(rows),) for leaf in found):
@@ -195,13 +195,13 @@ _ENOUGH = 0.5  # of them must have a value
 
 
 def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: Rows | None, seed: int) -> float | None:
-    """The standard error of a value by its samples (Efron 1979, *Annals of Statistics* 7); None where it has none.
+    """Return the bootstrap standard error of a value (Efron 1979, *Annals of Statistics* 7); None if undefined.
 
     Args:
-        value: of samples; one that it refuses, as those of a single class, is left out.
-        outputs: of the samples.
-        blocks: numbers of what belongs together [n], which is drawn together; None where each stands for itself.
-        seed: of the draws.
+        value: function of the samples; resamples for which it fails are skipped, such as those of a single class.
+        outputs: outputs and targets of the samples.
+        blocks: group number of each sample [n]; groups are resampled together. None treats samples as independent.
+        seed: seed of the resampling.
     """
     rng = np.random.default_rng(seed)
     numbers = np.arange(len(outputs["rows"])) if blocks is None else blocks
@@ -224,12 +224,12 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
 
 
 def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
-    """What judges samples by a metric; None where it is measured by whole batches.
+    """Return a function that computes a metric from outputs; None if it needs whole batches.
 
     Args:
-        metric: its name.
-        metrics: with that name among them; for the loss any.
-        step_function: of the run.
+        metric: name of the metric.
+        metrics: metrics with this name; any if the metric is the loss.
+        step_function: step function of the run.
     """
     if metric == "loss" and not isinstance(step_function, LossStep):
         return None
@@ -249,7 +249,7 @@ def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Call
 
 @dataclass
 class ResplitEvaluation:
-    """What a run on a fresh division has beside others.
+    """The evaluation of a run on a new train/validation split.
 
     Attributes:
         division: seed of the division.
@@ -270,7 +270,7 @@ class ResplitEvaluation:
     cross_fit: CrossFit | None = None
 
     def score(self, best_value: float, step_function: StepFunction) -> ResplitScore:
-        """The score of the run, by its best epoch where the validation samples cannot be halved."""
+        """Return the score of the run; that of the best epoch if the validation samples cannot be halved."""
         halves, error = self.cross_fit, None
         value = None if halves is None else halves.score
         if halves is not None and (judge := value_of(halves.metric, self.metrics, step_function)) is not None:
@@ -287,7 +287,7 @@ class ResplitEvaluation:
 def build_resplit_evaluation(
     objective: Objective, splits: Splits, metrics: Metrics, plan: RunPlan, *, device: torch.device, ranks: Ranks
 ) -> ResplitEvaluation:
-    """What the run on a fresh division needs.
+    """Build the evaluation of a run on a new split.
 
     Args:
         objective: that is trained.
@@ -332,7 +332,7 @@ def build_resplit_evaluation(
 
 
 def _another(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:
-    """Metrics of their own: what the objective gives now, or a copy where that is always the same object."""
+    """Return separate metrics: new ones of the objective, or a copy if it always returns the same object."""
     found = as_metrics(objective.metrics(splits.train), objective.metric)
     if found is metrics:
         found = copy.deepcopy(metrics)

@@ -1,4 +1,4 @@
-"""Averages of the weights, eval_model in their place: moving over steps (EMA), or even over the last epochs (SWA)."""
+"""Weight averages for evaluation: exponential over steps (EMA) or equal over the last epochs (SWA)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpsearch.objectives.training.config import TrainConfig
 
 
 class WeightAveraging:
-    """No average: the model itself is eval_model; subclasses have the average that is eval_model in its place."""
+    """The base class, without averaging: the model itself is evaluated; subclasses evaluate an average."""
 
     average: AveragedModel | None = None
 
@@ -22,22 +22,22 @@ class WeightAveraging:
 
     @property
     def eval_model(self) -> nn.Module:
-        """The model whose weights are eval_model and kept."""
+        """The model that is evaluated and saved."""
         return self._model if self.average is None else self.average.module
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models beside the one that is trained."""
+        """The averaged models."""
         return [] if self.average is None else [self.average.module]
 
     def after_step(self) -> None:
-        """After an optimizer step that ran."""
+        """Update the average after an optimizer step."""
 
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
-        """Before the validation of an epoch (0-based); `call` runs a model on a batch of the training `inputs`."""
+        """Update the average before the validation of an epoch (0-based); `call` runs a model on `inputs`."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Plain values and tensors; None when there is nothing to keep."""
+        """Return the state of the average; None without one."""
         return None if self.average is None else self.average.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class _EMA(WeightAveraging):
 
         @torch.no_grad()
         def update(averages: Sequence[Tensor], current: Sequence[Tensor], count: Tensor | int) -> None:
-            steps = int(count)  # kept on the CPU: reading it waits for no device
+            steps = int(count)  # on the CPU, so that reading it does not synchronize
             torch._foreach_lerp_(list(averages), list(current), 1 - min(decay, (1 + steps) / (10 + steps)))
 
         self.average = AveragedModel(model, multi_avg_fn=update)
@@ -93,7 +93,7 @@ class _SWA(WeightAveraging):
 
 
 class _Called(nn.Module):
-    """A model that takes a batch of inputs, of any structure, as one argument."""
+    """A module that passes a batch of any structure to a model."""
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Called(nn.Module):
 
 
 def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> WeightAveraging:
-    """The configured average of a model's weights over a run of `epochs`."""
+    """Return the configured weight average for a run of `epochs`."""
     if config.ema_decay is not None:
         return _EMA(model, config.ema_decay)
     if config.swa_fraction is not None:

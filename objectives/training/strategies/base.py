@@ -106,7 +106,7 @@ class DDPStrategy(Strategy):
     _wrapped: DistributedDataParallel | None = None
     _trained: list[bool]
 
-    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 eval_model, and never trained
+    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 averages are not trained
         """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch names no types

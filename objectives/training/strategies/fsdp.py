@@ -50,8 +50,8 @@ class FSDPStrategy(Strategy):
 
     def _shard(self, model: nn.Module) -> None:
         offload = self._config.cpu_offload
-        # Autocast casts each operation in training, and evaluation is in fp32, as of one process: weights that were
-        # gathered in bf16 would be eval_model so, and raw inputs be cast before the model has scaled them.
+        # Autocast casts each operation in training, and evaluation is in fp32 as in one process: weights gathered in
+        # bf16 would change the evaluation, and raw inputs would be cast before the model scales them.
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.float32 if self._config.precision == "bf16" else None, cast_forward_inputs=False
         )

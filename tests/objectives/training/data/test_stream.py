@@ -68,5 +68,5 @@ def test_mistakes_are_told_in_a_line(make, message):
 
 def test_a_sampler_has_nothing_to_choose():
     objective = type("Chosen", (Sums,), {"sampler": lambda *_: torch_data.SequentialSampler(range(3))})()
-    with pytest.raises(ObjectiveError, match="a stream comes in an order of its own: leave the sampler out"):
+    with pytest.raises(ObjectiveError, match="a stream has its own order; do not return a sampler"):
         fit(objective)

@@ -155,7 +155,7 @@ def test_a_metric_that_refuses_most_resamples_has_no_error():
 
 
 def test_a_run_on_a_fresh_division_has_a_score_of_its_own():
-    assert fit(Wine(), epochs=3, split_seed=5).fresh is None
+    assert fit(Wine(), epochs=3, split_seed=5).resplit_score is None
     runs = [fit(Wine(), epochs=3, split_seed=5, division=division) for division in (1, 1, 2)]
     first, again, other = (run.resplit_score for run in runs)
     assert first == again != other

@@ -32,7 +32,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
     spy(nn.utils, "clip_grad_norm_", "clip")
     spy(run.guard, "check", "guard")
     spy(run.optimizer, "step", "step")
-    spy(run.steplog, "note", "note")
+    spy(run.steplog, "record_step", "record_step")
     spy(run.schedule, "step", "schedule")
     spy(run.average, "after_step", "average")
     take_step(run, [0, 1], [2, 3])
@@ -42,7 +42,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
         *forward,
         *forward,
         "unscale",
-        "note",
+        "record_step",
         "clip",
         "guard",
         "step",

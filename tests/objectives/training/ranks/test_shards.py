@@ -146,7 +146,7 @@ def test_a_table_of_parts_is_no_code(two, tmp_path):
     state = LocalSession(run_dir).restore()
     folder = run_dir / "shards" / checkpoint.read(run_dir / "last.pt")["shards"]["folder"]
     (folder / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
-    with pytest.raises(RuntimeError, match=r"io\.open is in no table of shards"):
+    with pytest.raises(RuntimeError, match=r"io\.open is not allowed in the metadata of shards"):
         read_shards({"model": state["model"]}, folder)
     assert not (tmp_path / "touched").exists()
 
