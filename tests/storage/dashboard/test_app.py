@@ -144,7 +144,7 @@ def test_a_port_in_use_is_named(database_url: str) -> None:
 
 
 def test_an_address_of_another_machine(database_url: str) -> None:
-    with pytest.raises(StorageError, match=r"^--host '192\.0\.2\.1' --port 8080 cannot listen on"):
+    with pytest.raises(StorageError, match=r"^--host '192\.0\.2\.1' --port 8080 cannot be listened on"):
         dashboard.serve_dashboard(database_url, host="192.0.2.1", port=8080)
 
 
