@@ -17,7 +17,7 @@ from hpsearch.objectives.loading import load_objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
-from hpsearch.search.finalists.refit import Refit, make_or_join_refit, format_refit, tabulate_refit
+from hpsearch.search.finalists.refit import Refit, format_refit, make_or_join_refit, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
 from hpsearch.search.finalists.text import finalist_table, format_finalists, format_test_result
 from hpsearch.search.report.show import format_last_failure

@@ -6,7 +6,7 @@ import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.finalists.refit import make_or_join_refit, format_refit, read_refit, tabulate_refit
+from hpsearch.search.finalists.refit import format_refit, make_or_join_refit, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import list_finalist_sets
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, get_resplit_seed, training_seed
