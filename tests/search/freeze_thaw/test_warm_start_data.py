@@ -64,7 +64,7 @@ def test_what_an_earlier_study_has_wrong_is_unlearnt():
         study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
     assert suggestion(study) == pytest.approx(0.7, abs=0.1)
     note = study.trials[-1].system_attrs[SUGGESTION_REASON_KEY]
-    assert format_suggestion_reason(note).endswith((f"near trial {note['near']}", "of s1", "of many at random"))
+    assert format_suggestion_reason(note).endswith((f"near trial {note['near']}", "of s1", "of many random candidates"))
 
 
 def test_a_trial_counts_as_far_as_it_is_in_the_new_space():
@@ -79,7 +79,7 @@ def test_a_trial_counts_as_far_as_it_is_in_the_new_space():
     found = told(trials, space=narrow, epochs=3)
     assert [t.params for t in found.trials] == [{"x": 0.5}, {"kind": True}]
     assert [s for s, _ in found.trials[0].points] == [0.0, 1.0], "epochs beyond the new study's length are left out"
-    with pytest.raises(ValueError, match="s1: none of its trials"):
+    with pytest.raises(ValueError, match="s1: no trial is in this search space"):
         told(trials[:1], space=narrow)
 
 

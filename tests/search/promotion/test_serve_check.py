@@ -25,7 +25,7 @@ from tests.search.promotion.support import Tracked
 def alone(code: str) -> str:
     """What a Python of the kind that serves says to some code, once it refuses our packages."""
     path = Path(predict_alone.__file__)
-    refusing = "sys.meta_path.insert(0, alone['Refusing'](['hpsearch', 'json5']))"
+    refusing = "sys.meta_path.insert(0, alone['ImportBlocker'](['hpsearch', 'json5']))"
     start = f"import runpy, sys; alone = runpy.run_path({str(path)!r}); {refusing}; "
     done = subprocess.run([sys.executable, "-I", "-c", start + code], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr

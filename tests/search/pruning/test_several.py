@@ -128,7 +128,7 @@ def test_what_no_training_changes_is_pruned_after_one_epoch_but_by_none(
 def test_rungs_know_which_way_each_metric_is_better() -> None:
     rungs = make_rungs(spec(directions=WAYS, pruner={"name": "asha", "min_complete": 2}))
     assert rungs is not None
-    assert (rungs.several, rungs.epochs, rungs.complete) == ((True, False), (1, 3), 2)
+    assert (rungs.maximize_each, rungs.epochs, rungs.min_complete) == ((True, False), (1, 3), 2)
     one = make_rungs(spec(**ONE, pruner={"name": "asha"}))
     assert one is not None
     assert one.several == ()

@@ -109,8 +109,8 @@ class _Table(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (nn.MSELoss(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
-        (_ByHand(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
+        (nn.MSELoss(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; reshape one of them"),
+        (_ByHand(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; reshape one of them"),
         (
             _Table(),
             r"the loss has shape \[32, 32\] for outputs \[32, 1\] and targets \[32\]; return one value per sample",

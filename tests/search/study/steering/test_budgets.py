@@ -109,10 +109,10 @@ def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() ->
     digits = load_objective("digits")
     of_epochs = resolve({"objective": "digits", "budget_epochs": 100}, digits)
     assert of_epochs.n_trials == MAX_TRIALS
-    assert of_epochs.budgets == "100 epochs"
+    assert of_epochs.budget_description == "100 epochs"
     both = resolve({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
     assert both.n_trials == 5
-    assert both.budgets == "5 trials, 60 s"
+    assert both.budget_description == "5 trials, 60 s"
 
 
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
