@@ -133,7 +133,7 @@ def test_a_search_begins_without_mlflow_and_tells_it_later(arena: Arena, undistu
         arena.create(2, [])
         told = arena.workers[0].log.read_text()
         assert "no MLflow server answers" in told
-        assert "the search goes on" in told
+        assert "the search continues" in told
         assert "no MLflow server answers" in arena.run("worker", "--study", arena.name, "--tracking-required", code=1)
         workers = [arena.start() for _ in range(2)]
         wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")

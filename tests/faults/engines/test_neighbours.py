@@ -26,7 +26,7 @@ def test_a_worker_leaves_when_only_others_have_trials(arena: Arena, undisturbed:
     first = arena.start()
     wait_for(lambda: arena.obeyed(0), "the first worker to be in mid-epoch")
     said = arena.run(*worker(arena, "--idle-timeout", "0.5"))
-    assert "while others run 1 trials: leaving" in said
+    assert "while other workers run 1 trials; exiting" in said
     assert not first.ended
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or first.ended, "the first worker to end")
@@ -54,7 +54,7 @@ def test_a_worker_that_hangs_says_where_and_its_trial_goes_on(arena: Arena, undi
     wait_for(lambda: arena.reap() or first.ended, "the worker to end itself")
     log = first.log.read_text()
     assert first.exit_code == 1, "it may be started again"
-    assert "where the longest pause was" in log
+    assert "longest pause before" in log
     assert 'orders.py", line' in log, "the stack of what hangs"
     arena.work(1)
     (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)

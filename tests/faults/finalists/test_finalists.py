@@ -160,7 +160,7 @@ def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStud
     found = table(study)
     assert (found.pending, len(found.rows)) == (0, 1)
     assert f"winner: trial {found.winner}, val accuracy" in said
-    assert "with one seed the spread is unknown" in said
+    assert "with one seed the standard deviation is unknown" in said
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)

@@ -131,8 +131,8 @@ if __name__ == "__main__":
 _WORKER = """
 import os, time
 from pathlib import Path
-from hpsearch.search.process import watch_fleet
-gone = watch_fleet(fleet)
+from hpsearch.search.process import make_fleet_watcher
+gone = make_fleet_watcher(fleet)
 assert not gone()
 print("watching", flush=True)
 while not gone():
