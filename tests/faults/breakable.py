@@ -63,7 +63,7 @@ class Breakable:
         try:
             (arena.orders / "open").touch()
             back = time.monotonic() + 1.5 * LEASE
-            told = "the database is away"
+            told = "database unavailable, retrying"
             wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
             wait_for(lambda: time.monotonic() > back, "leases to run out")
         finally:
