@@ -1,4 +1,4 @@
-"""Storage: the study database, tracking and the embedded stack."""
+"""Where everything is kept: study storage, tracking, and the embedded stack."""
 
 if __name__ != "hpsearch.storage":
     raise ImportError(

@@ -1,32 +1,32 @@
-"""Errors of this package, and error texts in one line."""
+"""The errors of this package, and errors as one line."""
 
 
-def format_error(error: object, length: int | None = None) -> str:
-    """Return the text of an error as one line of at most `length` characters, without the SQL statement."""
+def one_line(error: object, length: int | None = None) -> str:
+    """Return an error as one line of at most `length` characters; a database error without its statement."""
     text = " ".join(str(getattr(error, "orig", None) or error).split())
     return text[:length] or type(error).__name__
 
 
-def format_os_error(error: Exception) -> str:
-    """Return the text of an error as one line, without the number and the file of an operating system error."""
-    return format_error(getattr(error, "strerror", None) or error)
+def reason(error: Exception) -> str:
+    """Return an error as one line; an error of the operating system without its number and its file."""
+    return one_line(getattr(error, "strerror", None) or error)
 
 
 class StorageError(Exception):
-    """Unusable storage or service; the text is one line with the setting, its value and the remedy."""
+    """A storage or service that cannot be used: one line which names the setting, its value and the remedy."""
 
 
-class ServiceUnavailableError(StorageError):
-    """Service that does not answer at the moment; the same command may succeed later."""
+class AwayError(StorageError):
+    """A service that does not answer now: whoever starts the command again may have more luck."""
 
 
 class ClaimLostError(Exception):
-    """Trial that this attempt does not own any more, so that its writes are rejected."""
+    """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""
 
 
 class StoredCheckpointError(Exception):
-    """Stored checkpoint that is missing, truncated or changed; the worker resumes from the previous one."""
+    """A stored checkpoint that is missing, torn or changed: go on from the one before it."""
 
 
 class CheckpointStoreError(StorageError):
-    """Checkpoint store that is full, unavailable or rejects the request; a retry may succeed."""
+    """The place where checkpoints are kept is full, away or refuses: it may be another time."""

@@ -1,4 +1,4 @@
-"""Metric names of other libraries."""
+"""What other libraries call a metric, and what a trial calls it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Mapping
 
 
 def bare_names(metrics: Mapping[str, float], part: str) -> dict[str, float]:
-    """Remove the prefixes `PART_` and `PART/`, such as `val_`, from metric names; replace any other `/` by `_`."""
+    """Name `PART_NAME` and `PART/NAME` of a part of the data, such as `val`, as NAME; any other `/` becomes `_`."""
     plain = [(name.replace("/", "_"), value) for name, value in metrics.items()]
     return {name.removeprefix(f"{part}_") or name: value for name, value in plain}

@@ -37,7 +37,7 @@ class Verdict:
     STOP: ClassVar[Verdict]
     PAUSE: ClassVar[Verdict]
 
-    def with_reason(self, reason: object) -> Verdict:
+    def because(self, reason: object) -> Verdict:
         """Return the same verdict with a reason."""
         return Verdict(self.name, reason)
 
@@ -80,7 +80,7 @@ class Curve:
         return len(self.history)
 
     @property
-    def epochs_since_best(self) -> int:
+    def stale(self) -> int:
         """Epochs since the best one."""
         return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
 
@@ -93,7 +93,7 @@ class Curve:
         self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
         return True
 
-    def best_up_to(self, epoch: int) -> EpochRecord:
+    def best_until(self, epoch: int) -> EpochRecord:
         """Return the record of the best epoch up to `epoch`; of equal ones the earliest."""
         best = self.history[0]
         for record in self.history[1 : epoch + 1]:
@@ -120,12 +120,12 @@ class Curve:
             self._append(EpochRecord(**record))
 
 
-class MidEpochAction(enum.Enum):
+class Due(enum.Enum):
     """What is due after an optimizer step, in the midst of an epoch."""
 
-    NONE = "nothing"
+    NOTHING = "nothing"
     SAVE = "save"
-    SAVE_AND_STOP = "leave"  # save, and go on later: there is no time to end the epoch
+    LEAVE = "leave"  # save, and go on later: there is no time to end the epoch
 
 
 class Session(Protocol):
@@ -153,14 +153,14 @@ class Session(Protocol):
         and `promotable(state)` is what a promotion needs of it.
         """
 
-    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
+    def due(self, left: Callable[[], float]) -> Due:
         """Asked after each optimizer step: whether the run's state is to be saved there, or the run to be left.
 
         Args:
             left: the seconds that the epoch will yet take, its validation and checkpoint included, by its pace so far.
         """
 
-    def save_mid_epoch(self, state: dict[str, Any]) -> None:
+    def save_within(self, state: dict[str, Any]) -> None:
         """Keeps the state in the midst of an epoch: as `save`, but nothing of that epoch is known yet."""
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -223,11 +223,11 @@ class LocalSession:
         if last:
             self._saved_at = now
 
-    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:  # noqa: ARG002 a session's
+    def due(self, left: Callable[[], float]) -> Due:  # noqa: ARG002 a session's
         """Saves each `save_every` seconds."""
-        return MidEpochAction.SAVE if self.files.is_due(self._save_every) else MidEpochAction.NONE
+        return Due.SAVE if self.files.is_due(self._save_every) else Due.NOTHING
 
-    def save_mid_epoch(self, state: dict[str, Any]) -> None:
+    def save_within(self, state: dict[str, Any]) -> None:
         """Writes `last.pt`, keeping those before."""
         self.files.save_last(state)
 
@@ -256,9 +256,7 @@ class RankedSession:
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
         self._session, self._ranks = cast("Session", session), ranks  # rank 0 alone uses the session
         self.curve = None if session is None else session.curve
-        self.run_dir, self.shards = ranks.broadcast_object(
-            (None, None) if session is None else (session.run_dir, session.shards)
-        )
+        self.run_dir, self.shards = ranks.told((None, None) if session is None else (session.run_dir, session.shards))
         self._steps = 0  # until the ranks agree again
         self._asked = time.monotonic()
         self._apart = 1  # steps between the last two times
@@ -274,46 +272,46 @@ class RankedSession:
                 return state
             return {**state, "best": {**state["best"], "model": {}}}
 
-        told = self._ranks.run_on_rank_zero(lean)
-        return read[0] if self._ranks.is_rank_zero else told
+        told = self._ranks.led(lean)
+        return read[0] if self._ranks.first else told
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Rank 0 keeps the state after an epoch; nobody goes on before it is kept."""
-        self._ranks.run_on_rank_zero(lambda: self._session.save(state, best=best))
+        self._ranks.led(lambda: self._session.save(state, best=best))
 
-    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
+    def due(self, left: Callable[[], float]) -> Due:
         """The same on all ranks, at the same step: asked at steps that are some time apart, not at each."""
         self._steps -= 1
         if self._steps > 0:
-            return MidEpochAction.NONE
-        stop = any(self._ranks.all_gather_object(self._ranks.should_stop()))
-        due, self._apart = self._ranks.run_on_rank_zero(lambda: self._ask(left, should_stop=stop))
+            return Due.NOTHING
+        told = any(self._ranks.each(self._ranks.told_to_go()))
+        due, self._apart = self._ranks.led(lambda: self._ask(left, told=told))
         self._steps = self._apart
         return due
 
-    def _ask(self, left: Callable[[], float], *, should_stop: bool) -> tuple[MidEpochAction, int]:
+    def _ask(self, left: Callable[[], float], *, told: bool) -> tuple[Due, int]:
         """What is due, and after how many steps the ranks agree again."""
-        if should_stop:
-            self._ranks.on_stop_request()
+        if told:
+            self._ranks.on_told_to_go()
         now = time.monotonic()
         pace = max((now - self._asked) / self._apart, 1e-6)
         self._asked = now
-        return self._session.mid_epoch_action(left), max(1, min(int(_ASKED / pace), 2 * self._apart))
+        return self._session.due(left), max(1, min(int(_ASKED / pace), 2 * self._apart))
 
-    def save_mid_epoch(self, state: dict[str, Any]) -> None:
+    def save_within(self, state: dict[str, Any]) -> None:
         """Rank 0 keeps the state in the midst of an epoch."""
-        self._ranks.run_on_rank_zero(lambda: self._session.save_mid_epoch(state))
+        self._ranks.led(lambda: self._session.save_within(state))
 
     def report(self, record: EpochRecord) -> Verdict:
         """Rank 0 reports; all ranks leave in the same epoch."""
-        return self._ranks.run_on_rank_zero(lambda: self._session.report(record))
+        return self._ranks.led(lambda: self._session.report(record))
 
     def log(self, path: Path) -> None:
         """Rank 0 takes a file that the run made; the others make none."""
-        if self._ranks.is_rank_zero:
+        if self._ranks.first:
             self._session.log(path)
 
 
-def wrap_session(session: Session | None, ranks: Ranks) -> Session | None:
+def on_ranks(session: Session | None, ranks: Ranks) -> Session | None:
     """The session of a run on ranks; None where rank 0 has none."""
-    return RankedSession(session, ranks) if ranks.broadcast_object(session is not None) else None
+    return RankedSession(session, ranks) if ranks.told(session is not None) else None

@@ -7,10 +7,9 @@ import sys
 
 import typer
 
-from hpsearch.former_names import RENAMED
 from hpsearch.search.cli import confirm, look, objective, run, services, steer
 from hpsearch.search.cli.app import app
-from hpsearch.search.errors import suggest_names
+from hpsearch.search.errors import nearest
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
@@ -61,8 +60,7 @@ def _with_value(error: typer.TyperException, message: str, given: list[str]) -> 
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
-        near = [*(error.possibilities or ()), *filter(None, [RENAMED.get(error.option_name)])]
-        close = suggest_names(error.option_name, near) if near else ""
+        close = nearest(error.option_name, error.possibilities) if error.possibilities else ""
         message = f"unknown option {error.option_name}{close}"
     context = getattr(error, "ctx", None)
     return f"{must(message)} (see '{context.command_path} --help')" if context else must(message)

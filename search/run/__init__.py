@@ -1,1 +1,1 @@
-"""Runs on this machine: the search, its finalists, the live view, and the upload of remaining records."""
+"""Whole runs on this machine: a search, its finalists, the live view, what is sent afterwards."""

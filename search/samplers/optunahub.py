@@ -64,10 +64,10 @@ class OptunaHub(SamplerSpec):
         return given
 
     def for_objective(self, objective: BaseObjective) -> Self:
-        self.prepare()
+        self.get_ready()
         return self
 
-    def prepare(self) -> None:
+    def get_ready(self) -> None:
         self.build(seed=0, common_seed=0, epochs=1)
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:

@@ -1,1 +1,1 @@
-"""Data: datasets, splits, and batches in a reproducible order."""
+"""Data: datasets and their splits, and the feed of batches in an order that a seed fixes."""

@@ -1,4 +1,4 @@
-"""Losses: the default loss of a metric, and means over batches with their divisors."""
+"""Losses: the usual one of a metric, and the mean of a batch with what it is a mean over."""
 
 from __future__ import annotations
 
@@ -11,34 +11,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.tree import describe_shapes, index_rows, map_tensors, tensors
-from hpsearch.objectives.training.evaluation.metrics import (
-    BINARY,
-    CLASSIFICATION,
-    REGRESSION,
-    make_incompatible_metric_error,
-)
+from hpsearch.objectives.training.data.tree import form, map_tensors, taken, tensors
+from hpsearch.objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, REGRESSION, unfit
 
-_TOLERANCE = 1e-4  # of a mean of fp32 losses, and more than enough
+_ROUNDING = 1e-4  # of a mean of fp32 losses, and more than enough
 
 
-def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
-    """Return the default loss for a metric: squared error, binary cross entropy, or cross entropy.
+def usual_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
+    """Return the usual loss for a metric: squared error, binary cross entropy, or cross entropy.
 
-    `y` are the training targets [n, ...]; None if they are not known in advance.
+    `y` are the training targets [n, ...], None where they are not known beforehand.
 
     Raises:
-        MetricError: the built-in metric is incompatible with the targets.
-        ObjectiveError: the metric has no default loss for such targets, or label smoothing is set without classes.
+        MetricError: a built-in metric that does not fit the targets.
+        ObjectiveError: no loss is usual for the metric and such targets, or the loss has no labels to smooth.
     """
     numbers = isinstance(y, Tensor) and y.dtype.is_floating_point
     if y is not None and not isinstance(y, Tensor):
-        raise ObjectiveError(f"there is no default loss for targets {describe_shapes(y)}; override loss()")
+        raise ObjectiveError(f"no loss is usual for targets {form(y)}: override loss()")
     if metric in REGRESSION or (metric == "loss" and numbers):
         if label_smoothing:
             raise ObjectiveError(
-                f"label_smoothing {label_smoothing:g} needs class labels, but the default loss for {metric} is the "
-                "squared error; set it to 0"
+                f"label_smoothing {label_smoothing:g} needs classes: the usual loss for {metric} is the squared error"
             )
         return SquaredError()
     if metric in BINARY:
@@ -46,15 +40,15 @@ def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> 
     if not numbers:
         return nn.CrossEntropyLoss(label_smoothing=label_smoothing)
     if metric in CLASSIFICATION and isinstance(y, Tensor):
-        raise make_incompatible_metric_error(metric, y)
-    raise ObjectiveError(f"metric {metric!r} has no default loss for targets that are not classes; override loss()")
+        raise unfit(metric, y)
+    raise ObjectiveError(f"no loss is usual for metric {metric!r} and targets that are not classes: override loss()")
 
 
 class SquaredError(nn.Module):
-    """Squared error per sample [n], from outputs and targets of equal numbers of values: [n] matches [n, 1]."""
+    """Squared error per sample [n], from outputs and targets of as many values: [n] goes with [n, 1]."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean squared error over the values of each sample [n]."""
+        """The mean over the values of each sample."""
         if output.numel() != target.numel():
             raise ObjectiveError(f"outputs {list(output.shape)} do not match targets {list(target.shape)}")
         count = len(target)
@@ -81,7 +75,7 @@ class BinaryLogits(nn.Module):
         if labels.shape[1] != 1 or logits.shape[1] not in {1, 2}:
             raise ObjectiveError(
                 f"outputs {list(output.shape)} for targets {list(target.shape)}: "
-                "two classes need one or two logits per sample"
+                "two classes take one logit a sample, or two"
             )
         score = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
         soft = labels[:, 0].to(score.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2
@@ -89,10 +83,10 @@ class BinaryLogits(nn.Module):
 
 
 class CountedCrossEntropy(nn.Module):
-    """PyTorch's mean cross entropy with class weights or ignored targets.
+    """Torch's mean of a cross entropy over targets that count unevenly: some are ignored, or classes have weights.
 
-    The mean is divided by the total weight of the targets, which `weigh` returns, so that means of batches can be
-    combined. The loss is 0, not NaN, if all targets are ignored.
+    Such a mean is divided by the weight of the batch and not by its samples: `weigh` tells it, so that batches add up.
+    Without any target that counts it is 0, and not NaN.
     """
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
@@ -101,57 +95,53 @@ class CountedCrossEntropy(nn.Module):
         self.loss.reduction = "sum"
 
     def weigh(self, target: Tensor) -> Tensor:
-        """Return the divisor of the mean over these targets, a scalar on their device."""
+        """What the mean over these targets is divided by, a scalar on their device."""
         counts = target != self.loss.ignore_index
         if self.loss.weight is None:
             return counts.sum()
         return (self.loss.weight[torch.where(counts, target, 0)] * counts).sum()
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean, a scalar."""
+        """The mean, a scalar."""
         value: Tensor = self.loss(output, target)
         return value / self.weigh(target).clamp_min(torch.finfo(value.dtype).tiny)
 
 
-def as_additive_loss(loss: nn.Module, *targets: Any) -> nn.Module:
-    """Return the loss in a form for which means of batches can be combined to the mean of all.
+def adding_up(loss: nn.Module, *targets: Any) -> nn.Module:
+    """Return the loss in a form whose batches add up.
 
-    `targets` are the targets of the splits to evaluate; None if they are not known.
+    `targets` are those of the splits that it evaluates, None where they are not known.
 
     Raises:
-        ObjectiveError: the loss has `reduction="sum"`.
+        ObjectiveError: `reduction="sum"`, which is no mean.
     """
     if getattr(loss, "reduction", "none") == "sum":
         raise ObjectiveError(f"{type(loss).__name__} must not use reduction='sum': use 'none' or 'mean'")
     if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
         return loss
     known = [y for y in targets if isinstance(y, Tensor)]
-    if any(y.dtype.is_floating_point for y in known):  # class probabilities: PyTorch divides by the batch size
+    if any(y.dtype.is_floating_point for y in known):  # shares of classes: torch divides by the samples
         return loss
     ignored = len(known) < len(targets) or any(bool((y == loss.ignore_index).any()) for y in known)
     uneven = loss.weight is not None or ignored
     return CountedCrossEntropy(loss) if uneven else loss
 
 
-def compute_loss_weight(loss: nn.Module, target: Any) -> Tensor | int:
-    """Return the divisor of a batch's mean loss: the result of `loss.weigh(target)` if defined, else the batch size."""
+def weigh(loss: nn.Module, target: Any) -> Tensor | int:
+    """What the mean loss of a batch is a mean over: its samples, unless the loss has a method `weigh(target)`."""
     own = getattr(loss, "weigh", None)
     return len(next(tensors(target))[1]) if own is None else own(target)
 
 
-def compute_mean_loss(loss: nn.Module, output: Any, target: Any, size: int) -> Tensor:
-    """Return the mean loss of a batch of `size` samples, in fp32.
-
-    Raises:
-        ObjectiveError: the loss is neither a scalar nor one value per sample.
-    """
-    value: Tensor = loss(_to_fp32(output), target).float()
+def mean(loss: nn.Module, output: Any, target: Any, size: int) -> Tensor:
+    """The mean of the losses of a batch of `size` samples, in fp32."""
+    value: Tensor = loss(_full(output), target).float()
     if value.ndim == 0:
         return value
     if value.shape[0] != size or (value.ndim > 1 and value.shape not in _shapes(output, target)):
         raise ObjectiveError(
-            f"the loss has shape {list(value.shape)} for outputs {_describe_shape(output)} and targets "
-            f"{_describe_shape(target)}; return one value per sample [n], or the mean"
+            f"the loss gave {list(value.shape)} for outputs {_shape(output)} and targets {_shape(target)}: "
+            "give one value a sample [n], or the mean"
         )
     return value.mean()
 
@@ -160,33 +150,31 @@ def _shapes(*trees: Any) -> list[torch.Size]:
     return [tensor.shape for tree in trees for _, tensor in tensors(tree)]
 
 
-def _to_fp32(output: Any) -> Any:
-    """Convert floating-point outputs to fp32."""
+def _full(output: Any) -> Any:
+    """Outputs in fp32, whole numbers as they are."""
     if isinstance(output, Tensor):
         return output.float()
     return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
 
 
-def _describe_shape(tree: Any) -> str:
+def _shape(tree: Any) -> str:
     return str(list(tree.shape)) if isinstance(tree, Tensor) else f"{{{', '.join(name for name, _ in tensors(tree))}}}"
 
 
-def is_additive_loss(loss: nn.Module, output: Any, target: Any, size: int) -> bool:
-    """Return whether the loss of a batch of `size` samples is the weighted mean of the losses of its parts.
+def adds_up(loss: nn.Module, output: Any, target: Any, size: int) -> bool:
+    """Whether the loss of a batch of `size` samples is the mean of those of its parts.
 
-    A random loss, and one whose outputs do not have one row per sample, cannot be checked; the result is True.
+    One that draws at random cannot be told, and is taken to be; so is one whose outputs are not a row a sample.
     """
-    whole, again = (float(compute_mean_loss(loss, output, target, size)) for _ in range(2))
+    whole, again = (float(mean(loss, output, target, size)) for _ in range(2))
     cut = size // 3
     rows = {len(tensor) for tree in (output, target) for _, tensor in tensors(tree) if tensor.ndim}
     if whole != again or not cut or rows != {size}:
         return True
     total = weight = 0.0
     for part in (slice(None, cut), slice(cut, size)):
-        outputs, targets = index_rows(output, part), index_rows(target, part)
-        share = float(compute_loss_weight(loss, targets))
-        total += (
-            share * float(compute_mean_loss(loss, outputs, targets, part.stop - (part.start or 0))) if share else 0.0
-        )
+        outputs, targets = taken(output, part), taken(target, part)
+        share = float(weigh(loss, targets))
+        total += share * float(mean(loss, outputs, targets, part.stop - (part.start or 0))) if share else 0.0
         weight += share
-    return math.isclose(whole, total / (weight or 1.0), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return math.isclose(whole, total / (weight or 1.0), rel_tol=_ROUNDING, abs_tol=_ROUNDING)

@@ -79,4 +79,4 @@ class Instruments:
                 writer.add_scalar(tag, value, record.epoch, walltime=record.timestamp)
 
 
-NO_INSTRUMENTS = Instruments()
+NONE = Instruments()

@@ -1,1 +1,0 @@
-"""Freeze-thaw Bayesian optimization: the learning-curve Gaussian process, its sampler and the forecasts."""
