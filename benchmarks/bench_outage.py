@@ -26,14 +26,14 @@ import optuna
 import psutil
 
 from benchmarks.bench_search import own_environment, say, services
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack
 
 TRIALS, WORKERS = 20, 3
 
 
 def kill_mlflow(home: Path) -> None:
-    [service] = [one for one in stack.status(home) if one.name == "MLflow"]
+    [service] = [one for one in stack.read_status(home) if one.name == "MLflow"]
     process = psutil.Process(service.pid)
     for victim in [process, *process.children(recursive=True)]:
         victim.send_signal(signal.SIGKILL)
@@ -69,7 +69,7 @@ def search(home: Path, info: stack.StackInfo, name: str, *, epochs: int, disturb
         wait_for(info.storage_url, name, 15, process)
         with nullcontext() if disturbed else idle_server(home):
             if disturbed:
-                stack.up(home, dashboard=DASHBOARD)
+                stack.up(home, dashboard=DASHBOARD_COMMAND)
             if process.wait():
                 raise SystemExit((home / f"{name}.log").read_text())
     ended = time.time()
@@ -111,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     with services() as home:
-        info = stack.up(home, progress=say, dashboard=DASHBOARD)
+        info = stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
         search(home, info, "warm-up", epochs=2, disturbed=False)
         for turn in range(given.rounds):
             for disturbed in (False, True) if turn % 2 == 0 else (True, False):

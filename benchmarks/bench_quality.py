@@ -38,8 +38,8 @@ from benchmarks.bench_search import own_environment, say, services
 from benchmarks.plain_quality import worth
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.search.fleet.fork import cores, thread_settings
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.fleet.fork import count_cores, thread_environment
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack
 
 OBJECTIVES = {
@@ -98,7 +98,7 @@ class Trace:
 
 
 @dataclass
-class Case:
+class PruningContext:
     """One search that is to be made."""
 
     objective: BaseObjective
@@ -114,10 +114,10 @@ class Case:
         return -1.0 if self.objective.direction == "maximize" else 1.0
 
 
-def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
+def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace]:
     """`hpsearch run` as a user starts it."""
 
-    def made(case: Case, name: str) -> Trace:
+    def made(case: PruningContext, name: str) -> Trace:
         flags = {
             "name": name, "trials": NO_END, "epochs": EPOCHS, "timeout": case.seconds, "workers": case.workers,
             "seed": case.seed, "sampler": sampler, "pruner": pruner,
@@ -129,7 +129,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
     return made
 
 
-def plain_optuna(case: Case, name: str) -> Trace:
+def plain_optuna(case: PruningContext, name: str) -> Trace:
     """Optuna's own loop in a process for each worker, on the same Postgres."""
     optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
     script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
@@ -137,10 +137,10 @@ def plain_optuna(case: Case, name: str) -> Trace:
     return watched(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
 
 
-def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
+def ray_tune(searcher: str) -> Callable[[PruningContext, str], Trace]:
     """Ray Tune's ASHA, with as many trials at once."""
 
-    def made(case: Case, name: str) -> Trace:
+    def made(case: PruningContext, name: str) -> Trace:
         script = [
             sys.executable,
             "-m",
@@ -164,10 +164,10 @@ def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
     return made
 
 
-WAYS: dict[str, Callable[[Case, str], Trace]] = {
+WAYS: dict[str, Callable[[PruningContext, str], Trace]] = {
     BASELINE: hpsearch("tpe", "median"),
-    "hpsearch curves + asha": hpsearch("curves", "asha"),
-    "hpsearch curves + median": hpsearch("curves", "median"),
+    "hpsearch freeze_thaw + asha": hpsearch("freeze_thaw", "asha"),
+    "hpsearch freeze_thaw + median": hpsearch("freeze_thaw", "median"),
     "hpsearch random + asha": hpsearch("random", "asha"),
     "hpsearch tpe + asha": hpsearch("tpe", "asha"),
     "Optuna TPE + median": plain_optuna,
@@ -176,7 +176,7 @@ WAYS: dict[str, Callable[[Case, str], Trace]] = {
 }
 
 
-def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
+def watched(case: PruningContext, name: str, commands: list[list[str]]) -> Trace:
     """Runs commands, and looks into their study as they go."""
     trace, over = Trace(), threading.Event()
     engine = sa.create_engine(case.storage)
@@ -203,11 +203,11 @@ def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
     return trace
 
 
-def run(commands: list[list[str]], case: Case, name: str) -> None:
+def run(commands: list[list[str]], case: PruningContext, name: str) -> None:
     """Run all at once, and wait for all; they must succeed."""
     environment = {
         **own_environment(),
-        **thread_settings(case.workers),
+        **thread_environment(case.workers),
         "HPSEARCH_HOME": str(case.home),
         "BENCH_STORAGE": case.storage,
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -228,7 +228,7 @@ def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
     """Fill in what all that were the best once are worth."""
     known: dict[str, float] = {}
     wanted = list({json.dumps(params, sort_keys=True): params for trace in traces for params in trace.params}.items())
-    with ProcessPoolExecutor(cores()) as pool:
+    with ProcessPoolExecutor(count_cores()) as pool:
         found = pool.map(partial(worth, reference, epochs=EPOCHS, fresh=fresh), [params for _, params in wanted])
         for done, ((key, _), value) in enumerate(zip(wanted, found, strict=True), 1):
             known[key] = sign * value
@@ -268,8 +268,8 @@ def main() -> None:
     given = parser.parse_args()
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     with services() as home:
-        info = stack.up(home, progress=say, dashboard=DASHBOARD)
-        print(f"{given.seconds:g} s, {given.workers} workers on {cores()} cores, load {os.getloadavg()[0]:.1f}")
+        info = stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        print(f"{given.seconds:g} s, {given.workers} workers on {count_cores()} cores, load {os.getloadavg()[0]:.1f}")
         for objective in given.objectives:
             loaded = load_objective(OBJECTIVES[objective])
             traces: dict[str, list[Trace]] = {way: [] for way in ways}
@@ -278,7 +278,7 @@ def main() -> None:
                 for place, way in enumerate(
                     ways[:: -1 if seed % 2 else 1]
                 ):  # in turns, so that none has the quiet hours
-                    case = Case(loaded, OBJECTIVES[objective], seed, *where)
+                    case = PruningContext(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
                     say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
             sign = -1.0 if loaded.direction == "maximize" else 1.0

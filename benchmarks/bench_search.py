@@ -40,8 +40,8 @@ import optuna
 
 from benchmarks.laps import FOLDER
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.fleet.fork import cores, thread_settings
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.fleet.fork import count_cores, thread_environment
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.search.study.create import begin_search
 from hpsearch.storage.embedded import stack
 
@@ -74,7 +74,7 @@ class Bench:
     """The services, and a fresh study for each search."""
 
     def __init__(self, home: Path, *, trials: int, epochs: int, workers: int, sampled: bool) -> None:
-        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD)
+        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
         self.client = mlflow.MlflowClient(self.info.tracking_uri)
         self.trials, self.epochs, self.workers = trials, epochs, workers
         self.configurations: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             environment = {
                 **own_environment(),
-                **thread_settings(self.workers),
+                **thread_environment(self.workers),
                 FOLDER: folder,
                 "BENCH_STORAGE": self.info.storage_url,
                 "HPSEARCH_HOME": str(self.home),
@@ -259,7 +259,7 @@ def main() -> None:
             for kind in given.kinds[:: -1 if turn % 2 else 1]:
                 searches[kind].append(bench.search(kind))
                 say(f"round {turn + 1} of {rounds}, {kind}: {searches[kind][-1].wall:.1f} s")
-    print(f"{trials} trials of {epochs} epochs, {given.workers} workers on {cores()} cores")
+    print(f"{trials} trials of {epochs} epochs, {given.workers} workers on {count_cores()} cores")
     print(f"optuna {optuna.__version__}, mlflow {mlflow.__version__}, torch {version('torch')}")
     Table(searches).show()
     if "ours" in searches:

@@ -44,10 +44,10 @@ from benchmarks.storage_ways import (
 )
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 
 warnings.simplefilter("ignore")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -56,9 +56,9 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 class Bench:
     """One Postgres, and a fresh study for each measurement."""
 
-    def __init__(self, server: Server, port: int, quick: bool) -> None:
+    def __init__(self, server: EmbeddedPostgres, port: int, quick: bool) -> None:
         self.server, self.port, self.quick = server, port, quick
-        admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+        admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
         admin += "?sslmode=disable"
         made = create_databases(admin, owner_password="o", worker_password="w", mlflow_password="m")
         migrate(made.owner_url)
@@ -230,7 +230,7 @@ def bench(quick: bool) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="hpsearch-bench-") as folder:
         home = Path(folder).resolve()
         home.chmod(0o755)
-        server = Server(make_folder(home), home / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
         made = None
         try:
             made = Bench(server, server.start(None), quick)

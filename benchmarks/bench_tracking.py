@@ -45,20 +45,20 @@ from benchmarks.bench_search import REQUIREMENTS, own_environment, say, services
 from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.fleet.fork import cores, thread_settings
+from hpsearch.search.fleet.fork import count_cores, thread_environment
 from hpsearch.search.samplers.suggest import suggest
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.create import begin_search
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})
@@ -77,7 +77,7 @@ class Way(Protocol):
 
 class Ours:
     def __init__(self, study: StoredStudy, uri: str) -> None:
-        home = home_dir(None)
+        home = prepare_home(None)
         self.handle = study
         self.tracker = Tracker(study, Tracking(uri), open_checkpoints(study, home, None), home)
         self.tracker.sender.start()
@@ -185,7 +185,7 @@ class Worker:
         claim = self.claims.claim()
         assert isinstance(claim, Claim)
         around: list[float] = []
-        with self.handle.storage.owned(claim.trial_id, claim.attempt):
+        with self.handle.storage.hold_trial(claim.trial_id, claim.attempt):
             suggest(Digits(), self.study, claim, self.handle.spec)
             with times.spent(around):
                 self.tracker.start(claim)
@@ -193,7 +193,7 @@ class Worker:
             result = Trainer(Digits(), CONFIG, epochs=EPOCHS, seed=claim.number, session=session).fit()
             with times.spent(around):
                 self.tracker.end(result, session.logged)
-            self.claims.settle(claim, Outcome.COMPLETE, value=result.best_value)
+            self.claims.finish_attempt(claim, Outcome.COMPLETE, value=result.best_value)
         times.trials.append(sum(around) + sum(times.epochs[-EPOCHS:]))
 
     def run(self, trials: int) -> Times:
@@ -232,8 +232,8 @@ class Bench:
     """The services, and a fresh study for each measurement."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD)
-        self.server = next(psutil.Process(s.pid) for s in stack.status(home) if s.name == "MLflow")
+        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        self.server = next(psutil.Process(s.pid) for s in stack.read_status(home) if s.name == "MLflow")
         self.done = 0
 
     def fleet(self, kind: str, workers: int, trials: int) -> tuple[list[Times], float]:
@@ -247,7 +247,9 @@ class Bench:
         command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {
             **own_environment(),
-            **thread_settings(max(workers, cores())),  # one each: threads that wait for each other measure the others
+            **thread_environment(
+                max(workers, count_cores())
+            ),  # one each: threads that wait for each other measure the others
             "BENCH_STORAGE": self.info.storage_url,
             "HPSEARCH_HOME": str(self.home),
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -358,7 +360,7 @@ def main() -> None:
         return
     with services() as home:
         bench = Bench(home)
-        print(f"trials of {EPOCHS} epochs on {cores()} cores, mlflow {mlflow.__version__}", flush=True)
+        print(f"trials of {EPOCHS} epochs on {count_cores()} cores, mlflow {mlflow.__version__}", flush=True)
         for workers in given.workers:
             measured = {kind: Measurement() for kind in given.kinds}
             rounds, trials = (1, 2) if given.quick else (3, 6) if workers == 1 else (2, 3)

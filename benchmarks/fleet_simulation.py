@@ -51,12 +51,12 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded import postgres
 from hpsearch.storage.embedded.postgres import SUPERUSER
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
-from hpsearch.storage.urls import build
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.urls import build_url
 
 EPOCHS = 20  # of a trial
 THREADS = 24  # of a driving process: more wait for the server than it has cores
@@ -79,7 +79,7 @@ class Ours:
 
     def __init__(self, url: str, name: str, number: int) -> None:
         engine = make_engine(url, application_name=f"worker {number}", pool_size=1, max_overflow=1, pre_ping=False)
-        self.storage = PostgresStorage(engine, patience=60.0)
+        self.storage = PostgresStorage(engine, retry_seconds=60.0)
         study_id = self.storage.get_study_id_from_name(name)
         self.claims = Claims(engine, study_id, worker=f"simulated:{number}")
         self.claims._process = f"simulated/pid:[1]/time:[1]/{number}/1"  # of another machine, as most of a fleet's are
@@ -94,12 +94,12 @@ class Ours:
             claim = self.claim
             assert claim is not None
             with ExitStack() as stack:
-                stack.enter_context(self.storage.owned(claim.trial_id, claim.attempt))
+                stack.enter_context(self.storage.hold_trial(claim.trial_id, claim.attempt))
                 yield ("suggest", self._suggest), False
                 frozen = self.storage.get_trial(claim.trial_id)
                 for epoch in range(epochs):
                     yield ("report+prune", partial(self._report, claim, frozen, epoch)), True
-                settle = partial(self.claims.settle, claim, Outcome.COMPLETE, value=value_of(self.lr, epochs))
+                settle = partial(self.claims.finish_attempt, claim, Outcome.COMPLETE, value=value_of(self.lr, epochs))
                 yield ("settle", settle), False
 
     def _report(self, claim: Claim, frozen: FrozenTrial, epoch: int) -> None:
@@ -117,7 +117,7 @@ class Ours:
         assert self.claim is not None
         self.lr = 10 ** self.random.uniform(-5, -1)
         values = {"lr": self.lr, "dropout": 0.1, "layers": 2, "optimizer": "adam"}
-        with self.storage.together(self.claim.trial_id):
+        with self.storage.batch_writes(self.claim.trial_id):
             for name, distribution in SPACE.items():
                 internal = distribution.to_internal_repr(values[name])
                 self.storage.set_trial_param(self.claim.trial_id, name, internal, distribution)
@@ -266,9 +266,11 @@ class Simulation:
 
     def __init__(self, folder: Path, connections: int, via: str | None) -> None:
         postgres._SETTINGS["max_connections"] = str(connections)
-        self.server = postgres.Server(make_folder(folder), folder / "postgres.log")
+        self.server = postgres.EmbeddedPostgres(make_postgres_folder(folder), folder / "postgres.log")
         port = self.server.start(None)
-        admin = build(user=SUPERUSER, password=self.server.password, host="127.0.0.1", port=port, database="postgres")
+        admin = build_url(
+            user=SUPERUSER, password=self.server.password, host="127.0.0.1", port=port, database="postgres"
+        )
         made = create_databases(
             f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
         )
@@ -280,7 +282,7 @@ class Simulation:
 
     def server_seconds(self) -> float:
         """CPU seconds of the server's processes that are there."""
-        running = self.server.running()
+        running = self.server.find_process()
         assert running is not None
         total = 0.0
         for process in (running, *running.children(recursive=True)):

@@ -36,13 +36,13 @@ from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
 from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.search_space import SearchSpace
-from hpsearch.objectives.training.checks.held_out import Restored
-from hpsearch.objectives.training.data.division import Rows
+from hpsearch.objectives.search_space import TrialProtocol
+from hpsearch.objectives.training.checks.held_out import RestoredModel
+from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.result import FitResult
-from hpsearch.search.finalists.winner import Scored, choose, expect
+from hpsearch.search.finalists.winner import RunScore, estimate_test_score, select_winner
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.ranking import best_first
 
@@ -66,7 +66,7 @@ class Small(Objective):
         """Inputs, targets, and groups of so many samples; of study -1 the reserve."""
         raise NotImplementedError
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -219,7 +219,7 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
     splits = objective.data(number)
     fresh = [derive_seed(number, "finalists", index) for index in range(SEEDS)]
     divisions = [derive_seed(number, "division", seed) for seed in fresh]
-    parts = [prepared_splits(objective, number, division)[0].val for division in [None, *divisions]]
+    parts = [prepare_splits(objective, number, division)[0].val for division in [None, *divisions]]
     worth = judged(objective, like, reference, splits, rest)
     own, *others = (judged(objective, like, reference, splits, part) - worth for part in parts)
     values = {trial: result.best_value for trial, result in found.items()}
@@ -228,11 +228,11 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
         config, result = configs[trial], found[trial]
         again = [fit(objective, config, seed, number) for seed in fresh]
         anew = [fit(objective, config, seed, number, division) for seed, division in zip(fresh, divisions, strict=True)]
-        scored = [run.fresh for run in anew if run.fresh is not None]
+        scored = [run.resplit_score for run in anew if run.resplit_score is not None]
         finalists.append(
             Finalist(
                 search=result.best_value,
-                test=Restored(objective, config, splits, result.model).test()[objective.metric],
+                test=RestoredModel(objective, config, splits, result.model).test()[objective.metric],
                 truth=judged(objective, config, result, splits, reserve),
                 seeds=[run.best_value for run in again],
                 divisions=[run.best_value for run in anew],
@@ -275,15 +275,15 @@ def told(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
             "fresh divisions, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
         }
         for way, table in tables.items():
-            choice = choose(dict(enumerate(table)), maximize=True)
+            choice = select_winner(dict(enumerate(table)), maximize=True)
             winner = choice.winner
             assert winner is not None
             note(way, statistics.fmean(table[winner]), finalists[winner], anew=way != "fresh seeds")
         runs = {
-            number: [Scored(value, error, *sizes) for value, error, sizes in finalist.scores]
+            number: [RunScore(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
-        expected = expect(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
+        expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
         assert expected is not None
         note("what is expected", expected.mean, finalists[winner], anew=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)

@@ -21,7 +21,7 @@ from benchmarks.laps import FOLDER, REST, Laps
 from hpsearch import EpochRecord, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.training.reproducibility.checkpoint import promotable
-from hpsearch.objectives.training.session import Due
+from hpsearch.objectives.training.session import MidEpochAction
 from hpsearch.search.samplers.suggest import derive_seed
 
 
@@ -40,10 +40,10 @@ class PlainSession:
         if best:
             torch.save(promotable(state), self.best)
 
-    def due(self, left: Callable[[], float]) -> Due:
-        return Due.NOTHING
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
+        return MidEpochAction.NONE
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Nothing was due."""
 
     def report(self, record: EpochRecord) -> Verdict:

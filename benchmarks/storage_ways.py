@@ -20,7 +20,7 @@ from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 EPOCHS = 10
 GRPC = importlib.util.find_spec("grpc") is not None
@@ -160,9 +160,9 @@ class Runner:
         assert isinstance(claim, Claim)
         with contextlib.ExitStack() as stack:
             with self.watched.timed():
-                stack.enter_context(storage.owned(claim.trial_id, claim.attempt))
+                stack.enter_context(storage.hold_trial(claim.trial_id, claim.attempt))
             clock.lap("ask")
-            together = storage.together(claim.trial_id)
+            together = storage.batch_writes(claim.trial_id)
             together.__enter__()
             lr = suggest(optuna.Trial(self.study, claim.trial_id))
             with self.watched.timed():
@@ -177,7 +177,7 @@ class Runner:
                 judge(frozen, frozen.intermediate_values)
                 clock.lap("should_prune")
             with self.watched.timed():
-                claims.settle(claim, Outcome.COMPLETE, value=value_of(lr, EPOCHS))
+                claims.finish_attempt(claim, Outcome.COMPLETE, value=value_of(lr, EPOCHS))
             clock.lap("tell")
         return clock.parts()
 

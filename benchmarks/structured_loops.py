@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hpsearch import Objective, Splits, TrainConfig, fingerprint_files, padded
+from hpsearch import Objective, Splits, TrainConfig, fingerprint_files, pad_collate
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_epoch
@@ -65,7 +65,7 @@ class InMemory(Texts):
 
     def data(self, seed):
         texts, classes = self.texts()
-        x, _ = padded(list(zip(texts, classes, strict=True)))
+        x, _ = pad_collate(list(zip(texts, classes, strict=True)))
         return Splits.make(x, classes, seed=seed)
 
 
@@ -73,7 +73,7 @@ class Ragged(Texts):
     """As a list with a collate."""
 
     def data(self, seed):
-        return Splits.make(*self.texts(), seed=seed, collate=padded)
+        return Splits.make(*self.texts(), seed=seed, collate=pad_collate)
 
 
 class Files(TorchDataset):

@@ -12,5 +12,5 @@ study.extend("+1")
 study.run(workers=1)
 
 table = study.train_finalists(top=2, seeds=2, workers=1)
-print(table.winner, study.open_test())
+print(table.winner, study.evaluate_test())
 print(study.promote())

@@ -1,4 +1,4 @@
-"""Errors that an objective can cause, each reported in one line."""
+"""Errors of objectives, each reported in one line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-# Where the package that brings a module has another name than the module.
-_PACKAGES = {
+from hpsearch.former_names import RENAMED
+
+# Package names that differ from the name of their module.
+_PACKAGE_BY_MODULE = {
     "Bio": "biopython",
     "PIL": "pillow",
     "attr": "attrs",
     "bs4": "beautifulsoup4",
-    "cv2": "opencv-python-headless",  # the other one needs the libraries of a desktop
+    "cv2": "opencv-python-headless",  # opencv-python needs the libraries of a desktop
     "dateutil": "python-dateutil",
     "faiss": "faiss-cpu",
     "hydra": "hydra-core",
@@ -29,34 +31,34 @@ _PACKAGES = {
     "yaml": "pyyaml",
 }
 
-# Packages of hpsearch before it had one namespace; objectives of that time import from them.
-_FORMER = {"objectives", "search", "storage"}
+# Top-level packages of earlier hpsearch versions, from which old objectives import.
+_FORMER_PACKAGES = {"objectives", "search", "storage"}
 
 
-def how_to_install(error: BaseException) -> str:
-    """How to install the module that is not there, in brackets; nothing for other errors.
+def format_install_hint(error: BaseException) -> str:
+    """Return, in brackets, how to install a missing module; empty for other errors.
 
-    A part of a package that is there is a mistake of another kind, and so is a module of Python's own.
+    Missing submodules and modules of the standard library are also other errors.
     """
     module = error.name if isinstance(error, ModuleNotFoundError) else None
     if not module or "." in module or module in sys.stdlib_module_names:
         return ""
-    if module in _FORMER:
+    if module in _FORMER_PACKAGES:
         return (
-            " (of hpsearch: `from hpsearch import Objective, Splits, TrainConfig`; a package of your own must be "
+            " (of hpsearch: write `from hpsearch import Objective, Splits, TrainConfig`; a package of your own must be "
             "next to the objective's file)"
         )
-    return f" (where it is a package: `{installing(_PACKAGES.get(module, module))}`)"
+    return f" (if it is a package: `{format_install_command(_PACKAGE_BY_MODULE.get(module, module))}`)"
 
 
-def installing(package: str) -> str:
-    """The command that installs a package beside hpsearch."""
-    wrapper = os.environ.get("HPSEARCH_COMMAND")  # what the user calls; not set where hpsearch is a wheel
+def format_install_command(package: str) -> str:
+    """Return the command that installs a package into hpsearch's environment."""
+    wrapper = os.environ.get("HPSEARCH_COMMAND")  # not set if hpsearch is installed from a wheel
     return f"{wrapper} add {package}" if wrapper else f"pip install {package}"
 
 
-_OWN = tuple(Path(__file__).resolve().parents[1] / name for name in _FORMER)
-_LIBRARIES = tuple(
+_PACKAGE_FOLDERS = tuple(Path(__file__).resolve().parents[1] / name for name in _FORMER_PACKAGES)
+_LIBRARY_FOLDERS = tuple(
     Path(folder).resolve()
     for key, folder in sysconfig.get_paths().items()
     if key in {"stdlib", "platstdlib", "purelib", "platlib"}
@@ -64,35 +66,40 @@ _LIBRARIES = tuple(
 
 
 class ObjectiveError(Exception):
-    """A mistake in an objective or its configuration: one line for the user."""
+    """Fault of an objective or its configuration, with a message of one line."""
 
 
 class MetricError(ObjectiveError):
-    """A metric that the objective does not have, or that does not fit its outputs; `why` follows its name."""
+    """Metric that the objective does not have, or that is incompatible with its outputs.
 
-    def __init__(self, metric: str, why: str) -> None:
-        super().__init__(f"metric {metric!r} {why}")
-        self.metric, self.why = metric, why
+    The message is `metric NAME` followed by `reason`.
+    """
+
+    def __init__(self, metric: str, reason: str) -> None:
+        super().__init__(f"metric {metric!r} {reason}")
+        self.metric, self.reason = metric, reason
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """The hint after an unknown name: `did you mean 'cosine'?`, or the list of the known names."""
+def suggest_names(name: str, known: list[str]) -> str:
+    """Return a hint for an unknown name: its new name, similar names, or the list of known names."""
+    if (renamed := RENAMED.get(name)) in known:
+        return f"it is now {renamed!r}"
     close = get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(match) for match in close) + "?"
     return "known: " + ", ".join(sorted(known))
 
 
-def shown(path: str | Path) -> str:
-    """A path as a person in the current directory would write it."""
+def format_path(path: str | Path) -> str:
+    """Return a path relative to the current directory if it is inside it, else unchanged."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
         return str(path)
 
 
-def source_file(cls: type) -> Path | None:
-    """Return the file that defines a class; None for a class made in a console."""
+def find_source_file(cls: type) -> Path | None:
+    """Return the file that defines a class; None for a class defined in a console."""
     try:
         source = inspect.getsourcefile(cls)
     except (TypeError, OSError):
@@ -100,27 +107,27 @@ def source_file(cls: type) -> Path | None:
     return Path(source).resolve() if source and Path(source).exists() else None
 
 
-def blame(error: BaseException, file: Path | None = None) -> str:
-    """`my_objective.py:12: NameError: name 'x' is not defined`: an error with the user's file and line.
+def format_user_error(error: BaseException, file: Path | None = None) -> str:
+    """Format an error with the user's file and line: `my_objective.py:12: NameError: name 'x' is not defined`.
 
-    The line is that of the deepest frame in `file`, or in any file that is neither this package nor a library.
+    The line is from the innermost frame in `file`, or in a file outside this package and the libraries.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    what = f"{type(error).__name__}: {_first_line(error)}{how_to_install(error)}"
+        return f"{format_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    message = f"{type(error).__name__}: {_first_line(error)}{format_install_hint(error)}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename, file):
-            return f"{shown(frame.filename)}:{frame.lineno}: {what}"
-    return what
+        if _is_user_file(frame.filename, file):
+            return f"{format_path(frame.filename)}:{frame.lineno}: {message}"
+    return message
 
 
-def _is_users(filename: str, file: Path | None) -> bool:
+def _is_user_file(filename: str, file: Path | None) -> bool:
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
     if file is not None and path == file.resolve():
         return True
-    return not any(path.is_relative_to(folder) for folder in (*_LIBRARIES, *_OWN))
+    return not any(path.is_relative_to(folder) for folder in (*_LIBRARY_FOLDERS, *_PACKAGE_FOLDERS))
 
 
 def _first_line(error: BaseException) -> str:
@@ -129,8 +136,11 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Turns any error of the objective's own code into an ObjectiveError that names its file and line."""
+def wrap_user_errors(what: str) -> Iterator[None]:
+    """Convert errors of the objective's code to an ObjectiveError with their file and line, prefixed by `what`.
+
+    Out-of-memory errors are not converted.
+    """
     try:
         yield
     except ObjectiveError:
@@ -138,23 +148,23 @@ def users_code(what: str) -> Iterator[None]:
     except Exception as error:  # whatever the user's code raises
         if is_out_of_memory(error):
             raise
-        raise ObjectiveError(f"{what}: {blame(error)}") from error
+        raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
 
 
 @contextmanager
-def needing(package: str, objective: str) -> Iterator[None]:
-    """Around the imports of a package that only this built-in objective needs: says how it is installed."""
+def require_package(package: str, objective: str) -> Iterator[None]:
+    """Convert a failed import of an optional package to an ObjectiveError with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ObjectiveError(f"{objective} needs {package}: {installing(package)}") from error
+        raise ObjectiveError(f"{objective} needs {package}: {format_install_command(package)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a CPU or an accelerator."""
-    import torch  # most that load this module never need it
+    """Return whether an error is an out-of-memory error of the CPU or an accelerator."""
+    import torch  # slow to import, and rarely needed
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # The CPU allocator has no error class of its own.
+    # The CPU allocator raises a RuntimeError.
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""`Objective`: the search space, the data, the model, and how a trial is judged."""
+"""`Objective`: search space, data, model and metrics of a learning problem."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from hpsearch.objectives.measured import MEASURED
-from hpsearch.objectives.search_space import Given
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
+from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.search_space import FixedTrial
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
     from hpsearch.objectives.training.config import TrainConfig
     from hpsearch.objectives.training.data.dataset import Batch, Dataset
     from hpsearch.objectives.training.data.loader import Augment
@@ -37,19 +37,19 @@ def _source_digest(cls: type) -> str:
 
 
 class BaseObjective(ABC):
-    """One learning problem: an `Objective` is trained by this project's loop, a `LoopObjective` by one of its own.
+    """Base class of `Objective` (trained by hpsearch's loop) and `LoopObjective` (with a custom training loop).
 
     Attributes:
-        name: what it is called in studies; the class's name unless given.
-        metric: the validation metric to optimise.
-        direction: whether the metric is better when it is higher or lower.
-        directions: several metrics that a study is to optimise at once, each with its direction; the first of them is
-            `metric`, by which the best epoch is chosen. Empty: one metric.
-        constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
-        reported: what beside `metric` the study asks every epoch to report: see `also_report`.
-        epochs: length of a full trial, the default of a search.
-        n_trials: number of trials, the default of a search.
-        defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
+        name: name in studies; the class name by default.
+        metric: the validation metric to optimize.
+        direction: "maximize" or "minimize".
+        directions: direction by metric, for a multi-objective study. The first one is `metric`, which selects the best
+            epoch. Empty for a single metric.
+        constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates one is infeasible.
+        reported: metrics in addition to `metric` that every epoch must report; `set_reported_metrics` sets them.
+        epochs: number of epochs of a full trial; the default of a search.
+        n_trials: number of trials; the default of a search.
+        defaults: parameter values of the first trial of a search.
     """
 
     name: ClassVar[str] = ""
@@ -63,73 +63,74 @@ class BaseObjective(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives a subclass without a name its class's name, and one with `directions` the first of them as its metric.
+        """Set the name of a subclass without one, and set its metric from `directions`.
 
         Raises:
-            ObjectiveError: `directions` are none, or the class names another metric than the first of them.
+            ObjectiveError: `directions` is invalid, or its first metric differs from `metric`.
         """
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
         if cls.directions:
-            _take_first(cls)
+            _set_metric_from_directions(cls)
 
     @abstractmethod
-    def suggest(self, trial: SearchSpace) -> Any:
-        """The configuration of one trial, from the values that the trial suggests."""
+    def suggest(self, trial: TrialProtocol) -> Any:
+        """Return the configuration of one trial, from values that `trial.suggest_*` returns."""
 
-    def configure(self, trial: SearchSpace) -> Any:
-        """`suggest`, with its answer checked.
+    def configure(self, trial: TrialProtocol) -> Any:
+        """Call `suggest` and check its result.
 
         Raises:
-            ObjectiveError: it is no configuration.
+            ObjectiveError: the result is not a configuration.
         """
         return self.suggest(trial)
 
     def default_config(self) -> Any:
-        """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.
+        """Return the configuration of `defaults`; parameters without a default get the midpoint of their range.
 
         Raises:
-            ObjectiveError: `suggest` failed.
+            ObjectiveError: `suggest` raised an error.
         """
-        with users_code(f"{type(self).__name__}.suggest"):
-            return self.configure(Given(self.defaults))
+        with wrap_user_errors(f"{type(self).__name__}.suggest"):
+            return self.configure(FixedTrial(self.defaults))
 
-    def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
-        """Optimise another metric than the class names, as a study may say.
+    def set_metric(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
+        """Set the metric that the study optimizes.
 
         Raises:
-            MetricError: there is no such metric.
-            ObjectiveError: it is better the other way round.
+            MetricError: the metric does not exist.
+            ObjectiveError: the direction is wrong for the metric.
         """
         self.metric, self.direction = metric, direction
 
-    def also_report(self, names: Collection[str]) -> None:
-        """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
+    def set_reported_metrics(self, names: Collection[str]) -> None:
+        """Set the additional metrics that every epoch must report: those that the study optimizes or bounds.
 
-        Call it after `judge_by`. What is named is in each epoch's record: see `objectives.measured.value_of`. What
-        cannot be known here to be missing is found by the first evaluation, before training.
+        Call it after `set_metric`. The record of each epoch contains them; see
+        `objectives.model_metrics.get_metric_value`. If a missing metric cannot be detected here, the first evaluation
+        detects it before training.
 
         Raises:
-            MetricError: a name is known to be none that the objective can report.
+            MetricError: the objective cannot report one of the metrics.
         """
         self.reported = tuple(name for name in dict.fromkeys(names) if name != self.metric)
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 nothing unless overridden
-        """Downloads, or features that take long: once on each machine, before `data`, which finds it in `prepared`.
+        """Download data or compute slow features into `folder`, once per machine. `data` reads it as `self.prepared`.
 
-        It is called again when the objective's source changes. Others wait while it runs; one that is killed is
-        done again from an empty folder.
+        hpsearch calls it before `data`, and again if the source file of the objective changes. Other processes wait
+        for it. If it is killed, the next call starts with an empty folder.
         """
 
     @property
     def prepared(self) -> Path:
-        """The folder that `prepare` filled on this machine; filled now, where it was not.
+        """Folder with the files of `prepare`, which is called first if it has not run on this machine.
 
-        It is in `prepared` of $HPSEARCH_HOME, else of the user's cache, by the objective's name and its source.
+        It is `prepared/NAME-HASH` in $HPSEARCH_HOME or in the user's cache folder. HASH depends on the source file.
 
         Raises:
-            ObjectiveError: `prepare` failed.
+            ObjectiveError: `prepare` raised an error.
         """
         import platformdirs
         from filelock import FileLock
@@ -142,29 +143,28 @@ class BaseObjective(ABC):
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
-                with users_code(f"{type(self).__name__}.prepare"):
+                with wrap_user_errors(f"{type(self).__name__}.prepare"):
                     self.prepare(unfinished)
                 unfinished.rename(folder)
         return folder
 
 
-def _take_first(cls: type[BaseObjective]) -> None:
-    """Makes the first of a class's `directions` its metric."""
+def _set_metric_from_directions(cls: type[BaseObjective]) -> None:
     directions = cls.directions
     if not isinstance(directions, Mapping) or not all(isinstance(name, str) and name for name in directions):
-        raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary of directions by metric")
+        raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary of 'maximize' or 'minimize' by metric")
     for name, direction in directions.items():
         if direction not in ("maximize", "minimize"):
             raise ObjectiveError(
-                f"{cls.__name__}.directions: {name} must be 'maximize' or 'minimize', not {direction!r}"
+                f"{cls.__name__}.directions[{name!r}] must be 'maximize' or 'minimize', not {direction!r}"
             )
     first, direction = next(iter(directions.items()))
     for field, wanted in (("metric", first), ("direction", direction)):
         given = cls.__dict__.get(field, wanted)
         if given != wanted:
             raise ObjectiveError(
-                f"{cls.__name__}.{field} is {given!r}, but directions begin with {first!r}, to {direction}: "
-                f"leave {field} out, or put what is to choose the best epoch first"
+                f"{cls.__name__}.{field} is {given!r}, but the first entry of directions is {first!r}: {direction!r}; "
+                f"remove {field}, or put the metric that selects the best epoch first"
             )
     cls.metric, cls.direction = first, direction
 
@@ -175,22 +175,23 @@ def overrides(objective: Objective, method: str) -> bool:
 
 
 class Objective(BaseObjective):
-    """One learning problem: subclass it, fill in `suggest`, `data` and `model`, and search.
+    """A learning problem. Subclass it and define `suggest`, `data` and `model`.
 
     Attributes:
-        name: what it is called in studies; the class's name unless given.
-        metric: the validation metric to optimise: a key of `metrics()`, or "loss".
-        direction: whether the metric is better when it is higher or lower.
-        directions: several metrics that a study is to optimise at once, each with its direction: the first of them is
-            `metric`, and any other may be one of validation, of `objectives.measured.MEASURED`, or of `measures`.
-        constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
-        reported: what beside `metric` the study asks every epoch to report: see `also_report`.
-        epochs: length of a full trial, the default of a search.
-        n_trials: number of trials, the default of a search.
-        defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
-        loss_floor: what the loss of a batch that is fitted comes close to, for the smoke test; None where nobody knows,
-            as of a VAE's bound or of a density.
-        latency_batch: samples in the forward pass whose time `latency_ms` is.
+        name: name in studies; the class name by default.
+        metric: the validation metric to optimize: a key of `metrics()`, or "loss".
+        direction: "maximize" or "minimize".
+        directions: direction by metric, for a multi-objective study. The first one is `metric`, which selects the best
+            epoch. The others are validation metrics, keys of `measures()`, or `latency_ms`, `model_mb`, `parameters`
+            and `peak_memory_mb`.
+        constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates one is infeasible.
+        reported: metrics in addition to `metric` that every epoch must report; `set_reported_metrics` sets them.
+        epochs: number of epochs of a full trial; the default of a search.
+        n_trials: number of trials; the default of a search.
+        defaults: parameter values of the first trial of a search.
+        loss_floor: the loss that a perfectly fitted batch approaches, for the smoke test; None if unknown, for example
+            for the ELBO of a VAE.
+        latency_batch: number of samples in the forward pass that `latency_ms` measures.
 
     Example:
         >>> class Wine(Objective):
@@ -207,46 +208,46 @@ class Objective(BaseObjective):
     latency_batch: ClassVar[int] = 1
 
     @abstractmethod
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
-        """The configuration of one trial, from the values that the trial suggests."""
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
+        """Return the configuration of one trial, from values that `trial.suggest_*` returns."""
 
     @abstractmethod
     def data(self, seed: int) -> Splits:
-        """Train, validation and test data: a pure function of the data and the study's seed."""
+        """Return training, validation and test data. The result must depend only on the data and the seed."""
 
     @abstractmethod
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """The network, from raw inputs [n, ...] to outputs [n, ...].
+        """Return the network, which maps raw inputs [n, ...] to outputs [n, ...].
 
-        It sees the training split only, so that statistics can be fitted nowhere else; as buffers they travel in
-        checkpoints and exported models: `nn.Sequential(Standardize.fit(train.x), net)`. No Python branch may depend
-        on the batch size, or the model does not export.
+        Fit preprocessing statistics on `train` and store them as buffers, so that checkpoints and exported models
+        contain them: `nn.Sequential(Standardize.fit(train.x), net)`. `torch.export` requires that no Python branch
+        depends on the batch size.
         """
 
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """The training loss: (output, target) -> a loss per sample [n], or their mean.
+        """Return the training loss, a module (output, target) -> one loss per sample [n], or their mean.
 
-        Unless overridden it follows from `metric`: squared error for rmse, mae and r2; binary cross entropy, of one
-        logit or two, for auroc and average_precision; cross entropy over logits [n, classes] where targets are
-        classes; the configuration's label smoothing is in both of the latter.
+        The default depends on `metric`: squared error for rmse, mae and r2; binary cross entropy on one or two logits
+        for auroc and average_precision; cross entropy on logits [n, classes] for class labels. Both cross entropies use
+        `config.label_smoothing`.
 
-        A mean that is not over samples (of the tokens that count, say) is one whose batches do not add up, unless the
-        module says what it is over by a method `weigh(target)`; torch's cross entropies need none.
+        If the mean is not over samples but, for example, over unmasked tokens, define a method `weigh(target)` that
+        returns its divisor, so that means of batches can be combined. PyTorch's cross entropies do not need it.
         """
-        from hpsearch.objectives.training.evaluation.losses import usual_loss
+        from hpsearch.objectives.training.evaluation.losses import build_default_loss
 
-        return usual_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
+        return build_default_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
-        """What a batch comes to; override it where that is not the loss of the outputs and the targets.
+        """Compute the loss of a batch. Override it if the loss is not a function of outputs and targets.
 
-        It is called to train and, in evaluation mode and without gradients, to judge. Accumulation, mixed precision,
-        clipping, SAM, averages and guards hold for it as for any other. `loss` is not called then.
+        It is called for training, and for evaluation in evaluation mode without gradients. `loss` is not called then.
+        Gradient accumulation, mixed precision, clipping, SAM, weight averaging and checks for NaN work as usual.
 
         Args:
-            model: what `model()` gave, or an average of its weights; in training or in evaluation mode.
-            batch: `x` and `y` on the model's device, and their `size`.
-            config: the trial's.
+            model: the result of `model()`, or a copy with averaged weights; in training or evaluation mode.
+            batch: `x` and `y` on the model's device, and the number of samples `size`.
+            config: configuration of the trial.
 
         Example:
             >>> def step(self, model, batch, config):
@@ -257,41 +258,42 @@ class Objective(BaseObjective):
         """
         raise NotImplementedError
 
-    def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[dict[str, Any]] | None:  # noqa: ARG002 for those who override it
-        """The optimizer's parameter groups; None, unless overridden, for the usual ones.
+    def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[dict[str, Any]] | None:  # noqa: ARG002 used by overrides
+        """Return the parameter groups of the optimizer; None for the default groups.
 
-        Each is a dictionary with `params` and, where they are not the configuration's, `lr`, `weight_decay` and a
-        `name`. Schedules move all rates alike.
+        Each group is a dictionary with `params` and optionally `lr`, `weight_decay` and `name`, which override the
+        configuration. Schedules scale the learning rates of all groups by the same factor.
         """
         return None
 
-    def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 for those who override it
-        """What draws the order of an epoch: a torch sampler of rows, such as `WeightedRandomSampler`, or of batches of
-        rows, such as `ByLength`; None, unless overridden, for each sample once, at random.
+    def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 used by overrides
+        """Return the sampler of the training data; None for a random permutation of the samples.
 
-        It draws from torch's global generator, which is seeded for each epoch, and has a length.
+        It is a PyTorch sampler of rows, such as `WeightedRandomSampler`, or of batches of rows, such as
+        `LengthGroupedSampler`. It must have a length and draw from PyTorch's global generator, which is seeded for each
+        epoch.
         """
         return None
 
     def on_epoch(self, model: nn.Module, epoch: int, config: TrainConfig) -> None:
-        """Before each epoch (0-based): to thaw layers, or to change what the model does as it goes on.
+        """Change the model before an epoch (0-based), for example to unfreeze layers.
 
-        A run that is resumed repeats the calls of the epochs before, on the initial weights.
+        A resumed run repeats the calls for the earlier epochs on the initial weights.
         """
 
-    def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
-        """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
+    def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - used by overrides
+        """Return a random augmentation of a batch of training inputs [n, ...]; None for no augmentation.
 
-        Draw from torch's, numpy's or Python's global generators: they are seeded for it, so that runs repeat. With
-        `TrainConfig.num_workers` it runs in processes of its own, on the CPU; else on the device.
+        Use the global generators of PyTorch, NumPy or Python, which are seeded so that runs are reproducible. With
+        `TrainConfig.num_workers` it runs in worker processes on the CPU; otherwise on the device.
         """
         return None
 
     def metrics(self, train: Dataset) -> Metrics:
-        """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to.
+        """Return the validation metrics, including `metric`. The default is the built-in set that contains `metric`.
 
-        Any object with `update`, `compute` and `reset` will do, such as a torchmetrics `Metric` or `MetricCollection`.
-        What `step` measures needs none.
+        The result is any object with `update`, `compute` and `reset`, such as a torchmetrics `Metric` or
+        `MetricCollection`. It does not need to contain the metrics that `step` returns.
         """
         from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
 
@@ -299,15 +301,15 @@ class Objective(BaseObjective):
             return NoMetrics()
         return metrics_for(self.metric, train)
 
-    def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 for those who override it
-        """Numbers of your own about a model, by name, after each epoch: operations, sparsity, robustness.
+    def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
+        """Return custom metrics of the model by name, after each epoch: operations, sparsity, robustness.
 
-        They are reported under these names, and a study may optimise or bound them. One that is not finite ends the
-        trial as a loss does that is not.
+        They are reported under these names, and a study can optimize or bound them. A NaN or infinite value ends the
+        trial as diverged.
 
         Args:
-            model: the one that is judged, on its device, in evaluation mode; no gradients are kept.
-            config: the trial's.
+            model: the model that is validated, on its device, in evaluation mode, without gradients.
+            config: configuration of the trial.
 
         Example:
             >>> def measures(self, model, config):
@@ -316,56 +318,56 @@ class Objective(BaseObjective):
         """
         return {}
 
-    def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
-        """Optimise another metric than the class names, as a study may say.
+    def set_metric(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
+        """Set the metric that the study optimizes.
 
         Raises:
-            MetricError: the built-in sets have no such metric.
-            ObjectiveError: it is better the other way round.
+            MetricError: the metric is unknown, and the objective overrides neither `metrics` nor `step`.
+            ObjectiveError: the direction is wrong for the metric.
         """
-        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, chooses_none
+        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, make_selection_metric_error
 
-        if not overrides(self, "metrics") and not overrides(self, "step") and metric in MEASURED:
-            raise chooses_none(metric)
+        if not overrides(self, "metrics") and not overrides(self, "step") and metric in MODEL_METRICS:
+            raise make_selection_metric_error(metric)
         if not overrides(self, "metrics") and not (overrides(self, "step") and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
-                raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
+                raise MetricError(metric, f"is unknown; {suggest_names(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
-                raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
-        super().judge_by(metric, direction)
+                raise ObjectiveError(f"direction {direction!r} is wrong for {metric}; use {DIRECTIONS[metric]!r}")
+        super().set_metric(metric, direction)
 
-    def also_report(self, names: Collection[str]) -> None:
-        """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
+    def set_reported_metrics(self, names: Collection[str]) -> None:
+        """Set the additional metrics that every epoch must report: those that the study optimizes or bounds.
 
         Raises:
-            MetricError: a name is none of the built-in set that `metric` brings, and nothing that is measured. Of
-                metrics, steps and measures of one's own the first evaluation tells.
+            MetricError: a name is neither in the built-in set of `metric` nor a model metric. If the class overrides
+                `metrics`, `step` or `measures`, the first evaluation checks the names instead.
         """
-        from hpsearch.objectives.training.evaluation.metrics import brought_with
+        from hpsearch.objectives.training.evaluation.metrics import list_default_metrics
 
-        super().also_report(names)
+        super().set_reported_metrics(names)
         if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
             return
-        known = [*brought_with(self.metric), *MEASURED]
+        known = [*list_default_metrics(self.metric), *MODEL_METRICS]
         for name in self.reported:
             if name not in known:
-                why = f"is none that comes with {self.metric}, nor measured: {nearest(name, known)}"
-                raise MetricError(name, f"{why}; or give it by metrics()")
+                hint = suggest_names(name, known)
+                raise MetricError(name, f"is not reported with {self.metric}; {hint}; or return it from metrics()")
 
     def default_config(self) -> TrainConfig:
-        """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.
+        """Return the configuration of `defaults`; parameters without a default get the midpoint of their range.
 
         Raises:
-            ObjectiveError: `suggest` failed.
+            ObjectiveError: `suggest` raised an error.
         """
         config: TrainConfig = super().default_config()
         return config
 
-    def configure(self, trial: SearchSpace) -> TrainConfig:
-        """`suggest`, with its answer checked.
+    def configure(self, trial: TrialProtocol) -> TrainConfig:
+        """Call `suggest` and check its result.
 
         Raises:
-            ObjectiveError: `suggest` returned something else than a TrainConfig.
+            ObjectiveError: `suggest` does not return a TrainConfig.
         """
         from hpsearch.objectives.training.config import TrainConfig
 

@@ -1,4 +1,4 @@
-"""What an objective may ask of the trial that it is given, and what answers without a study."""
+"""The trial interface for `Objective.suggest`, and trials that need no study."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, suggest_names
 
 
-class SearchSpace(Protocol):
-    """Suggests values for named parameters; `optuna.Trial` and `optuna.trial.FixedTrial` fit it.
+class TrialProtocol(Protocol):
+    """Interface of a trial that suggests parameter values; `optuna.Trial` and `optuna.trial.FixedTrial` implement it.
 
-    A name stands for one distribution in the whole study: give the parameters of different branches different names.
+    A name has one distribution in the whole study, so parameters of different branches need different names.
     """
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """A float in [low, high], uniform or uniform in its logarithm."""
+        """Suggest a float in [low, high], on a linear or logarithmic scale."""
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """An integer in [low, high], both included."""
+        """Suggest an integer in [low, high], both included."""
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """One of the choices: None, bool, int, float or str."""
+        """Suggest one of the choices: None, bool, int, float or str."""
 
 
-class _Answers:
-    """A search space without a study: subclasses answer a range and a choice. `values` has all answers by name."""
+class _StudylessTrial:
+    """Base class of trials without a study. `values` contains the suggested values by name."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -57,11 +57,10 @@ class _Answers:
         raise NotImplementedError
 
 
-class Given(_Answers):
-    """Suggests the given value of a parameter, or else the middle of its range and the first of its choices.
+class FixedTrial(_StudylessTrial):
+    """Trial that returns given values, and for other parameters the midpoint of the range or the first choice.
 
-    The middle of a range on a log scale is that of its logarithm. A given value that is not in the space raises a
-    NotInSpaceError.
+    On a log scale, the midpoint is the geometric mean. A given value outside the search space raises NotInSpaceError.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -77,49 +76,53 @@ class Given(_Answers):
     def _category(self, name: str, choices: Sequence[Any]) -> Any:
         return self._choice(name, choices) if name in self.given else choices[0]
 
-    def require_all_taken(self, whose: str) -> None:
-        """Raise a NotInSpaceError if a given parameter was not asked for."""
+    def require_all_used(self, whose: str) -> None:
+        """Check that every given parameter was suggested; `whose` names the objective in the message.
+
+        Raises:
+            NotInSpaceError: a given parameter was not suggested.
+        """
         for name in self.given:
             if name not in self.values:
-                raise NotInSpaceError(name, f"{whose} asks for no such parameter: {nearest(name, list(self.values))}")
+                raise NotInSpaceError(name, f"{whose} has no such parameter; {suggest_names(name, list(self.values))}")
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.given[name]
         for choice in choices:
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
                 return choice
-        raise NotInSpaceError(name, f"{value!r} is none of {', '.join(map(repr, choices))}")
+        raise NotInSpaceError(name, f"{value!r} is not one of {', '.join(map(repr, choices))}")
 
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
         value = self.given[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise NotInSpaceError(name, f"{value!r} is no number")
+            raise NotInSpaceError(name, f"{value!r} is not a number")
         steps = 0.0 if step is None else (value - low) / step
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
             raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" by {step}" if step else ""))
         return value
 
 
-class Written(Given):
-    """Suggests what was given as text, as in a table: `0.001`, `adam`, `true`, `none`."""
+class TextFixedTrial(FixedTrial):
+    """Trial that parses given texts, as in a table: `0.001`, `adam`, `true`, `none`."""
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         text = self.given[name].strip()
         for choice in choices:
             if str(choice) == text or (not isinstance(choice, str) and str(choice).lower() == text.lower()):
                 return choice
-            if isinstance(choice, int | float) and not isinstance(choice, bool) and _number_of(text) == choice:
+            if isinstance(choice, int | float) and not isinstance(choice, bool) and _parse_number(text) == choice:
                 return choice
-        raise NotInSpaceError(name, f"{text!r} is none of {', '.join(map(repr, choices))}")
+        raise NotInSpaceError(name, f"{text!r} is not one of {', '.join(map(repr, choices))}")
 
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
-        if (number := _number_of(self.given[name])) is None:
-            raise NotInSpaceError(name, f"{self.given[name]!r} is no number")
-        return Given({name: number})._number(name, low, high, step)
+        if (number := _parse_number(self.given[name])) is None:
+            raise NotInSpaceError(name, f"{self.given[name]!r} is not a number")
+        return FixedTrial({name: number})._number(name, low, high, step)
 
 
-def _number_of(text: str) -> float | None:
-    if "_" in text:  # which Python takes between digits
+def _parse_number(text: str) -> float | None:
+    if "_" in text:  # Python accepts it between digits
         return None
     for kind in (int, float):
         try:
@@ -130,53 +133,53 @@ def _number_of(text: str) -> float | None:
 
 
 class NotInSpaceError(ObjectiveError):
-    """A value of the parameter `name` that a search space does not have, and `why`."""
+    """Value of the parameter `name` outside the search space; `reason` follows its name in the message."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name}: {why}")
-        self.name, self.why = name, why
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
 
 
-def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[dict[str, Any]]:
-    """Iterate over all configurations of a search space, as `configure` asks for their parameters.
+def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
+    """Iterate over the grid of all parameter values that `configure` requests.
 
     Raises:
-        NotInSpaceError: a parameter is a range without steps, which is infinite.
+        NotInSpaceError: a parameter is a range without `step`, which has no finite grid.
     """
-    taken: list[int] = []  # of each parameter in turn, which of its values is next
+    indices: list[int] = []  # per parameter, the index of its next value
     while True:
-        space = _Enumerated(taken)
+        space = _GridTrial(indices)
         configure(space)
         yield space.values
-        taken = [*taken, *[0] * (len(space.counts) - len(taken))][: len(space.counts)]
-        while taken and taken[-1] + 1 == space.counts[len(taken) - 1]:
-            taken.pop()
-        if not taken:
+        indices = [*indices, *[0] * (len(space.counts) - len(indices))][: len(space.counts)]
+        while indices and indices[-1] + 1 == space.counts[len(indices) - 1]:
+            indices.pop()
+        if not indices:
             return
-        taken[-1] += 1
+        indices[-1] += 1
 
 
-class _Enumerated(_Answers):
-    """Suggests the values of the parameters by their places, and the first of those beyond."""
+class _GridTrial(_StudylessTrial):
+    """Trial that returns the grid value at a given index per parameter, and the first value of further parameters."""
 
-    def __init__(self, places: Sequence[int]) -> None:
+    def __init__(self, indices: Sequence[int]) -> None:
         super().__init__()
-        self._places = places
+        self._indices = indices
         self.counts: list[int] = []
 
     def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:  # noqa: ARG002
         if step is None and low < high:
-            raise NotInSpaceError(name, f"a range from {low} to {high} without steps has no last value: give it a step")
+            raise NotInSpaceError(name, f"the range from {low} to {high} has no step and is infinite; set a step")
         count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
-        number: float = self._suggest(name, count, lambda place: low + place * (step or 0))
+        number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
         return number
 
     def _category(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._suggest(name, len(choices), lambda place: choices[place])
+        return self._suggest(name, len(choices), lambda index: choices[index])
 
     def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
-        if name in self.values:  # one that is asked for again has the value that it had
+        if name in self.values:
             return self.values[name]
-        place = len(self.counts)
+        position = len(self.counts)
         self.counts.append(count)
-        return value(self._places[place] if place < len(self._places) else 0)
+        return value(self._indices[position] if position < len(self._indices) else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpsearch.objectives.errors import ObjectiveError, shown
+from hpsearch.objectives.errors import ObjectiveError, format_path
 
 TEMPLATE = '''\
 """An objective: edit data, model and search space, then run `hpsearch run {file}`."""
@@ -48,13 +48,13 @@ class {name}(Objective):
 def write_template(path: Path) -> None:
     """Write an objective that runs unchanged: the wine data of scikit-learn, a small network, four parameters."""
     if path.suffix != ".py":
-        raise ObjectiveError(f"{shown(path)} must end in .py")
+        raise ObjectiveError(f"{format_path(path)} must end in .py")
     words = "".join(word.capitalize() for word in path.stem.replace("-", "_").split("_"))
     name = words if words.isidentifier() and words != "Objective" else "MyObjective"
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(file=path.name, name=name))
     except FileExistsError as error:
-        raise ObjectiveError(f"{shown(path)} exists: choose another name, nothing was written") from error
+        raise ObjectiveError(f"{format_path(path)} exists: choose another name, nothing was written") from error
     except OSError as error:
-        raise ObjectiveError(f"{shown(path)} cannot be written: {error.strerror}") from error
+        raise ObjectiveError(f"{format_path(path)} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Console output: counts, commands to type, and progress lines."""
+"""Console output: tables, counts, commands to type, and progress lines."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 from rich.table import Table
 
-_WIDE = 200  # columns, where nobody has set how many there are: a table in a file must not fold
+_FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not wrap
 
 
 class PlainConsole(Console):
-    """Prints text as it is: error messages and paths hold brackets that are no markup."""
+    """A console without markup, because error messages and paths contain brackets."""
 
     def __init__(self, *, stderr: bool = False) -> None:
-        terminal = (sys.stderr if stderr else sys.stdout).isatty()
-        width = None if terminal or "COLUMNS" in os.environ else _WIDE
+        is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+        width = None if is_terminal or "COLUMNS" in os.environ else _FILE_COLUMNS
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, width=width)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, but for the blanks with which it fills a table's last column."""
-        super().print(*(_Ragged(each) if isinstance(each, Table) else each for each in objects), **options)
+        """Print as rich does, without the trailing spaces of table lines."""
+        super().print(*(_UnpaddedTable(each) if isinstance(each, Table) else each for each in objects), **options)
 
     def on_broken_pipe(self) -> None:
-        """Leave it to the caller: a reader that goes away must not end a search."""
+        """Raise BrokenPipeError, because a closed pipe must not end a search as rich would."""
         raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
 
 
-class _Ragged:
-    """A table whose lines end where their text does: a log is not filled with blanks, nor a copied line."""
+class _UnpaddedTable:
+    """A table without trailing spaces, for logs and copied lines."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -53,13 +53,13 @@ class _Ragged:
 def plain_table(
     *columns: str, right: Container[str] = (), wrap: Container[str] | None = None, header_style: str = "bold"
 ) -> Table:
-    """Return an empty table without lines.
+    """Return an empty table without borders.
 
     Args:
-        columns: their headings.
-        right: the columns that are aligned to the right.
-        wrap: the columns whose cells may have several lines; None for all.
-        header_style: of the headings.
+        columns: headings.
+        right: right-aligned columns.
+        wrap: columns whose cells may wrap; None for all.
+        header_style: style of the headings.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
     for column in columns:
@@ -73,19 +73,19 @@ def plain_table(
     return table
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return ``1 worker`` or ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def command(*arguments: str) -> str:
-    """Return a command line of ours as the user would type it, quoted, with the wrapper's name where it is in use."""
+def format_command(*arguments: str) -> str:
+    """Return an hpsearch command line as the user types it: quoted, and with the name of the wrapper script if used."""
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])
 
 
 @contextmanager
-def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that tells what is being done: a spinner on a terminal, a line each elsewhere."""
+def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current step: next to a spinner on a terminal, otherwise as a line."""
     if not console.is_terminal:
         yield console.print
         return

@@ -1,4 +1,4 @@
-"""What a user can mend: each error is one line that names the setting, the value and the remedy."""
+"""Errors that a user can fix: each message is one line with the setting, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.errors import nearest as name_nearest
+from hpsearch.objectives.errors import suggest_names as format_hint
 from hpsearch.storage.errors import StorageError
 
 
 class SearchError(Exception):
-    """A request the service refuses; the message is one line for the user."""
+    """An invalid request; the message is one line for the user."""
 
 
 USER_ERRORS = (SearchError, StorageError, ObjectiveError)
@@ -26,6 +26,6 @@ def as_search_error(prefix: str = "", kind: type[Exception] = ValueError) -> Ite
         raise SearchError(f"{prefix}{error}") from None
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known names closest to `name`, else the list of all of them."""
-    return f"; {name_nearest(name, sorted(known))}"
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else the list of known names."""
+    return f"; {format_hint(name, sorted(known))}"

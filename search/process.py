@@ -1,4 +1,4 @@
-"""How a process of hpsearch starts and ends: signals, graceful shutdown, exit codes and one-line errors."""
+"""Start and end of hpsearch processes: signals, graceful shutdown, exit codes and one-line errors."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from types import FrameType
 from typing import Any
 
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.storage.errors import AwayError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, format_error
 from hpsearch.storage.urls import redact
 
-# What an engine may start again by: 1 and 143, never 0, 2 or 3.
-EXIT_DONE = 0  # of a worker: nothing is left to do, or the study is stopped
-EXIT_AWAY = 1  # a service does not answer, or an error of ours: it may be tried again
-EXIT_USER_ERROR = 2  # a setting is wrong: one line says which
-EXIT_GAVE_UP = 3  # of a worker: the objective fails every trial
-EXIT_INTERRUPTED = 128 + 2  # by Ctrl-C
-EXIT_DRAINED = 128 + 15  # of a worker: it was told to go, and there is work left
+# Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
+EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
+EXIT_UNAVAILABLE = 1  # a service is unavailable, or an internal error: a retry may succeed
+EXIT_USER_ERROR = 2  # a setting is wrong
+EXIT_GAVE_UP = 3  # worker: every trial of the objective fails
+EXIT_INTERRUPTED = 128 + 2  # Ctrl-C
+EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 
 
 def add_working_folder_to_path() -> None:
-    """Make `pkg.module:Class` and my_objective.py importable from the working folder, as `python -m` does."""
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path holds strings
+    """Make modules of the working folder importable, as `python -m` does."""
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path contains strings
         sys.path.append(here)
 
 
 def report_errors(work: Callable[[], int]) -> int:
-    """Run `work` and return its exit code; a user's error or an unavailable service is one line on stderr."""
+    """Run `work` and return its exit code; print user errors and unavailable services as one line on stderr."""
     try:
         return work()
     except USER_ERRORS as error:
-        print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 it is for the user
-        return EXIT_AWAY if isinstance(error, AwayError) else EXIT_USER_ERROR
-    except Exception as error:  # whatever the driver of a database raises
+        print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
+        return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
+    except Exception as error:  # database drivers have error classes of their own
         from hpsearch.storage.database.retry import is_transient
 
         if not is_transient(error):
             raise
-        said = redact(one_line(error))
-        print(f"hpsearch: the database does not answer: {said}", file=sys.stderr, flush=True)  # noqa: T201 as above
-        return EXIT_AWAY
+        cause = redact(format_error(error))
+        print(f"hpsearch: the database is unavailable: {cause}", file=sys.stderr, flush=True)  # noqa: T201 as above
+        return EXIT_UNAVAILABLE
 
 
 class StopEvent:
-    """A stop request, with its time. Unlike `threading.Event` it has no lock, for which a signal handler would wait."""
+    """A stop request with its time; without the lock of `threading.Event`, which can deadlock a signal handler."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -80,26 +80,26 @@ def stop_on_signals(
     request: Callable[[], object] = lambda: None,
     message: str = "",
 ) -> StopEvent:
-    """Return an event that signals set; outside the main thread none does.
+    """Return an event that the signals set; outside the main thread no handler is installed.
 
-    Signals may repeat: engines signal every process of a job, and scripts pass signals on. Only a second SIGINT, which
-    is a second Ctrl-C of a person, ends the process at once.
+    Signals may repeat, because engines signal every process of a job and scripts forward signals. Only a second SIGINT
+    (a second Ctrl-C) calls `kill`.
 
     Args:
-        numbers: SIGTERM and SIGINT if empty.
-        kill: called at the second SIGINT and each later one.
-        request: called at each other signal.
-        message: written to stderr at the first signal.
+        numbers: signals to handle; SIGTERM and SIGINT if empty.
+        kill: called on the second SIGINT and each later one.
+        request: called on each other signal.
+        message: text written to stderr on the first signal.
     """
-    stop, own, received = StopEvent(), os.getpid(), list[int]()
+    stop, own_pid, received = StopEvent(), os.getpid(), list[int]()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != own:  # a forked process inherits the handler
+        if os.getpid() != own_pid:  # forked processes inherit the handler
             return
-        first = not received  # read first: another signal may interrupt between any two of these lines
+        is_first = not received  # read at once: another signal may interrupt between any two of these lines
         received.append(number)
         stop.set()
-        if first and message:  # not by the log: the signal may have interrupted it
+        if is_first and message:  # not logged: the signal may have interrupted the logger
             with contextlib.suppress(OSError):
                 os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
         (kill if received.count(signal.SIGINT) > 1 else request)()
@@ -111,8 +111,8 @@ def stop_on_signals(
 
 
 def stop_worker_on_signals() -> StopEvent:
-    """Return the stop event of a worker process, whose children ignore the signals."""
-    stop = stop_on_signals(message="ending the epoch, or saving within it, then going")
+    """Return the stop event of a worker process, and shield its children from the signals."""
+    stop = stop_on_signals(message="finishing the epoch or saving a mid-epoch checkpoint, then exiting")
     if threading.current_thread() is threading.main_thread():
         shield_children()
     return stop
@@ -120,7 +120,7 @@ def stop_worker_on_signals() -> StopEvent:
 
 @contextmanager
 def restore_handlers() -> Iterator[None]:
-    """Restore the signal handlers of the calling program at the end; outside the main thread none can be set."""
+    """Restore the signal handlers of the calling program at the end; do nothing outside the main thread."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -131,42 +131,42 @@ def restore_handlers() -> Iterator[None]:
 
 
 def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None:
-    """Let signals end this process at once; outside the main thread nothing changes.
+    """Let signals end this process at once; do nothing outside the main thread.
 
     Args:
-        numbers: SIGTERM if empty.
-        only_forked: whether they end only processes that this one forks.
+        numbers: signals to handle; SIGTERM if empty.
+        only_forked: whether they end only the processes that this one forks.
     """
     survivor = os.getpid() if only_forked else None
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != survivor:
-            os._exit(128 + number)  # an exception might be caught
+            os._exit(128 + number)  # user code could catch an exception
 
     if threading.current_thread() is threading.main_thread():
         for number in numbers or (signal.SIGTERM,):
             signal.signal(number, on_signal)
 
 
-@functools.cache  # once is enough
+@functools.cache  # the patches must be applied once
 def shield_children() -> None:
-    """Let no SIGTERM or SIGINT end what this process forks from now on; it ends with this one.
+    """Shield processes that this one forks from now on from SIGTERM and SIGINT; they end with this process.
 
-    Forked processes inherit the worker's handlers, which do nothing in them; exec gives a program the defaults back.
-    Torch puts a handler of its own in their place, so that is replaced. As SIGTERM is not heard, `terminate` of a
-    process of `multiprocessing`, by which pools and loaders end theirs, kills.
+    Forked processes inherit the worker's handlers, which do nothing there; exec restores the defaults. The handler that
+    torch installs in loader processes is replaced. Pools and loaders end their processes with `terminate`, which sends
+    SIGKILL instead of the ignored SIGTERM.
     """
     from torch.utils.data._utils import signal_handling
 
-    from hpsearch.objectives.training.data.loader import ending_with_parent
+    from hpsearch.objectives.training.data.loader import make_parent_death_hook
 
-    torch_signals: Any = signal_handling  # it names no types
-    handle_faults, bind = torch_signals._set_worker_signal_handlers, ending_with_parent()
+    torch_signals: Any = signal_handling  # the module is not typed
+    handle_faults, bind = torch_signals._set_worker_signal_handlers, make_parent_death_hook()
 
     def begin_loader() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         handle_faults()
-        signal.signal(signal.SIGTERM, _not_heard)
+        signal.signal(signal.SIGTERM, _ignore_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     torch_signals._set_worker_signal_handlers = begin_loader
@@ -174,17 +174,17 @@ def shield_children() -> None:
     util.register_after_fork(shield_children, lambda _: bind())
 
 
-def _not_heard(*_: object) -> None:
+def _ignore_signal(*_: object) -> None:
     """Do nothing; unlike SIG_IGN, a program that is executed does not inherit it."""
 
 
 class GracefulShutdown:
-    """Whether a worker has to stop, and how many seconds it has left.
+    """The shutdown state of a worker, with the seconds left until it is killed.
 
     Args:
-        stop: starts the shutdown.
-        grace: seconds from the stop request to the kill.
-        max_time: seconds from now after which the shutdown starts by itself.
+        stop: event that starts the shutdown.
+        grace: seconds from the stop request to SIGKILL.
+        max_time: seconds from now after which the shutdown starts by itself; None for no limit.
     """
 
     def __init__(self, stop: StopEvent | threading.Event, *, grace: float, max_time: float | None = None) -> None:
@@ -209,21 +209,21 @@ class GracefulShutdown:
         return self._since is not None
 
     def seconds_left(self) -> float:
-        """Return the seconds to the kill, once the shutdown has begun."""
+        """Return the seconds until SIGKILL, once the shutdown has begun."""
         since = time.monotonic() if self._since is None else self._since
         return min(since + self._grace - time.monotonic(), self._job_end - time.time())
 
 
 def _job_end() -> float:
-    """Return the unix time at which Slurm ends this job; infinite without a limit."""
+    """Return the Unix time at which Slurm ends this job; infinite without a limit."""
     try:
         return float(os.environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
         return math.inf
 
 
-def watch_fleet(pid: int) -> Callable[[], bool]:
-    """Return a function that returns whether the fleet that started this process has ended, or its fork server."""
+def make_fleet_watcher(pid: int) -> Callable[[], bool]:
+    """Return a function that returns whether the fleet with this PID, or its fork server, has ended."""
     fleet, parent = multiprocessing.parent_process(), os.getppid()
     if fleet is not None and fleet.pid == pid:
         return lambda: not fleet.is_alive() or os.getppid() != parent

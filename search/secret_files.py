@@ -1,6 +1,6 @@
-"""Secrets as files: NAME_FILE names a file whose content stands for the environment variable NAME.
+"""Secrets in files: the variable NAME_FILE names a file that contains the value of the variable NAME.
 
-What stands in a container's environment is shown to whoever may inspect it, and a file of /run/secrets is not.
+`docker inspect` shows the environment of a container, but not the files in /run/secrets.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hpsearch.search.errors import SearchError
 
-NAMES = (
-    "PGPASSWORD",  # libpq's own, for a URL without a password
+SECRET_VARIABLES = (
+    "PGPASSWORD",  # read by libpq if the URL has no password
     "HPSEARCH_STORAGE_URL",
     "HPSEARCH_OWNER_URL",
     "HPSEARCH_ADMIN_URL",
@@ -27,32 +27,32 @@ NAMES = (
 
 
 def read_secret_files(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set each of `NAMES` from its file, where one is named; what this process starts gets the value alone.
+    """Set the `SECRET_VARIABLES` from their files and remove the NAME_FILE variables.
 
     Args:
-        environment: to read from and to write to; this process's by default.
+        environment: variables to read and to change; None for those of this process.
 
     Raises:
-        SearchError: a name is given twice, or its file cannot be read or is empty.
+        SearchError: a variable is also set directly, or its file cannot be read or is empty.
     """
     environment = os.environ if environment is None else environment
-    for name in NAMES:
+    for name in SECRET_VARIABLES:
         setting = f"{name}_FILE"
         if not (path := environment.get(setting)):
             continue
         if environment.get(name):
-            raise SearchError(f"{setting} {path!r} is given and so is {name}: leave one of them out")
+            raise SearchError(f"{setting} {path!r} and {name} are both set; unset one of them")
         try:
             secret = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise SearchError(
-                f"{setting} {path!r} cannot be read ({error.strerror}): name a file of this user's"
+                f"{setting} {path!r} cannot be read ({error.strerror}); name a file that this user may read"
             ) from None
         except UnicodeDecodeError:
-            raise SearchError(f"{setting} {path!r} is no text: name the file that holds {name}") from None
+            raise SearchError(f"{setting} {path!r} is not a text file; name the file that contains {name}") from None
         if not secret or "\0" in secret:
             raise SearchError(
-                f"{setting} {path!r} holds {'a zero byte' if secret else 'nothing'}: write {name} into it"
+                f"{setting} {path!r} {'contains a zero byte' if secret else 'is empty'}; write {name} into it"
             )
         environment[name] = secret
         del environment[setting]

@@ -1,4 +1,4 @@
-"""Which services a command uses: the given URLs, or the embedded stack."""
+"""The services that a command uses: those of the given URLs, or the embedded stack."""
 
 from __future__ import annotations
 
@@ -9,37 +9,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import TrackingAwayError, check_server
-from hpsearch.storage.urls import Addresses, normalise
+from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
+from hpsearch.storage.urls import Addresses, normalise_url
 
-# Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
+# Addresses of the UIs for browsers, if they differ from those for workers (containers, proxies); used in links.
 DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"
 MLFLOW_UI_URL = "HPSEARCH_MLFLOW_UI_URL"
 
-# The dashboard of the embedded stack: that of hpsearch, which also records promotions made in MLflow's UI.
-DASHBOARD = (sys.executable, "-P", "-m", "hpsearch", "serve", "dashboard")
+# Optuna's own dashboard does not record promotions made in MLflow's UI.
+DASHBOARD_COMMAND = (sys.executable, "-P", "-m", "hpsearch", "serve", "dashboard")
 
 
 @dataclass(frozen=True)
 class Services:
-    """Where a search is kept. Without a dashboard of ours its URL is None; a worker may learn the tracking later."""
+    """Addresses of the services of a search.
+
+    Attributes:
+        home: folder of the embedded stack, runs and logs.
+        storage_url: Postgres database with the studies.
+        tracking_uri: MLflow server; None until the study is read.
+        dashboard_url: dashboard of hpsearch; None without one.
+        checkpoint_url: the given address; None for that of the study.
+        is_embedded: whether these are the services of the embedded stack.
+        tracking_error: why the tracking server is unavailable; None if it answers.
+    """
 
     home: Path
     storage_url: str
     tracking_uri: str | None
     dashboard_url: str | None
-    checkpoint_url: str | None = None  # that was given; without it the study's own is used
-    embedded: bool = False
-    tracking_away: str | None = None  # why the tracking server does not answer
+    checkpoint_url: str | None = None
+    is_embedded: bool = False
+    tracking_error: str | None = None
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses for a worker."""
+        """Addresses for a worker."""
         return {
             "storage_url": self.storage_url,
             "tracking_uri": self.tracking_uri,
@@ -48,21 +58,25 @@ class Services:
         }
 
     def open_tracking(self, uri: str | None = None) -> Tracking:
-        """Return the tracking server, by default the one that was given."""
+        """Return a client of the tracking server.
+
+        Args:
+            uri: address of the server; None for `tracking_uri`.
+        """
         address = uri or self.tracking_uri
         assert address is not None
         return Tracking(address, ui_url=os.environ.get(MLFLOW_UI_URL))
 
 
-def with_environment(where: Addresses) -> Addresses:
-    """Return the given addresses; the environment has those that are missing (HPSEARCH_STORAGE_URL and so on).
+def resolve_addresses(where: Addresses) -> Addresses:
+    """Return the given addresses, completed from the environment (HPSEARCH_STORAGE_URL and so on).
 
     Raises:
-        SearchError: a name is none of an address, for instance a misspelt one.
+        SearchError: `where` has a key that is not the name of an address.
     """
     known = Addresses.__annotations__
     if unknown := sorted(where.keys() - known.keys()):
-        raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
+        raise SearchError(f"unknown setting {unknown[0]!r}{suggest_names(unknown[0], known)}")
     found: Any = {name: where.get(name) or os.environ.get(f"HPSEARCH_{name.upper()}") or None for name in known}
     return cast(Addresses, found)
 
@@ -74,60 +88,66 @@ def find_services(
     tracking_required: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Services:
-    """Return the services at these addresses, checked, or the embedded stack's, started if need be.
+    """Return the services at the given addresses after a check; without addresses, start and return the embedded stack.
 
     Args:
-        where: addresses that were given.
-        both: whether a database without the address of a tracking server is rejected.
-        tracking_required: whether that server has to answer now.
-        progress: receives each step.
+        where: the given addresses.
+        both: whether a database URL without a tracking URI is an error.
+        tracking_required: whether an unavailable tracking server is an error.
+        progress: called with the name of each step.
 
     Raises:
-        SearchError: only one of the two URLs was given where both are needed.
-        StorageError: a service cannot be used.
+        SearchError: one of the two URLs is missing.
+        StorageError: a service is unusable.
     """
     check_pair(where, both=both)
-    directory, checkpoint_url = home_dir(where.get("home")), where.get("checkpoint_url")
+    directory, checkpoint_url = prepare_home(where.get("home")), where.get("checkpoint_url")
     if (storage_url := where.get("storage_url")) is None:
-        info = stack.up(directory, dashboard=DASHBOARD, progress=progress)
+        info = stack.up(directory, dashboard=DASHBOARD_COMMAND, progress=progress)
         return Services(
-            directory, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, embedded=True
+            directory, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, is_embedded=True
         )
-    url, uri = normalise(storage_url), where.get("tracking_uri")
+    url, uri = normalise_url(storage_url), where.get("tracking_uri")
     check_database(url)
-    away = None if uri is None else why_away(uri, required=tracking_required)
-    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_away=away)
+    tracking_error = None if uri is None else probe_tracking(uri, required=tracking_required)
+    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=tracking_error)
 
 
 def check_pair(where: Addresses, *, both: bool = True) -> None:
-    """Reject one of the two URLs without the other, and a database that is not a Postgres; no service is asked.
+    """Check the database URL and the tracking URI without connecting to a service.
+
+    Args:
+        where: the given addresses.
+        both: whether a database URL without a tracking URI is an error.
 
     Raises:
-        SearchError: only one of the two URLs was given where `both` are needed.
-        StorageError: the database's URL is no URL of a Postgres.
+        SearchError: one of the two URLs is missing.
+        StorageError: the database URL is not a Postgres URL.
     """
     storage_url, tracking_uri = where.get("storage_url"), where.get("tracking_uri")
     if storage_url is not None:
-        normalise(storage_url)
+        normalise_url(storage_url)
     for given, missing, flags in (
         (tracking_uri, storage_url, ("--tracking-uri", "--storage-url")),
         (storage_url if both else None, tracking_uri, ("--storage-url", "--tracking-uri")),
     ):
         if given is not None and missing is None:
-            raise SearchError(
-                f"{flags[0]} is given but {flags[1]} is not: give both, or neither to use the embedded stack"
-            )
+            raise SearchError(f"{flags[0]} is given without {flags[1]}; give both, or neither for the embedded stack")
 
 
-def why_away(uri: str, *, required: bool = False) -> str | None:
-    """Ask the tracking server; return why it does not answer, if it does not: what is logged can wait for it.
+def probe_tracking(uri: str, *, required: bool = False) -> str | None:
+    """Return why the tracking server is unavailable; None if it answers.
+
+    Args:
+        uri: address of the server.
+        required: whether an unavailable server is an error; otherwise records wait for it in the outbox.
 
     Raises:
-        StorageError: the address is wrong, or the server is `required` and does not answer.
+        StorageError: the address is invalid, or the server is `required` and unavailable.
     """
     try:
         check_server(uri)
-    except TrackingAwayError as error:
+    except TrackingUnavailableError as error:
         if required:
             raise
         return str(error)

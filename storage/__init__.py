@@ -1,4 +1,4 @@
-"""Where everything is kept: study storage, tracking, and the embedded stack."""
+"""Storage: the study database, tracking and the embedded stack."""
 
 if __name__ != "hpsearch.storage":
     raise ImportError(

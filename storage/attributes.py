@@ -1,43 +1,43 @@
-"""The user attributes that hpsearch keeps in Optuna's tables, all of them; the dashboard and notebooks see them too."""
+"""Keys of the user attributes that hpsearch stores in Optuna's tables; the dashboard and notebooks show them too."""
 
-# Of a study.
-SPEC = "hpsearch:spec"  # what is searched, as JSON: the fields of hpsearch.search.spec.StudySpec
-STOPPED = "hpsearch:stopped"  # who stopped the study, and when
-GIVEN_UP = "hpsearch:given_up"  # why the rest of its budget was: the fields of hpsearch.storage.trials.budget.GivenUp
-FORESEEN = "hpsearch:foreseen"  # what the rest was expected to gain last: {"gain", "ended"}, the trials that had ended
-STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`, which a timeout counts from
+# Attributes of a study.
+SPEC = "hpsearch:spec"  # the fields of hpsearch.search.spec.StudySpec, as JSON
+STOPPED = "hpsearch:stopped"  # user, host and time of the stop request
+EARLY_TERMINATION = "hpsearch:given_up"  # early termination: fields of hpsearch.storage.trials.budget.EarlyStop
+EXPECTED_GAIN = "hpsearch:foreseen"  # last estimate for the rest of the budget: {"gain", "ended"} (finished trials)
+STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`; a timeout counts from here
 TRACKING_URI = "hpsearch:tracking_uri"
 CHECKPOINT_URL = "hpsearch:checkpoint_url"
-FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
-SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
-RELEASE = "hpsearch:release"  # the version of hpsearch that created it
-SMOKE = "hpsearch:smoke"  # what the smoke test came to, in a sentence
+FOLDER = "hpsearch:folder"  # name of its folders; unique, because studies of other databases may share the disk
+SOURCE_SHA256 = "hpsearch:objective_sha256"  # of the objective's source file when the study was created
+VERSION = "hpsearch:release"  # version of hpsearch that created the study
+SMOKE_TEST = "hpsearch:smoke"  # result of the smoke test, one sentence
 
-# Of a study and of a trial.
-RUN_ID = "hpsearch:mlflow_run_id"  # on a study the parent run, on a trial its own
+# Attributes of a study or a trial.
+RUN_ID = "hpsearch:mlflow_run_id"  # study: the parent run; trial: its own run
 RUN_URL = "hpsearch:mlflow_url"
 
-# Of a trial.
-ORIGIN = "hpsearch:origin"  # of one whose parameters somebody gave: "default", or the file and the line
-ATTEMPT = "hpsearch:attempt"  # how often it was started, from 1
-GOT_ON = "hpsearch:got_on"  # the last attempt but the first that added an epoch with a checkpoint: retries count anew
-WORKER = "hpsearch:worker"  # who runs it, or ran it last
-REASON = "hpsearch:reason"  # why it ended as it did, for a person
-INFEASIBLE = "hpsearch:infeasible"  # it diverged or did not fit in memory: PRUNED to Optuna, counted apart
-BROKEN = "hpsearch:out_of_bounds"  # the constraints that it breaks, a line for each: no finalist, and not promoted
-PRUNING = "hpsearch:pruning"  # the grounds on which it was pruned: the fields of a Decision of search.pruners.base
-CUT = "hpsearch:cut"  # it ran when the budget in epochs or seconds was spent: it goes on where that grows
-RUNG = "hpsearch:rung"  # where it was paused last: rung, epoch (from 0), rank, how many had reached it
-PACE = "hpsearch:pace"  # of one trained on several devices: the medians of its epochs' metrics of that, by their names
+# Attributes of a trial.
+ORIGIN = "hpsearch:origin"  # enqueued trials: "default", or the file and the line of the parameters
+ATTEMPT = "hpsearch:attempt"  # number of attempts so far, from 1
+LAST_PROGRESS = "hpsearch:got_on"  # last attempt above 1 that stored a new checkpoint; retries are counted from it
+WORKER = "hpsearch:worker"  # current or last worker
+REASON = "hpsearch:reason"  # reason for the final state, as text
+INFEASIBLE = "hpsearch:infeasible"  # diverged or out of memory: PRUNED in Optuna, counted separately
+VIOLATIONS = "hpsearch:out_of_bounds"  # violated constraints, one line each; such a trial cannot be promoted
+PRUNING = "hpsearch:pruning"  # evidence for pruning: the fields of a Decision of search.pruners.base
+BUDGET_CUT = "hpsearch:cut"  # interrupted because the epochs or seconds were spent; resumes if the budget grows
+RUNG = "hpsearch:rung"  # last pause: rung, epoch (from 0), rank, number of trials at the rung
+DEVICE_SPEED = "hpsearch:pace"  # trained on several devices: medians of the speed metrics of its epochs, by name
 MODEL = "hpsearch:mlflow_model_id"
-TRACKING = "hpsearch:tracking"  # once it has ended: what of it MLflow does not have, or not yet
-PENDING = "pending"  # how TRACKING begins while records are on their way
-REMOVED = "hpsearch:removed"  # who removed its model and its best checkpoint, to free their space
-PARENT_TRIAL = "hpsearch:finalist_of"  # of a finalist: the trial of the search that it trains again
-TRAINING_SEED = "hpsearch:seed"  # of a finalist
-FRESH = "hpsearch:fresh"  # of a finalist on a fresh division: what its score rests on, as FreshScore.record() has it
-REFIT = "hpsearch:refit"  # of a run on train and validation: {"train_loss"} of its last epoch
+TRACKING = "hpsearch:tracking"  # finished trials: the part that MLflow lacks, or does not have yet
+PENDING = "pending"  # prefix of TRACKING while records are in the outbox
+REMOVED = "hpsearch:removed"  # user and host that deleted the model and the best checkpoint
+PARENT_TRIAL = "hpsearch:finalist_of"  # finalists: the trial of the search that is retrained
+TRAINING_SEED = "hpsearch:seed"  # finalists
+FRESH = "hpsearch:fresh"  # finalists on a new split: the evidence for the score, as ResplitScore.record() returns it
+REFIT = "hpsearch:refit"  # refits on training and validation data: {"train_loss"} of the last epoch
 
-# Of a trial of several metrics as its sampler is shown it, in no table.
+# Attributes of multi-objective trials as samplers receive them; not stored.
 VALUES = "hpsearch:values"  # {step: values of all metrics, in the order of the study's directions}
-PLACE = "constraints:hpsearch:place"  # of a pruned one among the others: to Optuna, by how much it breaks a constraint
+RANK_CONSTRAINT = "constraints:hpsearch:place"  # rank of a pruned trial, as the violation of an Optuna constraint

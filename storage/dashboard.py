@@ -1,4 +1,4 @@
-"""The Optuna dashboard as a WSGI application, with the files that MLflow stores."""
+"""The Optuna dashboard as a WSGI application that also shows MLflow artifacts."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.artifacts import PREFIX
-from hpsearch.storage.rungs.fronts import front, losses_of
+from hpsearch.storage.mlflow.artifacts import ATTR_PREFIX
+from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.urls import normalise
+from hpsearch.storage.urls import normalise_url
 
 if TYPE_CHECKING:
-    from hpsearch.storage.mlflow.artifacts import RunArtifacts
+    from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_READING = ("GET", "HEAD", "OPTIONS")
+_READ_METHODS = ("GET", "HEAD", "OPTIONS")
 
 _Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def serve_dashboard(
-    url: str, *, host: str, port: int, artifacts: RunArtifacts | None = None, read_only: bool = False
+    url: str, *, host: str, port: int, artifacts: MlflowArtifactStore | None = None, read_only: bool = False
 ) -> None:
-    """Serve the dashboard of the studies at `url` until the process is ended.
+    """Serve the dashboard of the studies at `url` until the process ends.
 
     Args:
-        url: Postgres URL; a role that may read and write rows is enough.
-        host: Address to listen on. The dashboard knows no users: whoever reaches it can delete studies.
-        port: Port to listen on.
-        artifacts: What the trials left in MLflow, to be shown beside them.
-        read_only: Whether it only shows, and refuses to delete, rename or note.
+        url: Postgres URL; the worker role is sufficient.
+        host: address to listen on. The dashboard has no authentication: every client can delete studies.
+        port: port to listen on.
+        artifacts: artifact store to show with the trials; None for no artifacts.
+        read_only: whether to reject requests that change anything.
 
     Raises:
-        StorageError: The database cannot be used, or the address cannot be listened on.
+        StorageError: the database cannot be used, or the address cannot be bound.
     """
     import waitress
 
     check_database(url)
-    app = _application(normalise(url), artifacts)
+    app = _make_app(normalise_url(url), artifacts)
     if read_only:
-        app = _read_only(app)
+        app = _reject_writes(app)
     if host in _LOOPBACK:
-        app = _local_only(app)
+        app = _reject_foreign_origins(app)
     try:
         server = waitress.create_server(
             app, host=host, port=port, threads=8, ident=None,
-            # Behind a proxy with TLS its redirects have to lead there again; nothing else is believed of these headers.
+            # Redirects must keep the scheme of a TLS proxy; no other forwarded header is trusted.
             trusted_proxy="*", trusted_proxy_headers={"x-forwarded-proto"}, clear_untrusted_proxy_headers=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:
@@ -63,39 +63,39 @@ def serve_dashboard(
     server.run()
 
 
-def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
+def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> _Wsgi:
     import optuna_dashboard
     from optuna_dashboard import _app
 
-    _app.get_pareto_front_trials = feasible_front  # there is no setting for it
+    _app.get_pareto_front_trials = find_feasible_front  # there is no setting for this function
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
-    app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, patience=10.0), artifact_store=artifacts)
+    app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, retry_seconds=10.0), artifact_store=artifacts)
     return app
 
 
-def _read_only(app: _Wsgi) -> _Wsgi:
-    """Refuse all requests but those that read: the dashboard's pages send no other until somebody changes something."""
-    reason = b'{"reason": "This dashboard is read-only."}\n'  # as its own errors are, which its pages show
-    return _guarded(app, lambda environ: environ["REQUEST_METHOD"] in _READING, "application/json", reason)
+def _reject_writes(app: _Wsgi) -> _Wsgi:
+    """Reject requests with a method that may change data."""
+    reason = b'{"reason": "This dashboard is read-only."}\n'  # the format of the dashboard's own errors
+    return _guard(app, lambda environ: environ["REQUEST_METHOD"] in _READ_METHODS, "application/json", reason)
 
 
-def _local_only(app: _Wsgi) -> _Wsgi:
-    """Refuse requests that a foreign web page makes the user's browser send here.
+def _reject_foreign_origins(app: _Wsgi) -> _Wsgi:
+    """Reject requests that another web site sends through the user's browser.
 
-    A page may point a name of its own at 127.0.0.1 and then read and delete studies as if they were its own, or post
-    to the address itself: the first shows in the Host header, the second in Origin.
+    The Host header reveals DNS rebinding (a foreign name that resolves to 127.0.0.1), the Origin header reveals
+    cross-site requests.
     """
 
     def is_allowed(environ: dict[str, Any]) -> bool:
         host = f"//{environ.get('HTTP_HOST', '')}"
-        return all(_hostname(value) in _LOOPBACK for value in (host, environ.get("HTTP_ORIGIN") or host))
+        return all(_parse_hostname(value) in _LOOPBACK for value in (host, environ.get("HTTP_ORIGIN") or host))
 
     reason = b"This dashboard answers to 127.0.0.1 and localhost only.\n"
-    return _guarded(app, is_allowed, "text/plain; charset=utf-8", reason)
+    return _guard(app, is_allowed, "text/plain; charset=utf-8", reason)
 
 
-def _guarded(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
-    """Answer the other requests with 403 and the reason."""
+def _guard(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
+    """Answer requests that are not allowed with 403 and the reason."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if is_allowed(environ):
@@ -106,36 +106,38 @@ def _guarded(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_t
     return guarded
 
 
-def _hostname(value: str) -> str | None:
+def _parse_hostname(value: str) -> str | None:
     try:
         return urlsplit(value).hostname
     except ValueError:
         return None
 
 
-_LISTED = """
+_WITH_ARTIFACTS = """
     SELECT DISTINCT trial_id FROM trial_system_attributes
      WHERE trial_id = ANY(:trials) AND starts_with(key, :prefix)
 """
 
 
 class DashboardStorage(PostgresStorage):
-    """Reads a finished trial once more when its files have reached MLflow.
+    """Study storage that reads a finished trial again when its artifacts have reached MLflow.
 
-    To other processes a finished trial is final, and they keep it for good; files arrive in the background, later.
+    The base class caches finished trials forever, but artifacts are uploaded in the background after the end.
     """
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         trials = super().get_all_trials(study_id, deepcopy=False, states=states)
-        lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _lists_files(trial)]
-        found = self._database.rows(_LISTED, {"trials": lacking, "prefix": PREFIX}) if lacking else []
+        lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _has_artifact_list(trial)]
+        found = (
+            self._database.fetch_rows(_WITH_ARTIFACTS, {"trials": lacking, "prefix": ATTR_PREFIX}) if lacking else []
+        )
         for row in found:
-            self.read_again(row.trial_id)
+            self.refresh_trial(row.trial_id)
         if found or deepcopy:
             trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
-        return [in_older_form(trial) for trial in trials]
+        return [add_legacy_constraints(trial) for trial in trials]
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
         best = super().get_best_trial(study_id)
@@ -147,29 +149,29 @@ class DashboardStorage(PostgresStorage):
         return min(within, key=lambda trial: (-1 if maximize else 1) * (trial.value or 0.0), default=best)
 
 
-def _lists_files(trial: FrozenTrial) -> bool:
-    return any(key.startswith(PREFIX) for key in trial.system_attrs)
+def _has_artifact_list(trial: FrozenTrial) -> bool:
+    return any(key.startswith(ATTR_PREFIX) for key in trial.system_attrs)
 
 
-_OLDER = "constraints"  # the system attribute: numbers without names, positive where one is broken
+_LEGACY_CONSTRAINTS = "constraints"  # system attribute: a list of numbers without names, positive if violated
 
 
-def in_older_form(trial: FrozenTrial) -> FrozenTrial:
-    """Return a trial with its constraints as the dashboard's pages read them, or the trial itself if it has none."""
-    if not trial.constraints or _OLDER in trial.system_attrs:
+def add_legacy_constraints(trial: FrozenTrial) -> FrozenTrial:
+    """Return a copy of a trial with its constraints in the form that the dashboard reads; unchanged without any."""
+    if not trial.constraints or _LEGACY_CONSTRAINTS in trial.system_attrs:
         return trial
-    told = copy.copy(trial)  # the other is in the storage's cache
-    told._system_attrs = {**trial.system_attrs, _OLDER: list(trial.constraints.values())}
-    return told
+    copied = copy.copy(trial)  # the original is in the cache of the storage
+    copied._system_attrs = {**trial.system_attrs, _LEGACY_CONSTRAINTS: list(trial.constraints.values())}
+    return copied
 
 
 def is_feasible(trial: FrozenTrial) -> bool:
-    """Whether a trial breaks no constraint."""
-    return all(over <= 0 for over in trial.constraints.values())
+    """Whether a trial violates no constraint."""
+    return all(violation <= 0 for violation in trial.constraints.values())
 
 
-def feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
-    """Return the feasible COMPLETE trials that none dominates, by number: the dashboard's own front ignores bounds."""
+def find_feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
+    """Return the Pareto front of the feasible COMPLETE trials, by number; the dashboard's own ignores constraints."""
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values and is_feasible(trial)]
     maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
-    return [ended[place] for place in front(losses_of([trial.values for trial in ended], maximize))]
+    return [ended[place] for place in find_front(to_losses([trial.values for trial in ended], maximize))]

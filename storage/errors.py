@@ -1,32 +1,32 @@
-"""The errors of this package, and errors as one line."""
+"""Errors of this package, and error texts in one line."""
 
 
-def one_line(error: object, length: int | None = None) -> str:
-    """Return an error as one line of at most `length` characters; a database error without its statement."""
+def format_error(error: object, length: int | None = None) -> str:
+    """Return the text of an error as one line of at most `length` characters, without the SQL statement."""
     text = " ".join(str(getattr(error, "orig", None) or error).split())
     return text[:length] or type(error).__name__
 
 
-def reason(error: Exception) -> str:
-    """Return an error as one line; an error of the operating system without its number and its file."""
-    return one_line(getattr(error, "strerror", None) or error)
+def format_os_error(error: Exception) -> str:
+    """Return the text of an error as one line, without the number and the file of an operating system error."""
+    return format_error(getattr(error, "strerror", None) or error)
 
 
 class StorageError(Exception):
-    """A storage or service that cannot be used: one line which names the setting, its value and the remedy."""
+    """Unusable storage or service; the text is one line with the setting, its value and the remedy."""
 
 
-class AwayError(StorageError):
-    """A service that does not answer now: whoever starts the command again may have more luck."""
+class ServiceUnavailableError(StorageError):
+    """Service that does not answer at the moment; the same command may succeed later."""
 
 
 class ClaimLostError(Exception):
-    """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""
+    """Trial that this attempt does not own any more, so that its writes are rejected."""
 
 
 class StoredCheckpointError(Exception):
-    """A stored checkpoint that is missing, torn or changed: go on from the one before it."""
+    """Stored checkpoint that is missing, truncated or changed; the worker resumes from the previous one."""
 
 
 class CheckpointStoreError(StorageError):
-    """The place where checkpoints are kept is full, away or refuses: it may be another time."""
+    """Checkpoint store that is full, unavailable or rejects the request; a retry may succeed."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write `text` to `path` for this user alone (0600): after a crash the file is the old one or the new one."""
+    """Write `text` to `path` atomically, with mode 0600."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -21,27 +21,27 @@ def write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
-    except BaseException:  # also Ctrl-C leaves no temporary file
+    except BaseException:  # includes KeyboardInterrupt
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def place(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy where there can be no link; durable when this returns."""
+def link_or_copy_durably(source: Path, target: Path) -> None:
+    """Create `target` as a hard link to `source`, or as a copy if no link is possible, and sync it to disk."""
     make_folder(target.parent)
     with source.open("rb") as file:
-        os.fsync(file.fileno())  # costs nothing where it was done before
+        os.fsync(file.fileno())
     try:
         os.link(source, target)
-    except OSError as error:  # another file system, one without links, or the name is taken
-        if isinstance(error, FileNotFoundError):  # somebody removed the folder, for it was empty
+    except OSError as error:  # another file system, no support for links, or an existing target
+        if isinstance(error, FileNotFoundError):  # another process removed the empty folder
             make_folder(target.parent)
         _copy(source, target)
     sync_folder(target.parent)
 
 
 def _copy(source: Path, target: Path) -> None:
-    # It begins like the target, so that whoever clears away the target's kind finds it.
+    # The name starts with that of the target, so that a cleanup of such targets matches it too.
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with source.open("rb") as reader, temporary.open("xb") as writer:
@@ -54,7 +54,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy on a file system without links; raises FileNotFoundError."""
+    """Create `target` as a hard link to `source`, or as a copy; raises FileNotFoundError if `source` is missing."""
     try:
         os.link(source, target)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def append_whole(descriptor: int, data: bytes, size: int) -> None:
+def append_atomically(descriptor: int, data: bytes, size: int) -> None:
     """Append all of `data` to an open file of `size` bytes, or nothing.
 
     Raises:
@@ -74,14 +74,14 @@ def append_whole(descriptor: int, data: bytes, size: int) -> None:
         while written < len(data):
             written += os.write(descriptor, data[written:])
     except OSError:
-        os.ftruncate(descriptor, size)  # a torn record would hide those behind it
+        os.ftruncate(descriptor, size)  # a truncated record would make later ones unreadable
         raise
 
 
 def lock_file(path: Path) -> int | None:
-    """Lock a file, which is created if it is missing.
+    """Lock a file, and create it if it is missing.
 
-    A file system without locks admits every process.
+    On a file system without locks, every process gets the lock.
 
     Returns:
         The descriptor, which holds the lock until it is closed; None if another process holds the lock.
@@ -95,13 +95,13 @@ def lock_file(path: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:  # no locks here
+    except OSError:  # the file system has no locks
         pass
     return descriptor
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, durably."""
+    """Create a folder and its parents, and sync them to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -109,7 +109,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make what was created, renamed or removed in a folder durable, where folders can be synced."""
+    """Sync the entries of a folder to disk, if the file system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -118,16 +118,16 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal."""
+def compute_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def size_of(folder: Path) -> int:
-    """Return the bytes of all files below a folder; what others remove meanwhile counts for nothing."""
+def compute_folder_bytes(folder: Path) -> int:
+    """Return the total size of the files below a folder in bytes; files that disappear meanwhile are skipped."""
     size = 0
-    for parent, _, names in os.walk(folder):  # which, unlike Path.rglob, does not mind a folder that goes
+    for parent, _, names in os.walk(folder):  # unlike Path.rglob, it tolerates folders that disappear
         for name in names:
             with contextlib.suppress(OSError):
                 size += Path(parent, name).lstat().st_size

@@ -1,4 +1,4 @@
-"""Addresses of services; database URLs have one spelling inside and no password outside."""
+"""URLs of services: one internal form of database URLs, and no passwords in messages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PASSWORD_IN_QUERY = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
 
 
 class Addresses(TypedDict, total=False):
-    """Where studies, runs and checkpoints are kept; None is the study's own, or the embedded stack's.
+    """Locations of studies, runs and checkpoints; None means the study's stored value, or the embedded stack.
 
     Attributes:
-        storage_url: Postgres of the studies.
-        tracking_uri: MLflow server.
+        storage_url: Postgres URL of the studies.
+        tracking_uri: URL of the MLflow server.
         checkpoint_url: folder or fsspec URL of the checkpoints.
-        home: folder of the embedded stack, run directories and logs.
+        home: folder of the embedded stack, run folders and logs.
     """
 
     storage_url: str | None
@@ -31,19 +31,19 @@ class Addresses(TypedDict, total=False):
     home: str | None
 
 
-def normalise(url: str, *, setting: str = "--storage-url") -> str:
-    """Return the URL as SQLAlchemy and psycopg2 need it.
+def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
+    """Return the URL in the form that SQLAlchemy and psycopg2 need.
 
-    `postgres://` and `postgresql://` become `postgresql+psycopg2://`: since SQLAlchemy 2.1 the bare form means
-    another driver.
+    `postgres://` and `postgresql://` become `postgresql+psycopg2://`, because SQLAlchemy 2.1 and later select another
+    driver for the short form.
 
     Raises:
-        StorageError: The URL is not one of Postgres, cannot be read, or names no database.
+        StorageError: the URL is not a Postgres URL, cannot be parsed, or names no database.
     """
     url = url.strip()
     example = "give postgresql://USER:PASSWORD@HOST:5432/DATABASE"
     if not url:
-        raise StorageError(f"{setting} is empty: {example}, or leave it out to use the embedded Postgres")
+        raise StorageError(f"{setting} is empty: {example}, or omit it to use the embedded Postgres")
     if not _POSTGRES.match(url):
         raise StorageError(f"{setting} {redact(url)!r} is not a Postgres URL: {example}")
     from sqlalchemy.engine import make_url
@@ -52,11 +52,11 @@ def normalise(url: str, *, setting: str = "--storage-url") -> str:
     try:
         parsed = make_url(url)
         if "@" in (parsed.database or ""):
-            raise ValueError("the password was cut at its @")
+            raise ValueError("the password is cut at its @")
     except (ArgumentError, ValueError):
-        # `from None`: the text of the cause holds the URL with its password.
+        # `from None`: the text of the cause contains the password.
         raise StorageError(
-            f"{setting} {redact(url)!r} cannot be read: {example}, with @ : / % in the password written as %40 "
+            f"{setting} {redact(url)!r} cannot be parsed: {example}, with @ : / % in the password written as %40 "
             "and so on"
         ) from None
     if not parsed.database and "dbname" not in parsed.query and "service" not in parsed.query:
@@ -65,20 +65,20 @@ def normalise(url: str, *, setting: str = "--storage-url") -> str:
 
 
 def redact(url: str) -> str:
-    """Return the URL (or any text with one in it) without passwords, for messages and logs."""
+    """Return a URL, or any text that contains one, without passwords."""
     return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
-def without_secret(text: str, url: str) -> str:
-    """Return `text`, which may quote `url` or a part of it, without the password of `url`."""
+def redact_password(text: str, url: str) -> str:
+    """Return `text`, which may quote a part of `url`, without the password of `url`."""
     password = urlsplit(url).password or ""
     for secret in {password, unquote(password)} - {""}:
         text = text.replace(secret, "***")
     return redact(text)
 
 
-def build(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
-    """Return a normalised URL from its parts; `query` is appended as it is."""
-    where = f"[{host}]" if ":" in host else host
+def build_url(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
+    """Return a normalised URL; `query` is appended unchanged."""
+    address = f"[{host}]" if ":" in host else host
     suffix = f"?{query}" if query else ""
-    return f"{DRIVER}://{quote(user, safe='')}:{quote(password, safe='')}@{where}:{port}/{database}{suffix}"
+    return f"{DRIVER}://{quote(user, safe='')}:{quote(password, safe='')}@{address}:{port}/{database}{suffix}"

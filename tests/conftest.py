@@ -24,13 +24,13 @@ from filelock import FileLock
 from hypothesis import settings
 from psycopg2 import sql
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_databases
 from hpsearch.storage.embedded import stack as embedded
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
-from hpsearch.storage.urls import build
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
+from hpsearch.storage.urls import build_url
 from tests.faults.harness import Zygote, server_in, zygotes
 
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
@@ -155,12 +155,12 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
     home = pytestconfig.stash[_SHARED] / "stack"
     with FileLock(home.with_suffix(".lock")):
         first = not home.exists()
-        made = embedded.up(home, dashboard=DASHBOARD)
+        made = embedded.up(home, dashboard=DASHBOARD_COMMAND)
         if first:
-            folder = find_folder(home)
+            folder = find_postgres_folder(home)
             assert folder is not None
-            server = Server(folder, home / "logs" / "postgres.log")
-            forget_power_cuts(_admin_url(server, server.port()))
+            server = EmbeddedPostgres(folder, home / "logs" / "postgres.log")
+            forget_power_cuts(_admin_url(server, server.read_port()))
         return made
 
 
@@ -182,7 +182,7 @@ def own_home(_no_settings_of_the_user: None) -> Iterator[Path]:
 @pytest.fixture
 def own_stack(own_home: Path) -> embedded.StackInfo:
     """The stack in `own_home`, running. Who asks for it comes after the tests of how it is started."""
-    return embedded.up(own_home, dashboard=DASHBOARD)
+    return embedded.up(own_home, dashboard=DASHBOARD_COMMAND)
 
 
 @dataclass
@@ -196,7 +196,7 @@ class PostgresServer:
 
     def url(self, database: str, *, user: str = WORKER, password: str | None = None) -> str:
         """Return the URL of a database for one of the roles (whose passwords are their names) or another user."""
-        return build(
+        return build_url(
             user=user,
             password=password or user,
             host="127.0.0.1",
@@ -231,8 +231,8 @@ def forget_power_cuts(admin_url: str) -> None:
     execute(admin_url, *(f"ALTER SYSTEM SET {name} = off" for name in settings), "SELECT pg_reload_conf()")
 
 
-def _admin_url(server: Server, port: int | None) -> str:
-    url = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
+def _admin_url(server: EmbeddedPostgres, port: int | None) -> str:
+    url = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
     return f"{url}?sslmode=disable"
 
 
@@ -247,7 +247,7 @@ def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config)
             return PostgresServer(port, admin, _databases(admin))
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        embedded_server = Server(make_folder(home), home / "logs" / "postgres.log")
+        embedded_server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = embedded_server.start(None)
         admin = _admin_url(embedded_server, port)
         forget_power_cuts(admin)

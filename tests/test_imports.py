@@ -134,7 +134,7 @@ def test_every_import_is_a_declared_dependency() -> None:
             declared |= extras["server"]
         for _, name in imported((ROOT / path).read_text(), path):
             top = name.split(".")[0]
-            if top in sys.stdlib_module_names or top in {*PACKAGES, "kill_points"}:
+            if top in sys.stdlib_module_names or top in {*PACKAGES, "kill_points", "former_names"}:
                 continue
             if not declared & {_normal(distribution) for distribution in providers.get(top, [])}:
                 missing.add(f"{path} imports {top}")

@@ -27,7 +27,7 @@ from benchmarks.search_quality.surrogates import FAMILIES, Family, surrogate
 from benchmarks.search_quality.ways import WAYS, make
 
 BASELINE = "hpsearch tpe + median"
-COMPARED = (BASELINE, "hpsearch curves + median", "hpsearch tpe + asha", "hpsearch curves + asha")
+COMPARED = (BASELINE, "hpsearch freeze_thaw + median", "hpsearch tpe + asha", "hpsearch freeze_thaw + asha")
 RANDOM = 10_000  # configurations that what was found is ranked among
 MOST = 10**9  # epochs: the trials end a search
 

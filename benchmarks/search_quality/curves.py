@@ -30,7 +30,7 @@ from hpsearch import NonFiniteError
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.session import Due, Verdict
+from hpsearch.objectives.training.session import MidEpochAction, Verdict
 from hpsearch.search.samplers.suggest import derive_seed
 
 DATA = Path(__file__).parent / "data"
@@ -67,10 +67,10 @@ class Kept:
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         pass
 
-    def due(self, left: Any) -> Due:
-        return Due.NOTHING
+    def mid_epoch_action(self, left: Any) -> MidEpochAction:
+        return MidEpochAction.NONE
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         pass
 
     def report(self, record: EpochRecord) -> Verdict:

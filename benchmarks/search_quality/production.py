@@ -1,7 +1,7 @@
 """hpsearch's own samplers and pruners in the simulation, built and asked as a worker does.
 
 The study is in memory, where a worker's is in Postgres: samplers see Optuna's study either way, and pruners ask what
-they need of the others through `Peers`, which is answered here from memory.
+they need of the others through `OtherTrials`, which is answered here from memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.search_quality.optuna_study import OptunaStudy
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.simulation import Work
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.base import Case
+from hpsearch.search.pruners.base import PruningContext
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler
 
@@ -70,7 +70,7 @@ class Production:
         self._trials.note(trial, epoch, value)
         if trial not in self._trials.running:
             return False
-        case = Case(
+        case = PruningContext(
             pruner=self._pruner.name,
             study=self._trials.name,
             number=trial,

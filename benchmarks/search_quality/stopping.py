@@ -1,6 +1,6 @@
-"""What `--stop-when` saves and loses: searches to their budget, and when each threshold would have ended them.
+"""What `--min-expected-gain` saves and loses: searches to their budget, and when each threshold would have ended them.
 
-    python -m benchmarks.search_quality.stopping [--sampler curves] [--objective digits] [--seeds 8]
+    python -m benchmarks.search_quality.stopping [--sampler freeze_thaw] [--objective digits] [--seeds 8]
 
 What is lost is told without the trials that still run then, which would end as they would.
 """
@@ -17,7 +17,7 @@ from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.production import Production
 from benchmarks.search_quality.simulation import History, Simulation, Work
 from benchmarks.search_quality.surrogates import surrogate
-from hpsearch.search.study.stop_when import AGAIN, FIRST, Left, expected_gain
+from hpsearch.search.study.terminator import AGAIN, FIRST, RemainingBudget, expected_gain
 
 THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
@@ -46,7 +46,7 @@ class Judged:
         if ended >= max(FIRST, AGAIN * self.judged):
             self.judged = ended
             trials.study._thread_local.cached_all_trials = None
-            left = Left(begun * (self.budget - spent) / spent, self.epochs)
+            left = RemainingBudget(begun * (self.budget - spent) / spent, self.epochs)
             gain = expected_gain(trials.study, left, seed=ended)
             self.gains += [] if gain is None else [(spent, gain)]
         return self.way.next_work()
@@ -61,7 +61,7 @@ class Judged:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sampler", default="curves")
+    parser.add_argument("--sampler", default="freeze_thaw")
     parser.add_argument("--objective", choices=list(PROBLEMS), default="digits")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--budget", type=int, default=2000)

@@ -16,7 +16,7 @@ import optuna
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.production import table
 from benchmarks.search_quality.simulation import Work
-from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.spec.spec import parse_spec
@@ -25,12 +25,12 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.settle import Outcome
-from hpsearch.storage.urls import build
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.urls import build_url
 
 LEASE = 10**6  # seconds: nobody dies in the simulation
 
@@ -41,11 +41,11 @@ def storage() -> PostgresStorage:
     folder = tempfile.TemporaryDirectory(prefix="hpsearch-quality-", ignore_cleanup_errors=True)
     home = Path(folder.name).resolve()
     home.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
-    server = Server(make_folder(home), home / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     port = server.start(None)
     atexit.register(folder.cleanup)
     atexit.register(server.stop)
-    admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+    admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
     made = create_databases(f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m")
     migrate(made.owner_url)
     return PostgresStorage(make_engine(made.worker_url, application_name="search quality", pool_size=2))
@@ -67,7 +67,7 @@ class Stored:
         study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
         study.set_attr(SPEC, self._spec.model_dump())
         self._sampled = as_sampled(study.open())
-        self._rungs = study_rungs(self._spec)
+        self._rungs = make_rungs(self._spec)
         self._pruner = StudyPruner(self._spec, self._storage, study.study_id)
         self._claims = Claims(
             self._storage.engine, study.study_id, worker="simulated:0", lease=LEASE, rungs=self._rungs
@@ -77,16 +77,16 @@ class Stored:
 
     def next_work(self) -> Work | None:
         """What a worker claims: a new trial, or one that was paused."""
-        while isinstance(claim := self._claims.claim(), Retired):
+        while isinstance(claim := self._claims.claim(), PrunedTrial):
             pass
-        if isinstance(claim, Nothing):
+        if isinstance(claim, NoTrialAvailable):
             return None
         if not isinstance(claim, Claim):
             raise RuntimeError(f"no trial to claim: {claim}")
         begun = claim.number in self._values
         self._claimed[claim.number] = claim
         self._values.setdefault(claim.number, {})
-        with self._storage.owned(claim.trial_id, claim.attempt):
+        with self._storage.hold_trial(claim.trial_id, claim.attempt):
             suggest(self._objective, self._sampled, claim, self._spec)
         params = None if begun else self._storage.get_trial(claim.trial_id).params
         return Work(claim.number, self._epochs, params)
@@ -94,14 +94,14 @@ class Stored:
     def report(self, trial: int, epoch: int, value: float) -> bool:
         """Asks what a worker's session asks after an epoch, and ends what has ended."""
         claim, values = self._claimed[trial], self._values[trial]
-        with self._storage.owned(claim.trial_id, claim.attempt):
+        with self._storage.hold_trial(claim.trial_id, claim.attempt):
             self._claims.report(claim, epoch, value)
             values[epoch] = value
             if epoch == self._epochs - 1:
-                self._claims.settle(claim, Outcome.COMPLETE, value=self._best(trial))
+                self._claims.finish_attempt(claim, Outcome.COMPLETE, value=self._best(trial))
                 return False
             if self._pruner(self._storage.get_trial(claim.trial_id), values).prune:
-                self._claims.settle(claim, Outcome.PRUNED, value=value)
+                self._claims.finish_attempt(claim, Outcome.PRUNED, value=value)
                 return False
             return self._goes_on(trial, epoch)
 
@@ -109,7 +109,7 @@ class Stored:
         if self._rungs is None or epoch + 1 not in self._rungs.epochs:
             return True
         rung = self._rungs.epochs.index(epoch + 1)
-        return self._claims.reach(self._claimed[trial], rung, self._best(trial)).promoted
+        return self._claims.report_rung(self._claimed[trial], rung, self._best(trial)).is_promoted
 
     def _best(self, trial: int) -> float:
         values = self._values[trial].values()

@@ -68,10 +68,10 @@ WAYS: dict[str, Make] = {
     "hpsearch random + successive_halving": ours("random", {"name": "successive_halving", "reduction_factor": 3}),
     "hpsearch tpe + hyperband": ours("tpe", "hyperband"),
     "hpsearch gp + median": ours("gp", "median"),
-    "hpsearch curves + median": ours("curves", "median"),
+    "hpsearch freeze_thaw + median": ours("freeze_thaw", "median"),
     "hpsearch random + asha": in_postgres("random", "asha"),
     "hpsearch tpe + asha": in_postgres("tpe", "asha"),
-    "hpsearch curves + asha": in_postgres("curves", "asha"),
+    "hpsearch freeze_thaw + asha": in_postgres("freeze_thaw", "asha"),
 }
 
 # Their decisions take longest: not run unless asked for.

@@ -12,8 +12,8 @@ from docs.tools.command_line import command_of, commands
 from docs.tools.markdown import code, table, words_of
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.reports import report
-from hpsearch.search.spec.multi_objective import USUAL
-from hpsearch.search.spec.spec import StudySpec, typed
+from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
+from hpsearch.search.spec.spec import StudySpec, get_option_name
 
 FROM_THE_OBJECTIVE = {"name", "metric", "direction", "n_trials", "epochs"}
 
@@ -28,10 +28,10 @@ def study_settings() -> str:
         words = field.description or (getattr(option, "help", "") or "").partition("  [default")[0]
         if not words:
             continue  # the version, and what `finalists` sets
-        flag = typed(key) if option else ""
+        flag = get_option_name(key) if option else ""
         default = "the objective's" if key in FROM_THE_OBJECTIVE else _default(field)
-        if key in USUAL:
-            default += f"; with `directions` `{USUAL[key]}`"
+        if key in MULTI_OBJECTIVE_DEFAULTS:
+            default += f"; with `directions` `{MULTI_OBJECTIVE_DEFAULTS[key]}`"
         rows.append((code(flag), f"`{key}`", _allowed(schema, schema["properties"][key]), default, words))
     return table(("flag", "key", "type", "default", "what it does"), rows)
 
@@ -53,7 +53,7 @@ def choices(kind: str) -> str:
 def training_settings() -> str:
     """Every field of a `TrainConfig`, with the class's own words."""
     rows = []
-    for item in report.settings(TrainConfig()):
+    for item in report.list_settings(TrainConfig()):
         rows.append((f"`{item.name}`", item.type.replace("|", "or"), _value(item.value), item.help))
     return table(("setting", "type", "default", "what it does"), rows)
 

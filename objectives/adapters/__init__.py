@@ -1,1 +1,1 @@
-"""Adapters: trainers of other libraries within an own loop, each needing its library."""
+"""Adapters for the trainers of other libraries in a custom loop, each needing its library."""

@@ -1,4 +1,4 @@
-"""Lightning within an own loop: `fit` trains a module and reports its epochs, `test` scores the best of them."""
+"""Lightning in a custom loop: `fit` trains a module and reports its epochs, `test` evaluates the best one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _QUIET: dict[str, Any] = {
     "logger": False,
@@ -45,21 +45,20 @@ _OF_THE_TRIAL = (
 
 
 def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) -> None:
-    """Trains a module with Lightning's `Trainer` as a trial's loop, on from where the trial was left.
+    """Train a module with Lightning's `Trainer`, from the trial's last checkpoint if it is resumed.
 
-    It validates each epoch and reports what the module logs: `val_NAME` and `val/NAME` as NAME, the rest as it is. The
-    state is Lightning's own checkpoint, and `best` the module's `state_dict`. A resumed epoch draws what the
-    undisturbed one would: loaders shuffle by the trial's seed and the epoch. Only processes that a loader keeps over
-    epochs (`persistent_workers=True`) draw something else after a resume.
+    It validates after each epoch and reports the logged metrics: `val_NAME` and `val/NAME` as NAME, others unchanged.
+    The state is Lightning's checkpoint, and `best` is the module's `state_dict`. Loaders shuffle by the trial's seed
+    and the epoch, so a resumed epoch draws the same numbers; only loaders with `persistent_workers=True` differ.
 
     Args:
-        trial: what `run`, or a function objective, was given.
-        module: to train.
-        data: a `LightningDataModule`, or a tuple of the loaders for training and for validation.
-        trainer: settings of `lightning.Trainer`, but for those that the trial decides.
+        trial: the argument of `run` or of a function objective.
+        module: the module to train.
+        data: a `LightningDataModule`, or a tuple of training and validation loaders.
+        trainer: settings of `lightning.Trainer`, except those that the trial sets.
 
     Raises:
-        ObjectiveError: a setting is one that the trial decides.
+        ObjectiveError: a setting is one that the trial sets.
     """
     if decided := [name for name in _OF_THE_TRIAL if name in trainer]:
         raise ObjectiveError(f"fit(): {decided[0]} is decided by the trial: leave it out")
@@ -87,11 +86,11 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
 
 
 def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer: Any) -> dict[str, float]:
-    """Scores on the test set: what the module's `test_step` logs, `test_NAME` and `test/NAME` as NAME.
+    """Return the scores on the test set that `test_step` logs; `test_NAME` and `test/NAME` become NAME.
 
     Args:
-        module: made as for `fit`.
-        best: what the objective's `test` is given.
+        module: a module constructed as for `fit`.
+        best: the argument `best` of the objective's `test`.
         data: a `LightningDataModule`, or the loader of the test set.
         trainer: settings of `lightning.Trainer`.
     """
@@ -105,7 +104,7 @@ def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer:
 
 
 class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not looked into
-    """The ranks of a trial, which are there already and have met."""
+    """Cluster environment for the ranks of a trial, which already run and are connected."""
 
     creates_processes_externally = True
 
@@ -126,7 +125,7 @@ class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not lo
 
 
 class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked into
-    """Lightning's checkpoint on its way to the trial's state and back."""
+    """Checkpoint IO that keeps Lightning's checkpoint in memory, for the trial's state."""
 
     PATH = "the trial's state"
 
@@ -150,7 +149,7 @@ _HYPERPARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
 class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is called when all else has logged
-    """Makes an epoch of Lightning one of the trial's."""
+    """Callback that reports Lightning's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, memory: _Memory) -> None:
         self._trial, self._memory = trial, memory
@@ -170,9 +169,7 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
         """Begin the trial's epoch, which seeds the generators; the loaders have their own."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
-            raise ObjectiveError(
-                f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}: call it once"
-            )
+            raise ObjectiveError(f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}: call once")
         loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
         for number, loader in enumerate(loaders):
             for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
@@ -193,12 +190,12 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
         metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
         state = {"checkpoint": self._memory.checkpoint, "logged": logged}
         self._trial.report(metrics, state=state, best=pl_module.state_dict())
-        if self._trial.ended:
+        if self._trial.should_stop:
             trainer.should_stop = True
 
 
 def _step_plateaus(trainer: Trainer, logged: Mapping[str, float]) -> None:
-    """Step the schedulers that follow a metric: an epoch's checkpoint is from before that, and Lightning drops it."""
+    """Step metric-driven schedulers after a resume: the checkpoint was saved before Lightning stepped them."""
     for found in trainer.lr_scheduler_configs:
         due = found.interval == "epoch" and trainer.current_epoch % found.frequency == 0
         if found.reduce_on_plateau and due and found.monitor in logged:
@@ -207,7 +204,7 @@ def _step_plateaus(trainer: Trainer, logged: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Lightning tells of each `Trainer`, which a night of trials would repeat."""
+    """Suppress Lightning's messages about each `Trainer`."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What other libraries call a metric, and what a trial calls it."""
+"""Metric names of other libraries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Mapping
 
 
 def bare_names(metrics: Mapping[str, float], part: str) -> dict[str, float]:
-    """Name `PART_NAME` and `PART/NAME` of a part of the data, such as `val`, as NAME; any other `/` becomes `_`."""
+    """Remove the prefixes `PART_` and `PART/`, such as `val_`, from metric names; replace any other `/` by `_`."""
     plain = [(name.replace("/", "_"), value) for name, value in metrics.items()]
     return {name.removeprefix(f"{part}_") or name: value for name, value in plain}

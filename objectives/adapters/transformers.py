@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer within an own loop: `train` trains it and reports its epochs."""
+"""Hugging Face's Trainer in a custom loop: `train` trains a model and reports its epochs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
 _OF_THE_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")
 
 
 def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
-    """`transformers.TrainingArguments` of a trial: its epochs, seed and device, with an evaluation after each epoch.
+    """Return `transformers.TrainingArguments` with the trial's epochs, seed and device, and an evaluation per epoch.
 
     Args:
-        trial: what `run`, or a function objective, was given.
-        settings: of `TrainingArguments`, but for those that the trial decides.
+        trial: the argument of `run` or of a function objective.
+        settings: settings of `TrainingArguments`, except those that the trial sets.
 
     Raises:
-        ObjectiveError: a setting is one that the trial decides, or the Trainer would not train on the trial's device.
+        ObjectiveError: a setting is one that the trial sets, or the Trainer would not use the trial's device.
     """
     if decided := [name for name in _OF_THE_TRIAL if name in settings]:
         raise ObjectiveError(f"training_arguments(): {decided[0]} is decided by the trial: leave it out")
@@ -57,18 +57,17 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
 
 
 def train(trial: LoopTrial, trainer: Trainer) -> None:
-    """Trains a `transformers.Trainer` as a trial's loop, on from where the trial was left.
+    """Train with a `transformers.Trainer`, from the trial's last checkpoint if it is resumed.
 
-    What an evaluation gives is reported, `eval_NAME` as NAME; the loss of training as `train_loss`. The state is the
-    Trainer's own checkpoint folder, and `best` the model's `state_dict`. A resumed epoch draws what the undisturbed
-    one would.
+    It reports the metrics of each evaluation, `eval_NAME` as NAME, and the training loss as `train_loss`. The state is
+    the Trainer's checkpoint folder, and `best` is the model's `state_dict`. A resumed epoch draws the same numbers.
 
     Args:
-        trial: what `run`, or a function objective, was given.
-        trainer: with arguments that `training_arguments` made.
+        trial: the argument of `run` or of a function objective.
+        trainer: a Trainer with the result of `training_arguments` as arguments.
 
     Raises:
-        ObjectiveError: the arguments were made otherwise.
+        ObjectiveError: the arguments are not from `training_arguments`.
     """
     arguments = trainer.args
     if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
@@ -81,7 +80,7 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
 
 
 class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
-    """Makes an epoch of a Trainer one of the trial's."""
+    """Callback that reports the Trainer's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, model: torch.nn.Module) -> None:
         self._trial, self._model = trial, model
@@ -109,13 +108,13 @@ class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not lo
         self._trial.report(metrics, folder=folder, best=self._model.state_dict())
         if not self._trial.rank:
             shutil.rmtree(folder)  # the trial's checkpoint has it
-        if self._trial.ended:
+        if self._trial.should_stop:
             control.should_training_stop = True
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a progress bar for each checkpoint."""
+    """Disable the progress bar of each checkpoint."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -17,7 +17,7 @@ from hpsearch.objectives.training.evaluation.losses import BinaryLogits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 # The columns: ten measurements of the cell nuclei, as their mean, standard error and worst (largest) value.
 MEAN, ERROR, WORST = slice(0, 10), slice(10, 20), slice(20, 30)
@@ -46,7 +46,7 @@ class BreastCancer(Objective):
         "balance": True,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """An MLP on preprocessed groups of features."""
         return TrainConfig(
             optimizer=trial.suggest_categorical("optimizer", ["adamw", "sgd"]),

@@ -18,7 +18,7 @@ from hpsearch.objectives.training.evaluation.step import Step
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 WHITE = 16.0  # the largest pixel
 NOISE = 4.0  # the deviation of the noise, in pixels
@@ -46,7 +46,7 @@ class Denoise(Objective):
         "code": 32,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """An autoencoder: how wide, how narrow in its middle, and how it is trained."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),

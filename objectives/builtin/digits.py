@@ -16,7 +16,7 @@ from hpsearch.objectives.training.data.splits import Splits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 CLASSES = 10
 _LR = {"adamw": (1e-4, 1e-1), "sgd": (1e-3, 1.0)}  # each optimizer has its own scale
@@ -46,7 +46,7 @@ class Digits(Objective):
         "cnn_dropout": 0.3,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """A CNN or an MLP, each with its own parameters, and how to train it."""
         kind = trial.suggest_categorical("model", ["cnn", "mlp"])
         optimizer = trial.suggest_categorical("optimizer", ["adamw", "sgd"])

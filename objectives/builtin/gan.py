@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpsearch.objectives.builtin.digits import Digits
-from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.search_space import TrialProtocol
 
 DRAWN = 2000  # images, to be compared with the real ones
 
@@ -47,7 +47,7 @@ class Gan(LoopObjective):
     epochs: ClassVar[int] = 60
     defaults: ClassVar[Mapping[str, Any]] = asdict(GanConfig())
 
-    def suggest(self, trial: SearchSpace) -> GanConfig:
+    def suggest(self, trial: TrialProtocol) -> GanConfig:
         """A rate for each network, and their sizes."""
         return GanConfig(
             drawing_lr=trial.suggest_float("drawing_lr", 1e-4, 1e-2, log=True),

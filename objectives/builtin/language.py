@@ -19,7 +19,7 @@ from hpsearch.objectives.training.evaluation.step import Step
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 ALPHABET = 128  # ASCII; its last one stands for all other characters
 LENGTH = 64  # characters of a sample
@@ -49,7 +49,7 @@ class Language(Objective):
         "dropout": 0.0,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """An LSTM and how to train it."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-3, 3e-2, log=True),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import needing
+from hpsearch.objectives.errors import require_package
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
@@ -16,7 +16,7 @@ from hpsearch.objectives.training.data.splits import Splits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 # Values of each column: of an atom its element and charge + 4; of a bond its order. The rest is for messages to find.
 ATOM, BOND = (119, 9), 22
@@ -45,7 +45,7 @@ class Molecules(Objective):
         "dropout": 0.0,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """A graph network and how to train it."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
@@ -71,7 +71,7 @@ class Molecules(Objective):
 
 def molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
     """Return graph, polar surface area and scaffold of each molecule that rdkit can read."""
-    with needing("rdkit", "molecules"):
+    with require_package("rdkit", "molecules"):
         from rdkit import Chem, RDConfig, rdBase
         from rdkit.Chem.Scaffolds.MurckoScaffold import MurckoScaffoldSmiles
     from pathlib import Path

@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import needing
+from hpsearch.objectives.errors import require_package
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.division import Blocks
+from hpsearch.objectives.training.data.split_rows import Blocks
 from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 YEAR = 52  # weeks
 PAST, FUTURE = 2 * YEAR, 13  # weeks that are known, and that are forecast
@@ -47,7 +47,7 @@ class Series(Objective):
         "dropout": 0.0,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """An MLP, or with no layer a linear forecast, and how to train it."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-4, 1e-2, log=True),
@@ -76,7 +76,7 @@ class Series(Objective):
 
 def weekly() -> Tensor:
     """Return the series [2284] in parts per million; a week without a measurement repeats the week before."""
-    with needing("statsmodels", "series"):
+    with require_package("statsmodels", "series"):
         from statsmodels.datasets import co2
     table: Any = co2.load_pandas().data
     return torch.tensor(table["co2"].ffill().to_numpy(), dtype=torch.float32)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.samplers import ByLength
-from hpsearch.objectives.training.data.samples import padded
+from hpsearch.objectives.training.data.samplers import LengthGroupedSampler
+from hpsearch.objectives.training.data.samples import pad_collate
 from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import TrialProtocol
 
 TOPICS = (
     *("compound", "specialnames", "types", "debugger"),
@@ -52,7 +52,7 @@ class Text(Objective):
         "dropout": 0.3,
     }
 
-    def suggest(self, trial: SearchSpace) -> TrainConfig:
+    def suggest(self, trial: TrialProtocol) -> TrainConfig:
         """A transformer encoder, of no layer (a bag of words) up to two."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
@@ -71,11 +71,11 @@ class Text(Objective):
         """Word ids [t], 8 to 64 of a paragraph, and the number of its topic."""
         found = paragraphs()
         ids = [[word_id(word) for word in text] for text in found]
-        return Splits.make(ids, list(found.values()), seed=seed, collate=padded)
+        return Splits.make(ids, list(found.values()), seed=seed, collate=pad_collate)
 
-    def sampler(self, config: TrainConfig, train: Dataset) -> ByLength:
+    def sampler(self, config: TrainConfig, train: Dataset) -> LengthGroupedSampler:
         """Paragraphs of like length in a batch."""
-        return ByLength([len(ids) for ids, _ in train.samples or ()], config.batch_size)
+        return LengthGroupedSampler([len(ids) for ids, _ in train.samples or ()], config.batch_size)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 no statistics to fit
         """Word ids [n, longest] and their number [n] -> logits [n, 8]."""

@@ -15,11 +15,12 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.former_names import current_training
+from hpsearch.objectives.errors import ObjectiveError, suggest_names
 
 # What builds them is in `hpsearch.objectives.training.optimizers`, under the same names.
-BASES = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
-OPTIMIZERS = (*BASES, "muon", "lars", "ranger", "lookahead", "sam")
+BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
+OPTIMIZERS = (*BASE_OPTIMIZERS, "muon", "lars", "ranger", "lookahead", "sam")
 SCHEDULES = (
     *("constant", "cosine", "cosine_restarts", "linear", "polynomial", "exponential", "step"),
     *("one_cycle", "plateau"),
@@ -29,11 +30,11 @@ WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
-_WHOLE = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need weights that are whole
+_UNSHARDABLE_OPTIMIZERS = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need weights that are whole
 
-NAMES = {
+CHOICES = {
     "optimizer": OPTIMIZERS,
-    "base_optimizer": BASES,
+    "base_optimizer": BASE_OPTIMIZERS,
     "schedule": SCHEDULES,
     "warmup": WARMUPS,
     "precision": PRECISIONS,
@@ -62,7 +63,7 @@ class TrainConfig:
     """
 
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
-    base_optimizer: Annotated[str, one_of(BASES, "what lookahead and sam are wrapped around")] = "adamw"
+    base_optimizer: Annotated[str, one_of(BASE_OPTIMIZERS, "what lookahead and sam are wrapped around")] = "adamw"
     lr: Annotated[float, about("the peak learning rate", gt=0)] = 1e-3
     weight_decay: Annotated[
         float, about("decoupled if the optimizer decouples it; never on biases and norm layers", ge=0)
@@ -76,7 +77,9 @@ class TrainConfig:
     lookahead_alpha: Annotated[float, about('of "lookahead": share of the way to the fast weights', gt=0, le=1)] = 0.5
     sam_rho: Annotated[float, about("how far SAM looks for the worst loss around the weights", gt=0)] = 0.05
     batch_size: Annotated[int, about("samples in one micro-batch, over all devices together", ge=1)] = 64
-    accumulate: Annotated[int, about("micro-batches per optimizer step; the loss is the mean of all samples", ge=1)] = 1
+    gradient_accumulation_steps: Annotated[
+        int, about("micro-batches per optimizer step; the loss is the mean of all samples", ge=1)
+    ] = 1
     drop_last: Annotated[bool, about("omit the short last micro-batch of an epoch, unless it is the only one")] = True
     num_workers: Annotated[
         int | None, about("loader processes; 0 loads in this one; None keeps the data on the device", ge=0)
@@ -112,9 +115,7 @@ class TrainConfig:
     deterministic: Annotated[bool, about("only deterministic kernels; torch raises where an operation has none")] = True
     compile: Annotated[bool, about("use torch.compile; if it fails, the run goes on without and says so")] = False
     channels_last: Annotated[bool, about("store images [n, c, h, w] channels last, which is faster on GPUs")] = False
-    activation_checkpointing: Annotated[bool, about("recompute activations in the backward pass to save memory")] = (
-        False
-    )
+    activation_checkpointing: Annotated[bool, about("recompute activations in backward to save memory")] = False
     eval_batch_size: Annotated[
         int | None, about("rows in a batch of an evaluation; None is four times `batch_size`", ge=1)
     ] = None
@@ -125,7 +126,7 @@ class TrainConfig:
     strategy: Annotated[str, one_of(STRATEGIES, "how several devices train one model; one device needs none")] = "ddp"
     lr_scaling: Annotated[str, one_of(LR_SCALINGS, "factor on `lr`: number of devices, or its root")] = "none"
     cpu_offload: Annotated[bool, about('of "fsdp": keep weights, gradients and optimizer state in CPU memory')] = False
-    shard_above: Annotated[
+    shard_checkpoint_above_gib: Annotated[
         float, about('of "fsdp": GiB of state above which devices write checkpoints in parts', ge=0)
     ] = 4.0
     model: Annotated[
@@ -163,12 +164,12 @@ class TrainConfig:
             raise ObjectiveError(f"model must hold plain JSON values (numbers, words, lists, None), not {value!r}")
         return copied
 
-    @field_validator(*NAMES)
+    @field_validator(*CHOICES)
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
-        known = NAMES[str(info.field_name)]
+        known = CHOICES[str(info.field_name)]
         if name not in known:
-            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {nearest(name, list(known))}")
+            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {suggest_names(name, list(known))}")
         return name
 
     @model_validator(mode="after")
@@ -187,7 +188,7 @@ class TrainConfig:
         return self
 
     def _check_fsdp(self) -> None:
-        if self.optimizer in _WHOLE:
+        if self.optimizer in _UNSHARDABLE_OPTIMIZERS:
             raise ObjectiveError(
                 f"optimizer={self.optimizer!r} needs whole weights, and strategy='fsdp' spreads them: use 'adamw', "
                 "'muon' or another, or strategy='ddp'"
@@ -208,7 +209,7 @@ class TrainConfig:
         Raises:
             ObjectiveError: an unknown field (with the nearest name) or a value that is not valid.
         """
-        return cls(**{str(name): value for name, value in values.items()})
+        return cls(**current_training({str(name): value for name, value in values.items()}))
 
 
 FIELDS: dict[str, FieldInfo] = vars(TrainConfig)["__pydantic_fields__"]
@@ -221,7 +222,7 @@ def _complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name, value, kind = str(first["loc"][0]), first["input"], first["type"]
     if name not in FIELDS:
-        return f"unknown training setting {name!r}: {nearest(name, list(FIELDS))}"
+        return f"unknown training setting {name!r}: {suggest_names(name, list(FIELDS))}"
     if kind == "finite_number":
         must = "a finite number"
     elif kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
@@ -247,9 +248,7 @@ def type_name(field: FieldInfo) -> str:
 
 def _range(field: FieldInfo) -> str:
     """The bounds of a number: `above 0`, `at least 1`, `in [0, 1)`."""
-    bounds: dict[str, float] = {
-        name: value for item in field.metadata for name, value in dataclasses.asdict(item).items()
-    }
+    bounds = {name: value for item in field.metadata for name, value in dataclasses.asdict(item).items()}
     low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
     if high is None:
         return f"{'above' if 'gt' in bounds else 'at least'} {low}"

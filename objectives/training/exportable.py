@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import Tree, leaves, refilled, tensors
+from hpsearch.objectives.training.data.tree import Tree, leaves, tensors, unflatten_like
 from hpsearch.objectives.training.evaluation.step import Call
 
 _ROWS = 4  # in an example: an exporter takes a dimension of 1 for a constant
@@ -24,10 +24,10 @@ class Example:
     """Inputs to export a model with: a raw batch on the CPU, and for each of its tensors the variable dimensions."""
 
     x: Tree
-    free: Sequence[frozenset[int]]
+    dynamic_dims: Sequence[frozenset[int]]
 
 
-def example_of(val: Dataset) -> Example:
+def build_example(val: Dataset) -> Example:
     """Return four validation inputs, and which of their dimensions vary between batches."""
     x = val.inputs(torch.arange(_ROWS) % len(val))
     found = [tensor for _, tensor in tensors(x)]
@@ -40,7 +40,7 @@ def example_of(val: Dataset) -> Example:
     return Example(x, [frozenset(known) for known in free])
 
 
-class Positional(nn.Module):
+class PositionalInputsWrapper(nn.Module):
     """A model that takes the tensors of its inputs one after the other, or by where they stand in the structure."""
 
     def __init__(self, model: nn.Module, call: Call, x: Tree) -> None:
@@ -49,7 +49,7 @@ class Positional(nn.Module):
 
         def forward(*parts: Tensor, **named: Tensor) -> object:
             given = bound.bind(*parts, **named).args
-            return call(model, refilled(x, iter(given)))
+            return call(model, unflatten_like(x, iter(given)))
 
         names = [re.sub(r"\W", "_", f"_{name}" if name[0].isdigit() else name) for name, _ in tensors(x)]
         bound = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
@@ -64,4 +64,4 @@ def exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[t
         return model, parts
     if not parts or not all(isinstance(leaf, (Tensor, int, float, str, type(None))) for _, leaf in leaves(x)):
         raise ObjectiveError(f"its inputs are no tensors but {type(x).__name__}")
-    return Positional(model, call, x), parts
+    return PositionalInputsWrapper(model, call, x), parts

@@ -1,4 +1,4 @@
-"""The processes that train one trial together, a device each: ranks. This module alone speaks to torch.distributed."""
+"""Ranks: the processes that train one trial together, one device each. The only user of torch.distributed."""
 
 from __future__ import annotations
 
@@ -27,194 +27,196 @@ from hpsearch.objectives.errors import ObjectiveError
 
 T = TypeVar("T")
 
-TIMEOUT = 30.0  # seconds in which all ranks have to come to a collective of the training itself
-_PATIENT = timedelta(days=7)  # for those that wait for rank 0, which may load data or store a model meanwhile
-_MEETING = timedelta(minutes=30)  # for ranks to come together: one may load data yet
-_TELLING = 5.0  # seconds that a rank which failed has to say why
-_LOOKED = 1.0  # seconds between two looks whether one did, where connections do not break by themselves
+TIMEOUT = 30.0  # seconds within which all ranks must reach a collective of the training
+_CPU_GROUP_TIMEOUT = timedelta(days=7)  # ranks wait here while rank 0 loads data or stores a model
+_JOIN_TIMEOUT = timedelta(minutes=30)  # another rank may still load data
+_CAUSE_TIMEOUT_SECONDS = 5.0  # for a failed rank to store its error
+_WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, where connections do not break by themselves
 
 
 class RankLostError(RuntimeError):
-    """A rank is gone, or does not answer: the ranks that are left cannot go on, and their processes have to end."""
+    """A rank exited or does not answer. The other ranks cannot continue; their processes must end."""
 
 
 class RankError(RuntimeError):
-    """Another rank failed; the message has its reason."""
+    """Another rank failed; the message is its error."""
 
 
-class _LedError(RuntimeError):
-    """Rank 0 failed in what it does for all."""
+class _RankZeroError(RuntimeError):
+    """Rank 0 failed in `run_on_rank_zero`."""
 
 
 class Ranks:
-    """The interface of a process to the others that train with it; here, a process that trains alone."""
+    """Communication with the other ranks; this base class is for a single process."""
 
     rank = 0
-    world = 1
-    control: Any = None  # torch's group of connections between CPUs, without a time limit; None in one process
-    # Whether this rank's process is told to go, and what rank 0 does when another's is: by whoever runs the process.
-    told_to_go: Callable[[], bool] = staticmethod(lambda: False)
-    on_told_to_go: Callable[[], None] = staticmethod(lambda: None)
+    world_size = 1
+    cpu_group: Any = None  # gloo process group without a timeout; None in a single process
+    # Set by the code that runs the process: whether this rank has the stop signal, and the action of rank 0 if any has.
+    should_stop: Callable[[], bool] = staticmethod(lambda: False)
+    on_stop_request: Callable[[], None] = staticmethod(lambda: None)
 
-    def __repr__(self) -> str:  # stands in the reference pages as a default
-        return f"rank {self.rank} of {self.world}"
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one process."""
-        return self.world == 1
+    def __repr__(self) -> str:  # the reference pages print it as a default
+        return f"rank {self.rank} of {self.world_size}"
 
     @property
-    def first(self) -> bool:
-        """Whether this is rank 0, which alone speaks to the study and writes files."""
+    def is_single_process(self) -> bool:
+        """Whether this process trains without others."""
+        return self.world_size == 1
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, the only rank that uses the study and writes files."""
         return self.rank == 0
 
-    def share(self, rows: Tensor) -> Tensor:
-        """Which of the rows [n] are this rank's; none where there are fewer rows than ranks."""
-        return rows if self.alone else rows[self.rank :: self.world]
+    def shard_rows(self, rows: Tensor) -> Tensor:
+        """Return this rank's share of the rows [n]; it is empty for some ranks if there are fewer rows than ranks."""
+        return rows if self.is_single_process else rows[self.rank :: self.world_size]
 
-    def purpose(self) -> tuple[int | str, ...]:
-        """What the purpose of a seed has beside, where ranks draw apart: rank 0 draws as one process does."""
+    def seed_suffix(self) -> tuple[int | str, ...]:
+        """Return extra seed components for a per-rank random stream; none on rank 0, which matches a single process."""
         return ("rank", self.rank) if self.rank else ()
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, in place."""
         return values
 
-    def told(self, value: T) -> T:
-        """Rank 0's value."""
+    def broadcast_object(self, value: T) -> T:
+        """Return the value of rank 0."""
         return value
 
-    def each(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank."""
         return [value]
 
-    def led(self, work: Callable[[], T]) -> T:
-        """What rank 0's work comes to; the others do none, and what it raises ends them too."""
+    def run_on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 only and return its result on all ranks; an error is raised on all ranks."""
         return work()
 
-    def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Gives every rank the tensors of rank 0, in place."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors of rank 0 to all ranks, in place."""
 
-    def average(self, tensors: Iterable[Tensor]) -> None:
-        """Gives every rank the mean over ranks, in place."""
+    def all_reduce_mean(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their means over ranks, in place."""
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context that all ranks leave together: if one fails, all raise its error, or a RankLostError."""
+    def fail_together(self) -> AbstractContextManager[None]:
+        """Return a context that all ranks leave together: if one fails, all raise its error or a RankLostError."""
         return nullcontext()
 
 
-ALONE = Ranks()
-_HERE: dict[str, Ranks] = {}
+SINGLE_PROCESS = Ranks()
+_CURRENT: dict[str, Ranks] = {}
 
 
-def current() -> Ranks:
-    """The ranks that this process is one of."""
-    return _HERE.get("ranks", ALONE)
+def current_ranks() -> Ranks:
+    """Return the ranks to which this process belongs."""
+    return _CURRENT.get("ranks", SINGLE_PROCESS)
 
 
-class _Group(Ranks):
-    """One of several ranks, which meet in a store that outlives them.
+class _ProcessGroup(Ranks):
+    """One of several ranks, which connect through a store that outlives the process group.
 
-    `backend` is that of the collectives over tensors, "gloo" or "nccl" for GPUs; all ranks have to come to one within
-    `timeout` seconds.
+    `backend` is used for collectives over tensors: "gloo", or "nccl" for GPUs. All ranks must reach a collective
+    within `timeout` seconds.
     """
 
-    def __init__(self, store: distributed_c10d.Store, rank: int, world: int, *, backend: str, timeout: float) -> None:
-        self.rank, self.world = rank, world
+    def __init__(
+        self, store: distributed_c10d.Store, rank: int, world_size: int, *, backend: str, timeout: float
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
         self._store, self._backend, self._timeout = store, backend, timedelta(seconds=timeout)
-        self._number = 0
+        self._generation = 0
         self._join()
 
     def _join(self) -> None:
-        self._number += 1
-        here = [f"here/{self._number}/{rank}" for rank in range(self.world)]
+        self._generation += 1
+        here = [f"here/{self._generation}/{rank}" for rank in range(self.world_size)]
         try:
-            # One may be busy with what it did alone: the time for a collective begins when all are there.
+            # A rank may still be busy: the timeout of the first collective must start when all have arrived.
             self._store.set(here[self.rank], "")
-            self._store.wait(here, max(self._timeout, _MEETING))
+            self._store.wait(here, max(self._timeout, _JOIN_TIMEOUT))
             dist.init_process_group(
                 self._backend,
-                store=distributed_c10d.PrefixStore(f"group/{self._number}", self._store),
+                store=distributed_c10d.PrefixStore(f"group/{self._generation}", self._store),
                 rank=self.rank,
-                world_size=self.world,
+                world_size=self.world_size,
                 timeout=self._timeout,
             )
-            # What waits for rank 0 has a group of its own, on the CPU: it may take as long as rank 0 does.
-            self.control = dist.new_group(backend="gloo", timeout=_PATIENT)
+            # Collectives that wait for work of rank 0 need a separate group without a timeout.
+            self.cpu_group = dist.new_group(backend="gloo", timeout=_CPU_GROUP_TIMEOUT)
         except RuntimeError as error:
-            raise RankLostError(f"the ranks did not meet: {_line(error)}") from error
+            raise RankLostError(f"the ranks did not connect: {_one_line(error)}") from error
         self._watched = threading.Event()
         if self._backend != "gloo":
-            threading.Thread(target=self._watch, args=(self._number, self._watched), daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._generation, self._watched), daemon=True).start()
 
     def close(self) -> None:
-        """Close this rank's connections, which ends the wait of other ranks for it."""
+        """Close this rank's connections, so that the other ranks stop waiting for it."""
         self._watched.set()
-        self.control = None
+        self.cpu_group = None
         if self._backend != "gloo":
-            _abort()
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # somebody's loop may have done so
+            _abort_collectives()
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a custom loop may have closed it
             dist.destroy_process_group()
 
     def _watch(self, number: int, over: threading.Event) -> None:
-        """Ends collectives that do not learn of a closed connection, as those of NCCL."""
-        while not over.wait(_LOOKED):
-            if self._store.check([_key(number)]):
+        """Abort collectives after an error of another rank; NCCL does not detect closed connections."""
+        while not over.wait(_WATCH_INTERVAL_SECONDS):
+            if self._store.check([_cause_key(number)]):
                 if not over.is_set():
-                    _abort()
+                    _abort_collectives()
                 return
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         return values
 
-    def told(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         held = [value]
         _require_connections()
-        dist.broadcast_object_list(held, src=0, group=self.control)
+        dist.broadcast_object_list(held, src=0, group=self.cpu_group)
         return held[0]
 
-    def each(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.world
+    def all_gather_object(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.world_size
         _require_connections()
-        dist.all_gather_object(found, value, group=self.control)
+        dist.all_gather_object(found, value, group=self.cpu_group)
         return found
 
-    def led(self, work: Callable[[], T]) -> T:
-        if not self.first:
-            answer: tuple[bool, Any] = self.told((False, None))
-            done, said = answer
-            if not done:
-                raise _LedError(said)
-            return said  # type: ignore[no-any-return]  # rank 0's value, of T
+    def run_on_rank_zero(self, work: Callable[[], T]) -> T:
+        if not self.is_rank_zero:
+            answer: tuple[bool, Any] = self.broadcast_object((False, None))
+            succeeded, result = answer
+            if not succeeded:
+                raise _RankZeroError(result)
+            return result  # type: ignore[no-any-return]  # rank 0's value, of T
         try:
             value = work()
-        except BaseException as error:  # whatever it is: the others wait for an answer
-            self.told((False, _line(error)))
+        except BaseException as error:  # of any kind, because the other ranks wait for a result
+            self.broadcast_object((False, _one_line(error)))
             raise
-        self.told((True, value))
+        self.broadcast_object((True, value))
         return value
 
-    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def average(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce_mean(self, tensors: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for tensor in tensors:
-                tensor.copy_(self.total(tensor.double()).div_(self.world))
+                tensor.copy_(self.all_reduce_sum(tensor.double()).div_(self.world_size))
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         # After a failure the ranks make new connections, because the old ones may hold parts of messages.
         try:
             yield
-            self.each(None)  # no rank continues while another may still fail
-        except BaseException as error:  # whatever it is: the others are to leave as well
+            self.all_gather_object(None)  # no rank continues while another may still fail
+        except BaseException as error:  # of any kind, because the other ranks must leave too
             cause = self._cause(error)
-            _let_go(error)
+            _release_references(error)
             self.close()
             if isinstance(cause, RankLostError):
                 raise cause from error
@@ -224,39 +226,39 @@ class _Group(Ranks):
             raise cause from error
 
     def _cause(self, error: BaseException) -> BaseException:
-        """What ended the ranks: the error, or that of the rank which failed first."""
+        """Return the error to raise: that of the rank which failed first."""
         if isinstance(error, RankLostError):
             return error
         try:
-            if not _follows(error):
-                own = _described(error, self.rank)
-                first = self._store.compare_set(_key(self._number), "", own).decode()
-                return error if first == own else _told(first, error)
-            self._store.wait([_key(self._number)], timedelta(seconds=_TELLING))
-            return _told(self._store.get(_key(self._number)).decode(), error)
-        except RuntimeError:  # nobody said anything, or there is no store
+            if not _is_consequence(error):
+                own = _to_json(error, self.rank)
+                first = self._store.compare_set(_cause_key(self._generation), "", own).decode()
+                return error if first == own else _from_json(first, error)
+            self._store.wait([_cause_key(self._generation)], timedelta(seconds=_CAUSE_TIMEOUT_SECONDS))
+            return _from_json(self._store.get(_cause_key(self._generation)).decode(), error)
+        except RuntimeError:  # no rank stored an error, or the store is gone
             seconds = self._timeout.total_seconds()
-            return RankLostError(f"another rank is gone, or does not answer ({seconds:g} s at most): {_line(error)}")
+            return RankLostError(f"another rank exited or did not answer within {seconds:g} s: {_one_line(error)}")
 
 
 def _require_connections() -> None:
     if not dist.is_initialized():
         raise ObjectiveError(
-            "the connections of the ranks are closed: leave out destroy_process_group(), the next trial needs them"
+            "the process group is closed, but the next trial needs it; remove the call of destroy_process_group()"
         )
 
 
-def _let_go(error: BaseException) -> None:
-    """Forgets what the code that failed held: a connection that something refers to is not closed.
+def _release_references(error: BaseException) -> None:
+    """Drop the references that the failed frames hold.
 
-    Gloo's are closed with the last reference alone, and the others wait for that.
+    Gloo closes a connection only with its last reference, and the other ranks wait for that.
     """
-    for each in _chain(error):
+    for each in _iterate_causes(error):
         traceback.clear_frames(each.__traceback__)
     gc.collect()
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Iterate over an error and its causes."""
     seen: BaseException | None = error
     while seen is not None:
@@ -264,78 +266,82 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
-def _key(number: int) -> str:
+def _cause_key(number: int) -> str:
     return f"cause/{number}"
 
 
-def _abort() -> None:
-    """Ends the collectives that this process waits in."""
-    with contextlib.suppress(RuntimeError, ValueError):  # there may be nothing left to end
+def _abort_collectives() -> None:
+    """Abort the collectives that this process waits in."""
+    with contextlib.suppress(RuntimeError, ValueError):  # no collective may be pending
         distributed_c10d._abort_process_group()
 
 
-def _follows(error: BaseException) -> bool:
-    """Whether an error is only that another rank has left: also where somebody's code made one of its own of it."""
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether an error only follows from the failure of another rank, directly or as a cause."""
     return any(
-        isinstance(each, (_LedError, dist.DistError)) or (isinstance(each, RuntimeError) and "gloo" in str(each))
-        for each in _chain(error)
+        isinstance(each, (_RankZeroError, dist.DistError)) or (isinstance(each, RuntimeError) and "gloo" in str(each))
+        for each in _iterate_causes(error)
     )
 
 
-def _described(error: BaseException, rank: int) -> str:
-    """An error as JSON: what is needed to raise it on other ranks."""
+def _to_json(error: BaseException, rank: int) -> str:
+    """Return an error as JSON, for raising it on other ranks."""
     kind = type(error)
-    plain = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
-    described = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__, "text": str(error), "held": plain}
-    return json.dumps(described)
+    attributes = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
+    where = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__}
+    return json.dumps({**where, "text": str(error), "attributes": attributes})
 
 
-def _told(described: str, own: BaseException) -> BaseException:
-    """The error of another rank; this rank's own where it is the same."""
-    said = json.loads(described)
-    if said["name"] == type(own).__qualname__ and said["text"] == str(own):
+def _from_json(described: str, own: BaseException) -> BaseException:
+    """Return the error of another rank; `own` if both are the same."""
+    other = json.loads(described)
+    if other["name"] == type(own).__qualname__ and other["text"] == str(own):
         return own
-    text = f"{said['text']} (on rank {said['rank']})"
-    if not said["module"].startswith("hpsearch.objectives."):
-        return RankError(f"{said['name']}: {text}")
-    kind = getattr(importlib.import_module(said["module"]), said["name"], RankError)
+    text = f"{other['text']} (on rank {other['rank']})"
+    if not other["module"].startswith("hpsearch.objectives."):
+        return RankError(f"{other['name']}: {text}")
+    kind = getattr(importlib.import_module(other["module"]), other["name"], RankError)
     error: BaseException = kind.__new__(kind)
     error.args = (text,)
-    vars(error).update(said["held"])
+    vars(error).update(other["attributes"])
     return error
 
 
-def _line(error: BaseException) -> str:
-    """What an error says, in a line, without the place in gloo's source."""
-    said = re.sub(r"\[/\S*gloo/\S+\] ", "", str(error))
-    return " ".join(f"{type(error).__name__}: {said}".split())[:500]
+def _one_line(error: BaseException) -> str:
+    """Return an error as one line, without the position in gloo's source."""
+    text = re.sub(r"\[/\S*gloo/\S+\] ", "", str(error))
+    return " ".join(f"{type(error).__name__}: {text}".split())[:500]
 
 
 @contextlib.contextmanager
-def joined(*, device: str = "cpu", timeout: float = TIMEOUT, place: Path | None = None) -> Iterator[Ranks]:
-    """Join the ranks of torch's launcher, by its environment variables; within the context they are `current`.
+def init_process_group(
+    *, device: str = "cpu", timeout: float = TIMEOUT, store_path: Path | None = None
+) -> Iterator[Ranks]:
+    """Join the ranks by the environment variables of torchrun; within the context they are `current_ranks()`.
 
     Args:
         device: the training device, "cpu" or "cuda".
-        timeout: seconds in which all ranks have to come to a collective of the training.
-        place: a file in a folder of the user, by which ranks of one machine meet. None uses `MASTER_ADDR` and
-            `MASTER_PORT`, a port that other users may reach.
+        timeout: seconds within which all ranks must reach a collective of the training.
+        store_path: file in a private folder, through which the ranks of one machine connect. None uses `MASTER_ADDR`
+            and `MASTER_PORT`, a port that other users may reach.
 
     Raises:
-        RankLostError: another rank does not come.
+        RankLostError: another rank does not join.
     """
     store: distributed_c10d.Store
-    if place is None:
-        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT))))
+    if store_path is None:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT))))
     else:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(str(place), world)  # type: ignore[attr-defined]  # torch declares no export
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(str(store_path), world_size)  # type: ignore[attr-defined]  # torch declares no export
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    group = _Group(distributed_c10d.PrefixStore("ranks", store), rank, world, backend=backend, timeout=timeout)
-    _HERE["ranks"] = group
+    group = _ProcessGroup(
+        distributed_c10d.PrefixStore("ranks", store), rank, world_size, backend=backend, timeout=timeout
+    )
+    _CURRENT["ranks"] = group
     try:
         yield group
     finally:
-        _HERE.clear()
+        _CURRENT.clear()
         group.close()

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Results of a training run."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from hpsearch.objectives.training.session import Curve, Verdict
 Status = Literal["completed", "pruned", "stopped"]
 
 
-def status_of(verdict: Verdict, *, finished: bool) -> Status:
+def derive_status(verdict: Verdict, *, finished: bool) -> Status:
     """Return the status of a run that ended with a verdict; `finished` is whether nothing was left to train."""
     if verdict == Verdict.PRUNE:
         return "pruned"
-    if verdict == Verdict.PAUSE:  # also where nothing is left to train: whether it counts is decided elsewhere
+    if verdict == Verdict.PAUSE:  # also after the last epoch: the caller decides whether it counts
         return "stopped"
     return "completed" if finished else "stopped"
 
 
-class Exported(NamedTuple):
-    """What there is to export.
+class ExportableModel(NamedTuple):
+    """A model for export.
 
     Attributes:
-        module: in evaluation mode, on the CPU; it takes the tensors of its inputs one after the other.
-        inputs: a batch of at least two samples, by name; a lone tensor has none.
-        free: for each of them the dimensions whose size is not always the same.
+        module: module in evaluation mode on the CPU, with positional tensor inputs.
+        inputs: names and tensors of a batch with at least two samples; the name of a single tensor is empty.
+        dynamic_dims: for each input, the dimensions with dynamic size, as in `dynamic_shapes` of `torch.export`.
     """
 
     module: nn.Module
     inputs: list[tuple[str, Tensor]]
-    free: Sequence[frozenset[int]]
+    dynamic_dims: Sequence[frozenset[int]]
 
 
 @dataclass(frozen=True)
-class FreshScore:
-    """What a run on a fresh division of the data scores.
+class ResplitScore:
+    """The score of a run on a new split of the data.
 
     Attributes:
         value: of the metric, by cross-fitting where the validation samples could be halved; else of the best epoch.
@@ -62,11 +62,11 @@ class FreshScore:
     sizes: tuple[int, int, int]
 
     def record(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the score as plain values, for storage."""
         return {**asdict(self), "epochs": list(self.epochs), "sizes": list(self.sizes)}
 
-    def told(self, metric: str) -> str:
-        """What it is, in words."""
+    def describe(self, metric: str) -> str:
+        """Return a description of the score."""
         if not self.epochs:
             return f"{metric} {self.value:.6g} of the best epoch"
         chosen = " and ".join(str(epoch + 1) for epoch in self.epochs)
@@ -75,7 +75,7 @@ class FreshScore:
 
 @dataclass(kw_only=True)
 class RunResult(ABC):
-    """What a run came to, however it was trained.
+    """The result of a run.
 
     Attributes:
         status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
@@ -93,7 +93,7 @@ class RunResult(ABC):
     best_path: Path | None
     last_path: Path | None
     resume_note: str | None = None
-    fresh: FreshScore | None = None
+    resplit_score: ResplitScore | None = None
 
     @property
     def best_epoch(self) -> int:
@@ -122,21 +122,21 @@ class RunResult(ABC):
 
     @property
     def data_digest(self) -> tuple[str, int] | None:
-        """SHA-256 of the data as it was split, and the number of validation samples; None where nobody knows."""
+        """SHA-256 of the data as it was split, and the number of validation samples; None if unknown."""
         return None
 
     @abstractmethod
-    def exported(self) -> Exported:
-        """What there is to export of the best epoch.
+    def exportable_model(self) -> ExportableModel:
+        """Return the model of the best epoch for export.
 
         Raises:
-            ObjectiveError: nothing.
+            ObjectiveError: the model cannot be exported.
         """
 
 
 @dataclass(kw_only=True)
 class FitResult(RunResult):
-    """What a run of the training loop came to.
+    """The result of a run of the training loop.
 
     Attributes:
         model: with the weights of the best epoch, in evaluation mode, on the CPU; on ranks other than the first it may
@@ -145,8 +145,8 @@ class FitResult(RunResult):
         call: how the model is called with them.
         split_hash: SHA-256 of the data as it was split.
         val: the validation split, on the CPU: what `best_value` was measured on.
-        train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
-            for the report, and None without a run directory.
+        train_scores: loss and metrics of the best weights on the training split, in evaluation mode, for the
+            report; None without a run directory.
         memory: most bytes of the device's memory that the run held at once; None on a CPU.
         fresh: the score of a run on a fresh division; None of any other.
     """
@@ -164,10 +164,10 @@ class FitResult(RunResult):
         """The hash of the data as it was split, and the number of validation samples."""
         return self.split_hash, len(self.val)
 
-    def exported(self) -> Exported:
-        """The model, as it is served.
+    def exportable_model(self) -> ExportableModel:
+        """Return the model of the best epoch for export.
 
         Raises:
-            ObjectiveError: its inputs are no tensors.
+            ObjectiveError: its inputs are not tensors.
         """
-        return Exported(*exportable(self.model, self.call, self.example.x), self.example.free)
+        return ExportableModel(*exportable(self.model, self.call, self.example.x), self.example.dynamic_dims)

@@ -37,7 +37,7 @@ class Verdict:
     STOP: ClassVar[Verdict]
     PAUSE: ClassVar[Verdict]
 
-    def because(self, reason: object) -> Verdict:
+    def with_reason(self, reason: object) -> Verdict:
         """Return the same verdict with a reason."""
         return Verdict(self.name, reason)
 
@@ -80,7 +80,7 @@ class Curve:
         return len(self.history)
 
     @property
-    def stale(self) -> int:
+    def epochs_since_best(self) -> int:
         """Epochs since the best one."""
         return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
 
@@ -93,7 +93,7 @@ class Curve:
         self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
         return True
 
-    def best_until(self, epoch: int) -> EpochRecord:
+    def best_up_to(self, epoch: int) -> EpochRecord:
         """Return the record of the best epoch up to `epoch`; of equal ones the earliest."""
         best = self.history[0]
         for record in self.history[1 : epoch + 1]:
@@ -120,12 +120,12 @@ class Curve:
             self._append(EpochRecord(**record))
 
 
-class Due(enum.Enum):
+class MidEpochAction(enum.Enum):
     """What is due after an optimizer step, in the midst of an epoch."""
 
-    NOTHING = "nothing"
+    NONE = "nothing"
     SAVE = "save"
-    LEAVE = "leave"  # save, and go on later: there is no time to end the epoch
+    SAVE_AND_STOP = "leave"  # save, and go on later: there is no time to end the epoch
 
 
 class Session(Protocol):
@@ -153,14 +153,14 @@ class Session(Protocol):
         and `promotable(state)` is what a promotion needs of it.
         """
 
-    def due(self, left: Callable[[], float]) -> Due:
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
         """Asked after each optimizer step: whether the run's state is to be saved there, or the run to be left.
 
         Args:
             left: the seconds that the epoch will yet take, its validation and checkpoint included, by its pace so far.
         """
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Keeps the state in the midst of an epoch: as `save`, but nothing of that epoch is known yet."""
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -223,11 +223,11 @@ class LocalSession:
         if last:
             self._saved_at = now
 
-    def due(self, left: Callable[[], float]) -> Due:  # noqa: ARG002 a session's
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:  # noqa: ARG002 a session's
         """Saves each `save_every` seconds."""
-        return Due.SAVE if self.files.is_due(self._save_every) else Due.NOTHING
+        return MidEpochAction.SAVE if self.files.is_due(self._save_every) else MidEpochAction.NONE
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Writes `last.pt`, keeping those before."""
         self.files.save_last(state)
 
@@ -256,7 +256,9 @@ class RankedSession:
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
         self._session, self._ranks = cast("Session", session), ranks  # rank 0 alone uses the session
         self.curve = None if session is None else session.curve
-        self.run_dir, self.shards = ranks.told((None, None) if session is None else (session.run_dir, session.shards))
+        self.run_dir, self.shards = ranks.broadcast_object(
+            (None, None) if session is None else (session.run_dir, session.shards)
+        )
         self._steps = 0  # until the ranks agree again
         self._asked = time.monotonic()
         self._apart = 1  # steps between the last two times
@@ -272,46 +274,46 @@ class RankedSession:
                 return state
             return {**state, "best": {**state["best"], "model": {}}}
 
-        told = self._ranks.led(lean)
-        return read[0] if self._ranks.first else told
+        told = self._ranks.run_on_rank_zero(lean)
+        return read[0] if self._ranks.is_rank_zero else told
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Rank 0 keeps the state after an epoch; nobody goes on before it is kept."""
-        self._ranks.led(lambda: self._session.save(state, best=best))
+        self._ranks.run_on_rank_zero(lambda: self._session.save(state, best=best))
 
-    def due(self, left: Callable[[], float]) -> Due:
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
         """The same on all ranks, at the same step: asked at steps that are some time apart, not at each."""
         self._steps -= 1
         if self._steps > 0:
-            return Due.NOTHING
-        told = any(self._ranks.each(self._ranks.told_to_go()))
-        due, self._apart = self._ranks.led(lambda: self._ask(left, told=told))
+            return MidEpochAction.NONE
+        stop = any(self._ranks.all_gather_object(self._ranks.should_stop()))
+        due, self._apart = self._ranks.run_on_rank_zero(lambda: self._ask(left, should_stop=stop))
         self._steps = self._apart
         return due
 
-    def _ask(self, left: Callable[[], float], *, told: bool) -> tuple[Due, int]:
+    def _ask(self, left: Callable[[], float], *, should_stop: bool) -> tuple[MidEpochAction, int]:
         """What is due, and after how many steps the ranks agree again."""
-        if told:
-            self._ranks.on_told_to_go()
+        if should_stop:
+            self._ranks.on_stop_request()
         now = time.monotonic()
         pace = max((now - self._asked) / self._apart, 1e-6)
         self._asked = now
-        return self._session.due(left), max(1, min(int(_ASKED / pace), 2 * self._apart))
+        return self._session.mid_epoch_action(left), max(1, min(int(_ASKED / pace), 2 * self._apart))
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Rank 0 keeps the state in the midst of an epoch."""
-        self._ranks.led(lambda: self._session.save_within(state))
+        self._ranks.run_on_rank_zero(lambda: self._session.save_mid_epoch(state))
 
     def report(self, record: EpochRecord) -> Verdict:
         """Rank 0 reports; all ranks leave in the same epoch."""
-        return self._ranks.led(lambda: self._session.report(record))
+        return self._ranks.run_on_rank_zero(lambda: self._session.report(record))
 
     def log(self, path: Path) -> None:
         """Rank 0 takes a file that the run made; the others make none."""
-        if self._ranks.first:
+        if self._ranks.is_rank_zero:
             self._session.log(path)
 
 
-def on_ranks(session: Session | None, ranks: Ranks) -> Session | None:
+def wrap_session(session: Session | None, ranks: Ranks) -> Session | None:
     """The session of a run on ranks; None where rank 0 has none."""
-    return RankedSession(session, ranks) if ranks.told(session is not None) else None
+    return RankedSession(session, ranks) if ranks.broadcast_object(session is not None) else None

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.evaluation.gathered import UnkeptError
-from hpsearch.objectives.training.exportable import example_of
+from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
+from hpsearch.objectives.training.exportable import build_example
 from hpsearch.objectives.training.loop.build import build
-from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_within, train_epoch
-from hpsearch.objectives.training.loop.guards import NonFiniteError, told_apart
-from hpsearch.objectives.training.loop.instruments import NONE, Instruments
-from hpsearch.objectives.training.loop.measuring import peak_memory, plain, reset_peak_memory
-from hpsearch.objectives.training.loop.rehearsal import oddities
+from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_mid_epoch, train_epoch
+from hpsearch.objectives.training.loop.guards import NonFiniteError, translate_torch_errors
+from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
+from hpsearch.objectives.training.loop.measure import peak_memory, reset_peak_memory, unwrap_model
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.stepping import call_in
-from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.loop.sanity_checks import config_warnings
+from hpsearch.objectives.training.loop.step_functions import forward_call
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reports.report import write_report
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
-from hpsearch.objectives.training.result import FitResult, status_of
-from hpsearch.objectives.training.session import Curve, Due, LocalSession, Session, Verdict, on_ranks
+from hpsearch.objectives.training.reproducibility.seeds import enable_repeatable_cublas, reproducible, set_seed
+from hpsearch.objectives.training.result import FitResult, derive_status
+from hpsearch.objectives.training.session import Curve, LocalSession, MidEpochAction, Session, Verdict, wrap_session
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -57,13 +57,13 @@ class BaseTrainer:
     ) -> None:
         if run_dir is None and session is not None:
             run_dir = session.run_dir
-        self.config, self.plan, self.ranks = config, plan, current()
-        if not self.ranks.first:  # only rank 0 uses the session and writes files
+        self.config, self.plan, self.ranks = config, plan, current_ranks()
+        if not self.ranks.is_rank_zero:  # only rank 0 uses the session and writes files
             session = run_dir = None
         self.kept = LocalSession(run_dir) if session is None and run_dir is not None else session
-        self.session = self.kept if self.ranks.alone else on_ranks(self.kept, self.ranks)
-        self.files = RunDir(run_dir, told=self.ranks.first)
-        self.device = device_named(device)
+        self.session = self.kept if self.ranks.is_single_process else wrap_session(self.kept, self.ranks)
+        self.files = RunDir(run_dir, should_log=self.ranks.is_rank_zero)
+        self.device = resolve_device(device)
         self.curve = None if self.session is None else self.session.curve
 
     def _open(self, curve: Curve, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> Verdict:
@@ -84,7 +84,7 @@ class BaseTrainer:
     def _shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
         """Return the fields of a `RunResult`; `finished` is whether nothing was left to train."""
         return {
-            "status": status_of(verdict, finished=finished),
+            "status": derive_status(verdict, finished=finished),
             "verdict": verdict,
             "curve": curve,
             "best_path": self.files.existing("best.pt"),
@@ -99,7 +99,7 @@ class BaseTrainer:
                 self.session.log(path)
 
 
-class _LeftError(Exception):
+class _MidEpochStopError(Exception):
     """The epoch is left in its midst, and its state is saved."""
 
 
@@ -140,14 +140,14 @@ class Trainer(BaseTrainer):
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
-        instruments: Instruments = NONE,
+        instruments: Instruments = NO_INSTRUMENTS,
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
         plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, division, refit)
         super().__init__(config, plan, session=session, run_dir=run_dir, device=device)
         self.objective = objective
-        self.instruments = instruments if self.ranks.first else NONE
+        self.instruments = instruments if self.ranks.is_rank_zero else NO_INSTRUMENTS
         self.instruments.check(self.files.path)
 
     def fit(self) -> FitResult:
@@ -160,7 +160,7 @@ class Trainer(BaseTrainer):
             DeviceMemoryError: the configuration does not fit the device.
         """
         switches = reproducible(deterministic=self.config.deterministic, matmul_precision=self.config.matmul_precision)
-        with switches, self.files.logging(), told_apart(self.config, self.device):
+        with switches, self.files.logging(), translate_torch_errors(self.config, self.device):
             run = self._build()
             verdict = self._start(run)
             while verdict == Verdict.CONTINUE and not run.finished:
@@ -174,14 +174,14 @@ class Trainer(BaseTrainer):
         started -= sums.seconds
         try:
             with self.instruments.profiler(run, self.files.path):
-                train_epoch(run, epoch, sums, partial(self._within, run, started))
-        except _LeftError:
+                train_epoch(run, epoch, sums, partial(self._save_mid_epoch_if_due, run, started))
+        except _MidEpochStopError:
             return Verdict.STOP
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
-        run.strategy.agree(run.model)
-        run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
-        run.strategy.agree(run.judged)
+        run.strategy.sync_buffers(run.model)
+        run.average.after_epoch(epoch, run.batch_source.inputs, forward_call(run.step_function))
+        run.strategy.sync_buffers(run.eval_model)
         scores = run.validate_epoch()
         measured = self._measured(run, scores, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
@@ -194,9 +194,9 @@ class Trainer(BaseTrainer):
             "epoch_seconds": time.perf_counter() - started,
             "samples_per_second": sums.samples / training,
         }
-        if not run.ranks.alone:
-            metrics["samples_per_second_per_device"] = metrics["samples_per_second"] / run.ranks.world
-            if efficiency := run.strategy.efficiency():
+        if not run.ranks.is_single_process:
+            metrics["samples_per_second_per_device"] = metrics["samples_per_second"] / run.ranks.world_size
+            if efficiency := run.strategy.scaling_efficiency():
                 metrics["scaling_efficiency"] = efficiency
         record = EpochRecord(epoch, time.time(), metrics)
         if memory := peak_memory(run.device):
@@ -204,8 +204,8 @@ class Trainer(BaseTrainer):
         best = run.curve.add(record, run.weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
-        run.conclusion = time.perf_counter() - started - training
-        self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", shown(metrics))
+        run.epoch_end_seconds = time.perf_counter() - started - training
+        self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", format_metrics(metrics))
         return self._report(record)
 
     def _measured(self, run: Run, scores: Mapping[str, float], epoch: int) -> dict[str, float]:
@@ -215,55 +215,55 @@ class Trainer(BaseTrainer):
             NonFiniteError: the loss, a metric that the study asks for, or a measure is not finite.
             MetricError: a metric that was there before training is not.
         """
-        judged = dict.fromkeys(("loss", self.objective.metric, *self.objective.reported))
-        _require_finite({f"val_{name}": scores[name] for name in judged if name in scores}, run, epoch)
-        measured = run.measuring.after_epoch(run.judged, scores)
+        eval_model = dict.fromkeys(("loss", self.objective.metric, *self.objective.reported))
+        _require_finite({f"val_{name}": scores[name] for name in eval_model if name in scores}, run, epoch)
+        measured = run.measurer.after_epoch(run.eval_model, scores)
         _require_finite(measured, run, epoch)
-        for name in judged:
+        for name in eval_model:
             if name not in scores and name not in measured:
-                raise MetricError(name, f"is not given after every epoch: {nearest(name, [*scores, *measured])}")
+                raise MetricError(name, f"is not given after every epoch: {suggest_names(name, [*scores, *measured])}")
         return measured
 
     def _begin(self, run: Run, epoch: int) -> EpochSums:
         """Begin an epoch, or go on where it was left in its midst."""
-        sums, within = EpochSums(run), run.within
+        sums, within = EpochSums(run), run.mid_epoch_state
         if within is None:
             set_seed(run.plan.seed, "epoch", epoch)
             self._on_epoch(run, epoch)
             if run.ranks.rank:
-                set_seed(run.plan.seed, "epoch", epoch, *run.ranks.purpose())
+                set_seed(run.plan.seed, "epoch", epoch, *run.ranks.seed_suffix())
         else:
-            run.within = None
-            resume_within(run, within, sums, epoch)
+            run.mid_epoch_state = None
+            resume_mid_epoch(run, within, sums, epoch)
         return sums
 
-    def _within(self, run: Run, started: float, sums: EpochSums) -> None:
+    def _save_mid_epoch_if_due(self, run: Run, started: float, sums: EpochSums) -> None:
         """After a step: save, or save and leave, where that is due.
 
         Raises:
-            _LeftError: the epoch is left.
+            _MidEpochStopError: the epoch is left.
         """
         if self.session is None or run.whole_epochs:
             return
         elapsed = time.perf_counter() - started
-        steps = run.feed.steps
-        due = self.session.due(lambda: elapsed / sums.steps * (steps - sums.steps) + run.conclusion)
-        if due is Due.NOTHING:
+        steps = run.batch_source.steps
+        due = self.session.mid_epoch_action(lambda: elapsed / sums.steps * (steps - sums.steps) + run.epoch_end_seconds)
+        if due is MidEpochAction.NONE:
             return
         run.guard.flush()  # nothing that is not finite is kept
         sums.seconds = elapsed
         try:
-            state = run.state_within(sums.state_dict())
-        except UnkeptError as error:
+            state = run.mid_epoch_state_dict(sums.state_dict())
+        except UnserializableStateError as error:
             if not run.whole_epochs:
                 self.files.log.warning("nothing is saved within an epoch: %s, which is no plain value", error)
             run.whole_epochs = True
             return
         self.files.record_steps(run.steplog.drain())
-        self.session.save_within(state)
-        if due is Due.LEAVE:
+        self.session.save_mid_epoch(state)
+        if due is MidEpochAction.SAVE_AND_STOP:
             self.files.log.info("left in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
-            raise _LeftError
+            raise _MidEpochStopError
 
     def _build(self) -> Run:
         reset_peak_memory(self.device)
@@ -275,13 +275,15 @@ class Trainer(BaseTrainer):
             ranks=self.ranks,
             curve=self.curve,
         )
-        run.measuring.require_device()
+        run.measurer.require_device()
         run.shards = None if self.session is None else self.session.shards
         where = (
-            str(self.device) if self.ranks.alone else f"{self.ranks.world} devices ({self.device}, {run.strategy.name})"
+            str(self.device)
+            if self.ranks.is_single_process
+            else f"{self.ranks.world_size} devices ({self.device}, {run.strategy.name})"
         )
-        self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, shown(untrained))
-        for note in [*run.notes, *oddities(run)]:
+        self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, format_metrics(untrained))
+        for note in [*run.notes, *config_warnings(run)]:
             self.files.log.warning("%s", note)
         return run
 
@@ -293,13 +295,17 @@ class Trainer(BaseTrainer):
             for epoch in range(begun):
                 self._on_epoch(run, epoch)
             restore(run, state)
-            within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
+            within = (
+                f" and {run.mid_epoch_state['sums']['steps']} of {run.batch_source.steps} steps"
+                if run.mid_epoch_state
+                else ""
+            )
             self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
         return self._open(run.curve, resolved, run.changes, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
-        with users_code(f"{type(self.objective).__name__}.on_epoch"):
+        with wrap_user_errors(f"{type(self.objective).__name__}.on_epoch"):
             self.objective.on_epoch(run.model, epoch, self.config)
 
     def _report(self, record: EpochRecord) -> Verdict:
@@ -323,24 +329,24 @@ class Trainer(BaseTrainer):
         """Return the result of a run that has ended, with its best weights restored."""
         best, val = run.curve.best, run.splits.val
         if best:  # none yet, where the run was left in its first epoch
-            run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
+            run.eval_model.load_state_dict(run.strategy.local_state_dict(best["model"], run.eval_model.state_dict()))
         shared = self._shared_result(run.curve, verdict, run.notes, finished=run.finished)
-        reported = run.ranks.told(self.files.path is not None) and shared["status"] != "stopped"
-        train_scores = run.judge(run.splits.train) if reported else None
-        model = plain(run.strategy.plain(run.judged)).eval()
+        reported = run.ranks.broadcast_object(self.files.path is not None) and shared["status"] != "stopped"
+        train_scores = run.evaluate(run.splits.train) if reported else None
+        model = unwrap_model(run.strategy.gather_model(run.eval_model)).eval()
         fresh = None
-        if run.fresh is not None and shared["status"] == "completed" and run.ranks.first:
-            fresh = run.fresh.score(best.get("value", math.nan), run.stepping)
+        if run.resplit is not None and shared["status"] == "completed" and run.ranks.is_rank_zero:
+            fresh = run.resplit.score(best.get("value", math.nan), run.step_function)
         return FitResult(
             **shared,
             model=model,
-            example=example_of(val),
-            call=call_in(run.stepping),
+            example=build_example(val),
+            call=forward_call(run.step_function),
             split_hash=run.identity["split_hash"],
             val=val,
             memory=peak_memory(run.device),
             train_scores=train_scores,
-            fresh=fresh,
+            resplit_score=fresh,
         )
 
 
@@ -352,18 +358,18 @@ def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
             )
 
 
-def shown(metrics: dict[str, float]) -> str:
+def format_metrics(metrics: dict[str, float]) -> str:
     """Return metrics as a line of text."""
     return " ".join(f"{name}={value:.5g}" for name, value in metrics.items())
 
 
-def device_named(name: str | None) -> torch.device:
+def resolve_device(name: str | None) -> torch.device:
     """The device of that name; an accelerator where there is one, unless named.
 
     Raises:
         ObjectiveError: there is no such device.
     """
-    repeatable_cublas()
+    enable_repeatable_cublas()
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

@@ -9,44 +9,44 @@ from dataclasses import dataclass
 import optuna
 
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.promotion.registry_watch import notice
-from hpsearch.search.services import Services, find_services, with_environment
-from hpsearch.search.spec.spec import parse_spec
-from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
+from hpsearch.search.promotion.registry_watch import sync_promotions
+from hpsearch.search.services import Services, find_services, resolve_addresses
+from hpsearch.search.spec.spec import parse_stored_spec
+from hpsearch.search.study.study import StoredStudy, find_tracking_uri, load_study, open_study_tracking
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server, describe_error
-from hpsearch.storage.records.promotions import promotions_of
+from hpsearch.storage.records.promotions import read_promotions
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import Addresses
 
 
-def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
-    """Tell the study's tracking server; one that does not answer costs a warning, for the study goes on without it."""
-    if RUN_ID not in study.attrs or known_tracking_uri(services, study) is None:
+def update_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
+    """Run `tell` with the study's tracking server; print a warning if MLflow does not answer."""
+    if RUN_ID not in study.attrs or find_tracking_uri(services, study) is None:
         return  # nobody has opened a run of the study yet
     try:
-        tell(tracking_of(services, study))
+        tell(open_study_tracking(services, study))
     except Exception as error:  # the study is changed already: a server that is away must not hide it
-        warn(f"MLflow was not told ({describe_error(error)}); it is when the trials run")
+        warn(f"MLflow was not updated ({describe_error(error)}); it is when the trials run")
 
 
 def warn(message: str) -> None:
-    """Print a warning where errors go."""
+    """Print a warning on stderr."""
     PlainConsole(stderr=True).print(f"warning: {message}")
 
 
-def notice_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
-    """Record what was promoted in the MLflow UI, if MLflow answers; without it, what is recorded is what is told."""
-    uri = services.tracking_uri if study is None else known_tracking_uri(services, study)
+def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
+    """Record the promotions made in the MLflow UI, if MLflow answers."""
+    uri = services.tracking_uri if study is None else find_tracking_uri(services, study)
     if uri is None:
         return
     try:
         check_server(uri)
         tracking = services.open_tracking(uri)
-        notice(storage, tracking)
+        sync_promotions(storage, tracking)
         if study is not None:
             from hpsearch.search.promotion.promote import refresh_evidence
 
@@ -57,7 +57,7 @@ def notice_promotions(services: Services, storage: PostgresStorage, study: Store
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One study in a list.
+    """A study in a list.
 
     Attributes:
         name, objective, metric: of the study; of one that hpsearch did not make the name alone.
@@ -102,7 +102,7 @@ def open_services(where: Addresses, progress: Callable[[str], None] | None = Non
         StorageError: a service cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    where = with_environment(where)
+    where = resolve_addresses(where)
     if not where.get("storage_url"):
         where = {**where, "tracking_uri": None}
     services = find_services(where, progress=progress or (lambda _: None))
@@ -112,10 +112,10 @@ def open_services(where: Addresses, progress: Callable[[str], None] | None = Non
 def open_study(
     name: str, where: Addresses, progress: Callable[[str], None] | None = None
 ) -> tuple[StoredStudy, Services]:
-    """Return a stored study and where it is kept.
+    """Return a stored study and its services.
 
     Raises:
-        SearchError: there is none of that name, or hpsearch did not make it.
+        SearchError: the study does not exist, or another program created it.
         StorageError: a service cannot be used.
     """
     services, storage = open_services(where, progress)
@@ -123,36 +123,36 @@ def open_study(
 
 
 def list_studies(where: Addresses) -> list[StudyRow]:
-    """Return a row for each study, by name; what was promoted in the MLflow UI is recorded first.
+    """Return a row per study, by name, after recording the promotions made in the MLflow UI.
 
     Raises:
         StorageError: a service cannot be used.
     """
     services, storage = open_services(where)
-    notice_promotions(services, storage)
+    sync_mlflow_promotions(services, storage)
     return [_row(storage, frozen) for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name)]
 
 
 def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
     if (stored := frozen.user_attrs.get(SPEC)) is None:
         return StudyRow(frozen.study_name, ours=False)
-    spec, engine = parse_spec(stored), storage.engine
+    spec, engine = parse_stored_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
-    held = [promotion for promotion in promotions_of(engine, frozen._study_id) if promotion.ended_at is None]
+    held = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(
         name=spec.name,
         objective=spec.objective,
         metric=spec.metric,
         finished=at.finished,
         budget=spec.n_trials,
-        done=at.done,
+        done=at.summary,
         complete=at.complete,
         pruned=at.pruned,
         failed=at.fail,
         running=len(at.running),
         best_value=at.best_value,
         best_number=at.best_number,
-        front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.several else 0,
+        front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.is_multi_objective else 0,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
         stopped_early=at.given_up is not None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.storage.urls import Addresses
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from hpsearch.search.api.opening import StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.finalists.refit import Refit
-    from hpsearch.search.promotion.promote import Promoted
-    from hpsearch.search.run.finalists import Trained
-    from hpsearch.search.run.sync import Synced
+    from hpsearch.search.promotion.promote import PromotionResult
+    from hpsearch.search.run.finalists import RetrainResult
+    from hpsearch.search.run.sync import SyncResult
     from hpsearch.search.services import Services
     from hpsearch.search.spec.spec import Settings, StudySpec
     from hpsearch.search.study.cleanup import Garbage
     from hpsearch.search.study.enqueue import Configurations
-    from hpsearch.search.study.steering import Extended
+    from hpsearch.search.study.steering import BudgetChange
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
-    from hpsearch.search.worker.options import WorkerOptions, Working
+    from hpsearch.search.worker.options import FleetWorkerOptions, WorkerOptions
 
 
 class Study:
@@ -93,19 +93,19 @@ class Study:
             if spec is not None:
                 given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
             if objective is not None:
-                from hpsearch.search.api.actions import reference_of
+                from hpsearch.search.api.actions import find_objective_reference
 
-                given["objective"] = reference_of(objective)
+                given["objective"] = find_objective_reference(objective)
             given = named(given)
             check_settings(given)
 
             from hpsearch.search.console import PlainConsole
-            from hpsearch.search.services import with_environment
+            from hpsearch.search.services import resolve_addresses
             from hpsearch.search.study.create import begin_search
-            from hpsearch.search.tracking.tracker import check_readers
+            from hpsearch.search.tracking.tracker import check_trackers
 
-            addresses = with_environment(where)
-            services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_readers)
+            addresses = resolve_addresses(where)
+            services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_trackers)
         study = cls(stored, services)
         study._is_new = created
         return study
@@ -125,16 +125,16 @@ class Study:
     def _unsent(cls, name: str | None = None, **where: Unpack[Addresses]) -> list[Study]:
         """Return the studies with records on this machine that were not sent yet, or the study of that name."""
         from hpsearch.search.api.opening import open_services
-        from hpsearch.search.run.sync import waiting_studies
+        from hpsearch.search.run.sync import find_studies_to_sync
         from hpsearch.search.study.study import load_study
 
         services, storage = open_services(where)
-        found = waiting_studies(storage, services.home) if name is None else [load_study(storage, name)]
+        found = find_studies_to_sync(storage, services.home) if name is None else [load_study(storage, name)]
         return [cls(stored, services) for stored in found]
 
     # --- run ---
 
-    def run(self, workers: int = 2, **how: Unpack[Working]) -> Summary:
+    def run(self, workers: int = 2, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Run the study with worker processes on this machine until its budget is spent, and show its progress.
 
         It also returns when the study is stopped from elsewhere. An interrupt (Ctrl-C, a notebook's stop button) ends
@@ -142,8 +142,8 @@ class Study:
 
         Args:
             workers: number of processes; 0 only prepares the study.
-            how: options of the workers: `lease`, `grace`, `save_every`, `stall`, `system_metrics`, and `devices` that
-                train each trial together with their `collective_timeout`.
+            how: options of the workers: `lease`, `grace`, `save_every`, `stall_factor`, `system_metrics`, and `devices`
+                that train each trial together with their `collective_timeout`.
 
         Raises:
             SearchError: the study is stopped, or its workers gave up before the budget was spent.
@@ -158,27 +158,29 @@ class Study:
 
         is_new, self._is_new = self._is_new, False
         ran = run_search(self._services, self._stored, options, workers=workers, created=is_new, console=PlainConsole())
-        _raise_early_end(interrupted=ran.interrupted, gave_up=() if ran.over or ran.stopped else ran.gave_up)
+        _raise_early_end(interrupted=ran.is_interrupted, gave_up=() if ran.is_finished or ran.stopped else ran.gave_up)
         return ran.summary
 
-    def _options(self, method: Callable[..., Any], workers: int, how: Working) -> WorkerOptions:
+    def _options(self, method: Callable[..., Any], workers: int, how: FleetWorkerOptions) -> WorkerOptions:
         """Return the options of a fleet, and load what its workers need while this process loads what it needs."""
         if not isinstance(workers, int) or workers < 0:
             raise SearchError(f"{method.__name__}(workers={workers!r}): give a number of processes, such as workers=2")
-        from hpsearch.search.fleet.fork import load_ahead
+        from hpsearch.search.fleet.fork import start_fork_server
 
-        load_ahead(workers)
+        start_fork_server(workers)
         return self._worker_options(method, how)
 
-    def _worker_options(self, method: Callable[..., Any], how: Working, device: str | None = None) -> WorkerOptions:
+    def _worker_options(
+        self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None
+    ) -> WorkerOptions:
         from hpsearch.search.spec.settings import keys_in_errors
         from hpsearch.search.worker import options
 
-        _require_known(method, how, options.Working.__annotations__)
+        _require_known(method, how, options.FleetWorkerOptions.__annotations__)
         with keys_in_errors():
             return options.WorkerOptions(**self._services.addresses, device=device, **how)
 
-    def work(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
+    def run_worker(self, *, device: str | None = None, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
 
         It logs at level INFO. An interrupt ends the epoch, saves, releases the trial and raises KeyboardInterrupt; in a
@@ -193,19 +195,19 @@ class Study:
 
         Example:
             study.extend("+1")
-            assert study.work().finished == 3
+            assert study.run_worker().finished == 3
         """
         from hpsearch.search import process
-        from hpsearch.search.worker.join import work_on
+        from hpsearch.search.worker.join import run_worker
 
         if (devices := how.get("devices", 1)) != 1:
-            raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
-        options = self._worker_options(self.work, how, device)
+            raise SearchError(f"run_worker(devices={devices}): this process is one device: use run(devices={devices})")
+        options = self._worker_options(self.run_worker, how, device)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
-            code = work_on(self.name, options, stop)
-        why = f"the worker gave up (exit code {code}): see its log, and `why` of the trials"
+            code = run_worker(self.name, options, stop)
+        why = f"the worker gave up (exit code {code}): see its log, and `describe_trial` of the trials"
         _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
         return self.summary()
 
@@ -246,9 +248,9 @@ class Study:
             frame = study.trials_dataframe()
             assert frame["params_lr"].between(1e-4, 1e-1).all()
         """
-        from hpsearch.search.api.actions import trials_frame
+        from hpsearch.search.api.actions import make_trials_dataframe
 
-        return trials_frame(self._stored)
+        return make_trials_dataframe(self._stored)
 
     @property
     def best_trial(self) -> FrozenTrial:
@@ -305,11 +307,11 @@ class Study:
 
         return summarise(self._stored)
 
-    def why(self, trial: int) -> str:
+    def describe_trial(self, trial: int) -> str:
         """Return all records of a trial, in lines: parameters, attempts, epochs, and the reason of its end.
 
         Example:
-            print(study.why(0))
+            print(study.describe_trial(0))
         """
         import io
 
@@ -349,9 +351,9 @@ class Study:
         return f"Study({self.name!r})"
 
     def _repr_html_(self) -> str:
-        from hpsearch.search.report.show import summary_lines
+        from hpsearch.search.report.show import format_summary
 
-        lines = summary_lines(self._stored, self.summary(), dashboard_url=self._services.dashboard_url)
+        lines = format_summary(self._stored, self.summary(), dashboard_url=self._services.dashboard_url)
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
     # --- steer ---
@@ -368,10 +370,10 @@ class Study:
         Example:
             study.stop(wait=True)
         """
-        from hpsearch.search.study.steering import running_trials, stop_study
+        from hpsearch.search.study.steering import count_running, stop_study
 
         before = stop_study(self._stored)
-        while wait and running_trials(self._stored):
+        while wait and count_running(self._stored):
             time.sleep(0.5)  # a look; nothing wakes it
         return before
 
@@ -381,14 +383,14 @@ class Study:
         Example:
             study.start()
         """
-        from hpsearch.search.api.opening import tell_mlflow
+        from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import start_study
         from hpsearch.search.tracking.publish import reopen_study
 
         stored = self._stored
         before, why = stored.given_up, start_study(stored)
         if before is not None:
-            tell_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
+            update_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
         return why
 
     def extend(
@@ -398,7 +400,7 @@ class Study:
         budget_epochs: int | str | None = None,
         budget_seconds: int | str | None = None,
         enqueue: Configurations | None = None,
-    ) -> Extended:
+    ) -> BudgetChange:
         """Change one of the budgets: ``"+50"`` adds fifty, ``50`` is the new total. Running workers follow it.
 
         Either the configurations of `enqueue` are added too (see `enqueue_trial`), or nothing changes.
@@ -412,9 +414,9 @@ class Study:
         with keys_in_errors():
             return self._extend(budgets, enqueue)
 
-    def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> Extended:
+    def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
         """Change a budget; errors name the flags of the command."""
-        from hpsearch.search.api.opening import tell_mlflow
+        from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import extend_study
         from hpsearch.search.tracking.publish import reopen_study
 
@@ -426,7 +428,7 @@ class Study:
         rows = [] if enqueue is None else _rows(stored, enqueue)
         done = extend_study(stored, amount, rows, setting=setting)
         if done.before != done.after:
-            tell_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
+            update_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
         return done
 
     def enqueue_trial(self, params: Configurations) -> int:
@@ -448,12 +450,12 @@ class Study:
         """
         from hpsearch.search.api.opening import warn
         from hpsearch.search.spec.settings import keys_in_errors
-        from hpsearch.search.study.enqueue import enqueue, waits_in_vain
+        from hpsearch.search.study.enqueue import enqueue, find_stopped_warning
 
         stored = self._stored
         with keys_in_errors():
             made = enqueue(stored, _rows(stored, params))
-        if why := waits_in_vain(stored):
+        if why := find_stopped_warning(stored):
             warn(why)
         return made
 
@@ -473,7 +475,7 @@ class Study:
             except SearchError as error:
                 assert "only a failed or an infeasible trial is tried again" in str(error)
         """
-        from hpsearch.search.api.opening import tell_mlflow
+        from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import retry_trial
         from hpsearch.search.tracking.publish import reopen_study, reopen_trial_run
 
@@ -484,7 +486,7 @@ class Study:
             reopen_trial_run(was, tracking)
             reopen_study(stored, tracking)
 
-        tell_mlflow(self._services, stored, tell)
+        update_mlflow(self._services, stored, tell)
         return epoch
 
     # --- confirm and promote ---
@@ -497,11 +499,11 @@ class Study:
         workers: int = 2,
         new_set: bool = False,
         infeasible: bool = False,
-        **how: Unpack[Working],
+        **how: Unpack[FleetWorkerOptions],
     ) -> Finalists:
         """Train the best configurations of a finished search again, and return their table with the winner.
 
-        All are trained on the same fresh seeds, each of which also draws a new train/validation split. A second call
+        All are trained on the same new seeds, each of which also draws a new train/validation split. A second call
         continues where the first stopped.
 
         Args:
@@ -519,7 +521,7 @@ class Study:
             assert table.winner == study.best_trial.number
         """
         ran = self._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
-        _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
+        _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return ran.table
 
     def _train_finalists(
@@ -530,8 +532,8 @@ class Study:
         workers: int,
         new_set: bool = False,
         infeasible: bool = False,
-        **how: Unpack[Working],
-    ) -> Trained[Finalists]:
+        **how: Unpack[FleetWorkerOptions],
+    ) -> RetrainResult[Finalists]:
         """Train the finalists and return how the training ended."""
         options = self._options(self.train_finalists, workers, how)
         from hpsearch.search.console import PlainConsole
@@ -542,7 +544,7 @@ class Study:
             top=top, seeds=seeds, new_set=new_set, infeasible=infeasible, workers=workers, console=PlainConsole(),
         )  # fmt: skip
 
-    def open_test(
+    def evaluate_test(
         self, *, trial: int | None = None, unconfirmed: bool = False, refit: bool = False
     ) -> dict[str, float]:
         """Score the best weights of the finalists' winner on the test set, once in the life of a study.
@@ -555,12 +557,12 @@ class Study:
             refit: open it for the model that `promote(refit=True)` trained.
 
         Example:
-            scores = study.open_test()
+            scores = study.evaluate_test()
             assert 0 <= scores["accuracy"] <= 1
         """
-        from hpsearch.search.api.actions import open_test_set
+        from hpsearch.search.api.actions import evaluate_test_set
 
-        return open_test_set(self._services, self._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+        return evaluate_test_set(self._services, self._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 
     def promote(  # noqa: PLR0913 a keyword for each option of the command
         self,
@@ -573,8 +575,8 @@ class Study:
         refit: bool = False,
         seeds: int | None = None,
         workers: int = 2,
-        **how: Unpack[Working],
-    ) -> Promoted:
+        **how: Unpack[FleetWorkerOptions],
+    ) -> PromotionResult:
         """Register a trial's model in MLflow with its evidence, and set an alias to it.
 
         Args:
@@ -594,17 +596,17 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
-        from hpsearch.search.promotion.promote import chosen_trial
+        from hpsearch.search.promotion.promote import resolve_trial
 
-        trial = chosen_trial(self._stored, trial, prefer, infeasible=infeasible)
+        trial = resolve_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
-            _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
+            _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return self._promote(trial=trial, alias=alias, model=model, infeasible=infeasible, refit=refit)
 
     def _train_refit(
-        self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]
-    ) -> Trained[Refit]:
+        self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[FleetWorkerOptions]
+    ) -> RetrainResult[Refit]:
         """Train the finalists' winner on train and validation, and return how the training ended."""
         options = self._options(self.promote, workers, how)
         from hpsearch.search.console import PlainConsole
@@ -614,15 +616,17 @@ class Study:
             self._services, self._stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
         )
 
-    def _promote(self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool) -> Promoted:
+    def _promote(
+        self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool
+    ) -> PromotionResult:
         """Promote a trial, or a refit that was trained."""
         from hpsearch.search.promotion.promote import promote
-        from hpsearch.search.study.study import tracking_of
+        from hpsearch.search.study.study import open_study_tracking
         from hpsearch.search.study.summary import summarise
         from hpsearch.search.tracking.publish import write_note
 
         stored = self._stored
-        tracking = tracking_of(self._services, stored)
+        tracking = open_study_tracking(self._services, stored)
         done = promote(stored, tracking, trial=trial, refit=refit, alias=alias, model=model, infeasible=infeasible)
         write_note(stored, summarise(stored))
         return done
@@ -641,7 +645,7 @@ class Study:
         actions.log(self._services, self._stored, report)
         return report
 
-    def sync(self) -> Synced:
+    def sync(self) -> SyncResult:
         """Send MLflow the records that wait on this machine, and rebuild models of a lost machine; safe to repeat.
 
         Example:
@@ -675,11 +679,11 @@ class Study:
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
         """Return what `gc` removes, and a line for each place that could not be searched."""
         from hpsearch.search.study.cleanup import find_garbage
-        from hpsearch.search.study.study import tracking_of
+        from hpsearch.search.study.study import open_study_tracking
         from hpsearch.storage.attributes import RUN_ID
 
         stored = self._stored
-        tracking = tracking_of(self._services, stored) if RUN_ID in stored.attrs else None
+        tracking = open_study_tracking(self._services, stored) if RUN_ID in stored.attrs else None
         return find_garbage(stored, home=self._services.home, tracking=tracking, keep_top=keep_top)
 
 
@@ -719,7 +723,7 @@ def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: 
     """Reject keywords that a method does not have, such as misspelt ones."""
     for name in sorted(given.keys() - set(known)):
         own = [each.name for each in inspect.signature(method).parameters.values() if each.kind != each.VAR_KEYWORD]
-        hint = nearest(name, [*own, *known])
+        hint = suggest_names(name, [*own, *known])
         raise SearchError(f"{method.__name__}({name}={given[name]!r}): unknown argument{hint}")
 
 

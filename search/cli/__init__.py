@@ -7,9 +7,10 @@ import sys
 
 import typer
 
+from hpsearch.former_names import RENAMED
 from hpsearch.search.cli import confirm, look, objective, run, services, steer
 from hpsearch.search.cli.app import app
-from hpsearch.search.errors import nearest
+from hpsearch.search.errors import suggest_names
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
@@ -60,7 +61,8 @@ def _with_value(error: typer.TyperException, message: str, given: list[str]) -> 
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
-        close = nearest(error.option_name, error.possibilities) if error.possibilities else ""
+        near = [*(error.possibilities or ()), *filter(None, [RENAMED.get(error.option_name)])]
+        close = suggest_names(error.option_name, near) if near else ""
         message = f"unknown option {error.option_name}{close}"
     context = getattr(error, "ctx", None)
     return f"{must(message)} (see '{context.command_path} --help')" if context else must(message)

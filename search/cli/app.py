@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hpsearch.search.cli.options import with_flags
-from hpsearch.search.errors import nearest
+from hpsearch.search.errors import suggest_names
 
 # The sections of --help.
 SEARCH = "Search"
@@ -48,7 +48,7 @@ class _Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
-            ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], self.commands)}")
+            ctx.fail(f"unknown command {args[0]!r}{suggest_names(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
 
 

@@ -33,7 +33,7 @@ def finalists(
         ),
     ] = False,
     infeasible: o.Infeasible = False,
-    how: o.Working,
+    how: o.FleetWorkerOptions,
     where: o.Addresses,
 ) -> int:
     """Retrain the best trials on common new seeds and splits.
@@ -42,29 +42,29 @@ def finalists(
     on new data. The test split is not used. Run the command again to resume, or to show the table. Other machines join
     with 'worker --study STUDY.finalists'.
     """
-    from hpsearch.search.fleet.fork import load_ahead
+    from hpsearch.search.fleet.fork import start_fork_server
     from hpsearch.search.services import check_pair
 
     check_pair(where)  # before anything is loaded
 
-    load_ahead(workers)  # while this process loads what it needs itself
+    start_fork_server(workers)  # while this process loads what it needs itself
 
     with loading():
         from hpsearch.search.api.study import Study
-        from hpsearch.search.console import PlainConsole, steps
+        from hpsearch.search.console import PlainConsole, show_steps
         from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
 
-    with steps(PlainConsole()) as tell:
+    with show_steps(PlainConsole()) as tell:
         opened = Study.open(study, progress=tell, **where)
     ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
-    if ran.interrupted:
+    if ran.is_interrupted:
         return EXIT_INTERRUPTED
-    decided = ran.table.decided if workers or not ran.table.pending else True
+    decided = ran.table.is_decided if workers or not ran.table.pending else True
     return 0 if decided else 1
 
 
 @register(CONFIRM)
-def open_test(
+def evaluate_test(
     name: o.StudyName,
     *,
     trial: Annotated[
@@ -85,18 +85,18 @@ def open_test(
     """Evaluate the winner on the test set, once per study."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
-    from hpsearch.search.finalists.text import confirmation_lines
-    from hpsearch.search.promotion.promote import chosen_trial
+    from hpsearch.search.finalists.text import format_confirmation
+    from hpsearch.search.promotion.promote import resolve_trial
 
     study = Study.open(name, **where)
-    trial = chosen_trial(study._stored, trial, prefer)
+    trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
         raise typer.Abort
-    for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
+    for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
-    for line in confirmation_lines(study._stored):
+    for line in format_confirmation(study._stored):
         typer.echo(line)
 
 
@@ -132,9 +132,7 @@ def promote(
             help="With --refit: odd number of seeds; the run with the median training loss is promoted  [default: 3]",
         ),
     ] = None,
-    workers: Annotated[
-        int | None, o.processes(", for --refit; 0 only creates and shows the refit  [default: 2]")
-    ] = None,
+    workers: Annotated[int | None, o.processes(", for --refit; 0 only creates the refit  [default: 2]")] = None,
     where: o.Addresses,
 ) -> int:
     """Register a trial's model in MLflow and set its alias.
@@ -143,9 +141,9 @@ def promote(
     data except the test split. Other machines join with 'worker --study STUDY.refit'.
     """
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import command
+    from hpsearch.search.console import format_command
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.promotion.promote import chosen_trial
+    from hpsearch.search.promotion.promote import resolve_trial
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
@@ -154,10 +152,10 @@ def promote(
     check_alias(alias)  # before anything is trained
     check_model_name(model or name)
     study = Study.open(name, **where)
-    trial = chosen_trial(study._stored, trial, prefer, infeasible=infeasible)
+    trial = resolve_trial(study._stored, trial, prefer, infeasible=infeasible)
     if refit:
         ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
-        if ran.interrupted:
+        if ran.is_interrupted:
             return EXIT_INTERRUPTED
         if ran.table.pending:
             return 0 if workers == 0 else 1
@@ -171,7 +169,7 @@ def promote(
     if done.unconfirmed:
         typer.echo(f"{'test set' if refit else 'unconfirmed'}: {done.unconfirmed}")
     if done.checkable:
-        typer.echo(f"check it: {command('serve-check', f'{done.model}@{done.alias}')}")
+        typer.echo(f"check it: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
 
 

@@ -26,7 +26,7 @@ _LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narr
 def studies(where: o.Addresses) -> None:
     """List all studies with their state and best value."""
     from hpsearch.search.api.study import list_studies
-    from hpsearch.search.console import PlainConsole, command, plain_table
+    from hpsearch.search.console import PlainConsole, format_command, plain_table
 
     found = [_cells(row) for row in list_studies(**where)]
     # What no study has takes no room: a terminal of 80 columns has none for all of them.
@@ -39,11 +39,11 @@ def studies(where: o.Addresses) -> None:
     if table.row_count:
         PlainConsole().print(table)
     else:
-        typer.echo(f"no studies yet; start one with: {command('run', 'digits')}")
+        typer.echo(f"no studies yet; start one with: {format_command('run', 'digits')}")
 
 
 def _cells(row: StudyRow) -> dict[str, str]:
-    from hpsearch.objectives.errors import shown
+    from hpsearch.objectives.errors import format_path
 
     if not row.ours:
         return {"study": row.name, "objective": "(not made by hpsearch)"}
@@ -55,7 +55,7 @@ def _cells(row: StudyRow) -> dict[str, str]:
     path, colon, cls = row.objective.rpartition(":")
     return {
         "study": name,
-        "objective": f"{shown(path)}{colon}{cls}" if path.startswith("/") else row.objective,
+        "objective": f"{format_path(path)}{colon}{cls}" if path.startswith("/") else row.objective,
         "trials": row.done.removesuffix(" trials"),
         **{state: str(getattr(row, state)) for state in _NUMBERS[1:]},
         "best": best,
@@ -74,14 +74,14 @@ def show(
     where: o.Addresses,
 ) -> None:
     """Show a study: spec, counts and trials. --trial shows one trial."""
-    from hpsearch.search.api.opening import notice_promotions
+    from hpsearch.search.api.opening import sync_mlflow_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.report.show import print_study, print_trial
 
     study = Study.open(name, **where)
     stored = study._stored
-    notice_promotions(study._services, stored.storage, stored)
+    sync_mlflow_promotions(study._services, stored.storage, stored)
     if trial is None:
         print_study(PlainConsole(), stored, study._services.dashboard_url, every=every)
     else:
@@ -106,20 +106,20 @@ def top(
 
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.top import Pace, read_standing, render
+    from hpsearch.search.report.top import EpochRate, read_status, render_status
 
-    study, console, pace = Study.open(name, **where), PlainConsole(), Pace()
+    study, console, pace = Study.open(name, **where), PlainConsole(), EpochRate()
     if as_json:
-        typer.echo(read_standing(study._stored).to_json())
+        typer.echo(read_status(study._stored).to_json())
         return
     if once or not console.is_terminal:
-        console.print(render(read_standing(study._stored), None, width=console.width))
+        console.print(render_status(read_status(study._stored), None, width=console.width))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            standing = read_standing(study._stored)
+            standing = read_status(study._stored)
             rate = pace.add(standing.at.timestamp(), standing.progress.epochs)
-            live.update(render(standing, rate, width=console.width, height=console.height), refresh=True)
+            live.update(render_status(standing, rate, width=console.width, height=console.height), refresh=True)
             time.sleep(every)  # a look; nothing wakes it
 
 
@@ -133,7 +133,7 @@ def report(
     ] = None,
     where: o.Addresses,
 ) -> None:
-    """Write a study's report as one HTML page and log it to MLflow."""
+    """Write a study's HTML report and log it to MLflow."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
 

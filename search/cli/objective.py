@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli.app import OBJECTIVES, group, register
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def init(
     from hpsearch.objectives.template import write_template
 
     write_template(path)
-    typer.echo(f"wrote {path}; run it with: {command('run', str(path))}")
+    typer.echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
 
 
 Objective_ = Annotated[
@@ -56,20 +56,20 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         SearchError: a setting is not KEY=VALUE, or names one that the default does not have.
         ObjectiveError: a setting is unknown or its value is not valid.
     """
+    from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_from_json, config_to_json
     from hpsearch.objectives.errors import ObjectiveError
-    from hpsearch.objectives.own_loop.loop_objective import LoopObjective, config_of, plain_config
     from hpsearch.objectives.training.config import TrainConfig
     from hpsearch.search.errors import SearchError, as_search_error
     from hpsearch.search.spec.settings import parse_options
 
     given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):
-        own = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
+        own = dict(config_to_json(objective.default_config(), f"{type(objective).__name__}.suggest"))
         for key, value in given.items():
             if isinstance(own.get(key), float | int) and isinstance(value, str):
                 raise SearchError(f"--set {key}: {key} must be a number, not {value!r}")
             _replace(own, key, value, f"--set {key}: {objective.name}")
-        return config_of(objective, own)
+        return config_from_json(objective, own)
     values = objective.default_config().to_dict()
     for key, value in given.items():
         if key.startswith("model."):
@@ -77,15 +77,15 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         else:
             values[key] = value
     with as_search_error("--set: " if given else "", ObjectiveError):
-        return TrainConfig.from_dict(values)
+        return TrainConfig(**values)
 
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
     """Set a value that has a default."""
-    from hpsearch.search.errors import SearchError, nearest
+    from hpsearch.search.errors import SearchError, suggest_names
 
     if name not in values:
-        hint = nearest(name, values) if values else "; the default configuration has no settings"
+        hint = suggest_names(name, values) if values else "; the default configuration has no settings"
         raise SearchError(f"{owner} has no setting {name!r}{hint}")
     values[name] = value
 
@@ -127,11 +127,11 @@ def train(
 
     An interrupted run resumes from --run-dir.
     """
-    from hpsearch.objectives.fit import fit, model_objective
+    from hpsearch.objectives.fit import fit, require_model_objective
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-    from hpsearch.objectives.training.loop.instruments import NONE, Instruments
+    from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
 
@@ -141,13 +141,13 @@ def train(
             return super().report(record)
 
     found = load_objective(objective)
-    found.also_report([*found.directions, *found.constraints])
+    found.set_reported_metrics([*found.directions, *found.constraints])
     config = configured(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NONE
+    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if profile or tensorboard:
-        model_objective(found, "--profile" if profile else "--tensorboard")
+        require_model_objective(found, "--profile" if profile else "--tensorboard")
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
         with _warnings_shown():
@@ -183,19 +183,21 @@ def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
 
 
 def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
-    from hpsearch.objectives.fit import restore
-    from hpsearch.objectives.measured import value_of
+    from hpsearch.objectives.fit import restore_model
+    from hpsearch.objectives.model_metrics import get_metric_value
     from hpsearch.objectives.training.reproducibility import checkpoint
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
     report = folder / "report.md"
     typer.echo(f"{best}; {report if report.exists() else folder}")
     if result.best_metrics and objective.reported:
-        typer.echo("  ".join(f"{name} {value_of(result.best_metrics, name):.6g}" for name in objective.reported))
+        typer.echo(
+            "  ".join(f"{name} {get_metric_value(result.best_metrics, name):.6g}" for name in objective.reported)
+        )
     if result.resume_note:
         typer.echo(result.resume_note)
     if test and result.best_path is not None:
-        scores = restore(objective, checkpoint.read(result.best_path)).test()
+        scores = restore_model(objective, checkpoint.read(result.best_path)).test()
         typer.echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
 
 
@@ -219,14 +221,14 @@ def smoke(
     """
     import dataclasses
 
-    from hpsearch.objectives.fit import model_objective
+    from hpsearch.objectives.fit import require_model_objective
     from hpsearch.objectives.loading import load_objective
-    from hpsearch.objectives.training.checks.smoke import smoke as overfit
-    from hpsearch.objectives.training.trainer import device_named
+    from hpsearch.objectives.training.checks.smoke import run_smoke_test
+    from hpsearch.objectives.training.trainer import resolve_device
 
-    found = model_objective(load_objective(objective), "smoke")
+    found = require_model_objective(load_objective(objective), "smoke")
     config = configured(found, settings)
-    result = overfit(found, config, seed=seed, samples=samples, steps=steps, device=device_named(device))
+    result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _LINES, 1)), last}):
         typer.echo(f"step {number:5}  loss {result.losses[number]:.6g}")
@@ -256,20 +258,20 @@ def lr_range(
 
     Training with an increasing learning rate until the loss diverges gives the suggestion and a plot.
     """
-    from hpsearch.objectives.fit import model_objective
+    from hpsearch.objectives.fit import require_model_objective
     from hpsearch.objectives.loading import load_objective
-    from hpsearch.objectives.training.checks.lr_range import lr_range as climb
-    from hpsearch.objectives.training.trainer import device_named
+    from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
+    from hpsearch.objectives.training.trainer import resolve_device
 
-    found = model_objective(load_objective(objective), "lr-range")
-    result = climb(
+    found = require_model_objective(load_objective(objective), "lr-range")
+    result = run_lr_range_test(
         found,
         configured(found, settings),
         seed=seed,
         lowest=lowest,
         highest=highest,
         steps=steps,
-        device=device_named(device),
+        device=resolve_device(device),
     )
     result.write(run_dir)
     typer.echo(f"suggested lr {result.suggestion:.2g} (steepest fall); the loss is lowest at {result.highest:.2g}")
@@ -282,8 +284,8 @@ _objective = group("objective", OBJECTIVES, "Show the settings and search space 
 @_objective.command()
 def show(objective: Objective_, settings: Set = None) -> None:
     """Show the settings and search space of an objective."""
+    from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
     from hpsearch.objectives.loading import load_objective
-    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
     from hpsearch.objectives.training.reports import report
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.study.create import search_space
@@ -298,14 +300,14 @@ def show(objective: Objective_, settings: Set = None) -> None:
     if found.constraints:
         console.print("constraints: " + ", ".join(f"{name} {bound}" for name, bound in found.constraints.items()))
     if isinstance(found, LoopObjective):
-        own = report.own_settings(config)
+        own = report.list_custom_settings(config)
         # Of what is searched by another name than the setting's nobody knows which setting it becomes.
         fixed = "the same in every trial" if space.keys() <= {item.name for item in own} else ""
         searched = {name: f"searched: {values}" for name, values in space.items()}
         rows = [(_set(item), _and(item.help, searched.get(item.name, fixed))) for item in own]
         space = {name: values for name, values in space.items() if name not in {item.name for item in own}}
     else:
-        rows = [row for item in report.settings(config) for row in _rows(item)]
+        rows = [row for item in report.list_settings(config) for row in _rows(item)]
     for title, block in (("settings", rows), ("search space", list(space.items()))):
         if block:
             console.print(f"\n{title}", style="bold")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
@@ -11,15 +12,22 @@ from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
 import typer
 from pydantic.fields import FieldInfo
 
+from hpsearch.former_names import VARIABLES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import Kind
-from hpsearch.search.spec.multi_objective import USUAL
+from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
 from hpsearch.search.spec.settings import parse_options, read_spec_file
-from hpsearch.search.worker.options import SINGLE, WorkerOptions, Working, flag_of, variable_of
+from hpsearch.search.worker.options import (
+    PER_WORKER_OPTIONS,
+    FleetWorkerOptions,
+    WorkerOptions,
+    format_flag,
+    format_variable,
+)
 from hpsearch.storage.urls import Addresses
 
-__all__ = ["Addresses", "WorkerOptions", "Working"]
+__all__ = ["Addresses", "FleetWorkerOptions", "WorkerOptions"]
 
 
 class Settings(NamedTuple):
@@ -31,10 +39,10 @@ class Settings(NamedTuple):
 
 def worker_option(name: str) -> Any:
     """Return the flag of a field of `WorkerOptions`."""
-    variable = None if name in SINGLE else variable_of(name)
+    variable = None if name in PER_WORKER_OPTIONS else format_variable(name)
     words = WorkerOptions.model_fields[name].description
     panel = "Addresses" if name in Addresses.__annotations__ else "Workers"
-    return typer.Option(flag_of(name), envvar=variable, show_envvar=True, help=words, rich_help_panel=panel)
+    return typer.Option(format_flag(name), envvar=variable, show_envvar=True, help=words, rich_help_panel=panel)
 
 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study")]
@@ -106,14 +114,21 @@ def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]
         flags = [flags.pop([flag.name for flag in flags].index("objective")), _parameter("spec", _Spec), *flags]
         return flags, lambda values: gather_settings(values.pop("spec"), values)
     if kind is WorkerOptions:
-        return [_worker_flag(name) for name in WorkerOptions.model_fields], lambda values: WorkerOptions(**values)
+        return [_worker_flag(name) for name in WorkerOptions.model_fields], _worker_options
     if is_typeddict(kind):
         return [_worker_flag(name) for name in kind.__annotations__], _checked
     return None
 
 
+def _worker_options(values: dict[str, Any]) -> WorkerOptions:
+    for former, current in VARIABLES.items():
+        if former in os.environ:
+            raise SearchError(f"{former}={os.environ[former]} is not read any more; set {current}")
+    return WorkerOptions(**values)
+
+
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    WorkerOptions(**values)
+    _worker_options(values)
     return values
 
 
@@ -128,7 +143,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
     if isinstance(field.default, Kind):
         words = ", ".join(sorted(field.default.kinds))
-        default = f"{field.default.name}; with --directions {USUAL[key]}"
+        default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
         more = typer.Option(
             f"--{key}-option",
             metavar="KEY=VALUE",
@@ -146,7 +161,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
 
 
 def _study_option(key: str, words: str, default: Any) -> Any:
-    flag = specs.typed(key)
+    flag = specs.get_option_name(key)
     if default in {"on", "off"}:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     words = words if default is None else f"{words}  [default: {default}]"

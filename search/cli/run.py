@@ -26,11 +26,11 @@ def run(
     ] = None,
     enqueue: o.Enqueue = None,
     tracking_required: o.TrackingRequired = False,
-    how: o.Working,
+    how: o.FleetWorkerOptions,
     where: o.Addresses,
 ) -> int:
     """Run a search until its budget is spent. Run it again to resume it."""
-    from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
+    from hpsearch.search.fleet.fork import count_gpu_workers, start_fork_server, visible_gpus
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.settings import check_settings, keys_in_errors
 
@@ -39,25 +39,25 @@ def run(
     check_pair(where)  # before anything is loaded
 
     if workers_per_gpu is not None:
-        workers = workers_on(visible_gpus(), sharing=workers_per_gpu, each=how["devices"])
-    load_ahead(workers)  # while this process loads what it needs itself
+        workers = count_gpu_workers(visible_gpus(), workers_per_gpu=workers_per_gpu, gpus_per_trial=how["devices"])
+    start_fork_server(workers)  # while this process loads what it needs itself
 
     with loading():
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import run_search
         from hpsearch.search.study.create import begin_search
-        from hpsearch.search.tracking.tracker import check_readers
+        from hpsearch.search.tracking.tracker import check_trackers
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     console = PlainConsole()
     with keys_in_errors(settings.in_file):
         services, study, created = begin_search(
-            settings.given, where, console, enqueue, check=check_readers, tracking_required=tracking_required
+            settings.given, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
         )
     ran = run_search(services, study, options, workers=workers, created=created, console=console)
-    if ran.interrupted:
+    if ran.is_interrupted:
         return EXIT_INTERRUPTED
-    return 0 if not workers or (ran.over and not ran.stopped and ran.summary.best is not None) else 1
+    return 0 if not workers or (ran.is_finished and not ran.stopped and ran.summary.best is not None) else 1
 
 
 @register(SEARCH)
@@ -86,10 +86,10 @@ def worker(
     start the worker again; 2, a setting is wrong (final); 3, the objective fails every trial (final).
     """
     with loading():
-        from hpsearch.search.fleet.devices import join_on_devices
+        from hpsearch.search.fleet.devices import join_study_on_devices
         from hpsearch.search.worker.join import join_study
 
-    join = join_study if options.world == 1 else join_on_devices
+    join = join_study if options.world == 1 else join_study_on_devices
     if final_exit_code is None:
         return join(study, options)
     code = report_errors(lambda: join(study, options))
@@ -134,25 +134,23 @@ def print_(
     rejected, so that none is printed.
     """
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.launch.launch import Launch, printed, why_unknown
-    from hpsearch.storage.home import home_dir
+    from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest
+    from hpsearch.storage.home import prepare_home
 
     try:
         words = tuple(shlex.split(command or ""))
     except ValueError as error:
         raise SearchError(f"--command {command!r} cannot be read ({error}): quote it as for a shell") from None
     if home is None and storage_url is None and engine != "kubernetes":
-        home = str(home_dir())  # the embedded stack's, wherever it is told to run
-    launch = Launch(
+        home = str(prepare_home())  # the embedded stack's, wherever it is told to run
+    launch = LaunchConfig(
         engine=engine, study=study, workers=workers, gpus=gpus, cpus=cpus, memory=memory, time=time, grace=grace,
         image=image, storage_url=storage_url.strip() if storage_url else None,
         home=os.path.abspath(home) if home else None,  # noqa: PTH100 a link may lead elsewhere there
         command=words, folder=os.getcwd(),  # noqa: PTH109 as it is
     )  # fmt: skip
-    if why := why_unknown(launch):
+    if why := check_study_exists(launch):
         typer.echo(f"hpsearch: nobody was asked whether there is a study {study!r}: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
-        typer.echo(
-            "hpsearch: the embedded stack answers on this machine alone: for others give --storage-url", err=True
-        )
-    typer.echo(printed(launch), nl=False)
+        typer.echo("hpsearch: the embedded services are local: for other machines give --storage-url", err=True)
+    typer.echo(render_manifest(launch), nl=False)

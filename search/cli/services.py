@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 @register(SERVICES)
 def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow and Optuna dashboard."""
-    from hpsearch.search.console import PlainConsole, steps
-    from hpsearch.search.services import DASHBOARD
+    from hpsearch.search.console import PlainConsole, show_steps
+    from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
-    with steps(PlainConsole(stderr=True)) as tell:
-        info = stack.up(home_dir(home), dashboard=DASHBOARD, progress=tell)
+    with show_steps(PlainConsole(stderr=True)) as tell:
+        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, progress=tell)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
     typer.echo(f"data              {info.home}")
@@ -39,9 +39,9 @@ def up(home: o.Home = None) -> None:
 def down(home: o.Home = None) -> None:
     """Stop the embedded services. Their data stays."""
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
-    stopped = stack.down(home_dir(home))
+    stopped = stack.down(prepare_home(home))
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
 
 
@@ -49,9 +49,9 @@ def down(home: o.Home = None) -> None:
 def status(home: o.Home = None) -> int:
     """Show the embedded services. Exit code 0 if all run, 3 otherwise."""
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import home_dir
+    from hpsearch.storage.home import prepare_home
 
-    services = stack.status(home_dir(home))
+    services = stack.read_status(prepare_home(home))
     for service in services:
         where = service.url or ""
         typer.echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())
@@ -60,9 +60,7 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES)
 def doctor(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of a study to join from this machine")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to join from this machine")] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
     where: o.Addresses,
@@ -73,19 +71,19 @@ def doctor(
     Nothing is started. Exit code 0 if no check failed, 1 otherwise.
     """
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.doctor.doctor import examine, finding_line, summary_line
+    from hpsearch.search.doctor.doctor import format_finding, format_status_counts, run_checks
 
     console, findings = PlainConsole(), []
-    for finding in examine(name, **where):
+    for finding in run_checks(name, **where):
         findings.append(finding)
         if not as_json:
-            console.print(finding_line(finding, console.width if console.is_terminal else None))
+            console.print(format_finding(finding, console.width if console.is_terminal else None))
     failed = any(finding.status == "failed" for finding in findings)
     if as_json:
         told = {"ok": not failed, "checks": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(told, indent=2))
     else:
-        console.print(summary_line(findings))
+        console.print(format_status_counts(findings))
     return 1 if failed else 0
 
 
@@ -123,12 +121,12 @@ def backup(
     """
     from rich.filesize import decimal
 
-    from hpsearch.search.console import PlainConsole, steps
+    from hpsearch.search.console import PlainConsole, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
-    from hpsearch.search.services import DASHBOARD
+    from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.backup.backup import backup as make
 
-    with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
+    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as tell:
         stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
         made = make(
             file,
@@ -138,7 +136,7 @@ def backup(
             studies_only=studies_only,
             force=force,
             home=home,
-            dashboard=DASHBOARD,
+            dashboard=DASHBOARD_COMMAND,
             progress=tell,
         )
     typer.echo(f"{file}: {_counted(made.manifest)}, {decimal(made.size)}")
@@ -157,12 +155,12 @@ def restore(
     Nothing is overwritten: services with studies, runs or registered models are rejected. The next worker resumes the
     trials that were running.
     """
-    from hpsearch.search.console import PlainConsole, command, steps
+    from hpsearch.search.console import PlainConsole, format_command, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
-    from hpsearch.search.services import DASHBOARD, MLFLOW_UI_URL
+    from hpsearch.search.services import DASHBOARD_COMMAND, MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as put_back
 
-    with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
+    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as tell:
         stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
         done = put_back(
             file,
@@ -171,7 +169,7 @@ def restore(
             tracking_uri=tracking_uri,
             ui_url=os.environ.get(MLFLOW_UI_URL),
             home=home,
-            dashboard=DASHBOARD,
+            dashboard=DASHBOARD_COMMAND,
             progress=tell,
         )
     typer.echo(f"restored {_counted(done.manifest)}, as they were at {done.manifest.made_at}")
@@ -179,16 +177,16 @@ def restore(
         typer.echo(f"the checkpoints of {study} are not in it, but in {url}")
     if done.left_out:
         typer.echo(f"{done.left_out} files of artifacts are not in it: they have to be where MLflow looks for them")
-    typer.echo(f"go on with: {command('studies', *(('--home', home) if home else ()))}")
+    typer.echo(f"go on with: {format_command('studies', *(('--home', home) if home else ()))}")
 
 
 def _counted(manifest: Manifest) -> str:
-    from hpsearch.search.console import counted
+    from hpsearch.search.console import pluralize
 
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
-    parts = [studies, counted(manifest.trials, "trial")]
-    if manifest.with_mlflow:
-        parts += [counted(manifest.runs, "run"), counted(manifest.models, "registered model")]
+    parts = [studies, pluralize(manifest.trials, "trial")]
+    if manifest.has_mlflow:
+        parts += [pluralize(manifest.runs, "run"), pluralize(manifest.models, "registered model")]
     return ", ".join(parts)
 
 
@@ -263,18 +261,18 @@ def mlflow(
     """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
-    from hpsearch.storage.embedded.services import mlflow_command, require_server_packages
-    from hpsearch.storage.urls import normalise
+    from hpsearch.storage.embedded.services import make_mlflow_command, require_server_packages
+    from hpsearch.storage.urls import normalise_url
 
     require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
         raise SearchError(f"{variable} is not set: it names the Postgres database that MLflow keeps its runs in")
-    url = normalise(given, setting=variable)
+    url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
-    command, environment = mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
+    command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
     os.execve(command[0], command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
 
 
@@ -285,9 +283,7 @@ def _check_free(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             return
     except OSError as error:
-        raise SearchError(
-            f"--port {port}: cannot be listened on at {host} ({error.strerror}); choose another"
-        ) from None
+        raise SearchError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another") from None
 
 
 @_serve.command()

@@ -27,30 +27,30 @@ def stop(
     Its workers finish their epoch, save a checkpoint, release their trials and exit.
     """
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import command
-    from hpsearch.search.study.steering import running_trials
+    from hpsearch.search.console import format_command
+    from hpsearch.search.study.steering import count_running
 
     study = Study.open(name, **where)
-    before, running = study.stop(), running_trials(study._stored)
+    before, running = study.stop(), count_running(study._stored)
     typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
     if running:
         typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
     if wait:
         study.stop(wait=True)
-    typer.echo(f"go on with: {command('start', name)}")
+    typer.echo(f"go on with: {format_command('start', name)}")
 
 
 @register(STEER)
 def start(name: o.StudyName, where: o.Addresses) -> None:
     """Resume a stopped study. Start its workers with 'run' or 'worker'."""
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import command
+    from hpsearch.search.console import format_command
 
     study = Study.open(name, **where)
     why = study.start()
     typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
-    typer.echo(f"run it with: {study._stored.go_on}")
-    typer.echo(f"or join it:  {command('worker', '--study', name)}")
+    typer.echo(f"run it with: {study._stored.resume_command}")
+    typer.echo(f"or join it:  {format_command('worker', '--study', name)}")
 
 
 def _amount(flag: str, what: str) -> Any:
@@ -77,13 +77,13 @@ def extend(
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
     if given_up is not None:
-        typer.echo(f"{name} goes on, though {given_up.why}: that is judged again after some more trials")
+        typer.echo(f"{name} goes on, though {given_up.reason}: that is judged again after some more trials")
     of = "of them" if done.unit == "trials" else "trials"
     if done.before == done.after:
         typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")
         return
     typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
-    typer.echo(f"workers that run take it up; else: {study._stored.go_on}")
+    typer.echo(f"workers that run take it up; else: {study._stored.resume_command}")
 
 
 @register(STEER)
@@ -109,7 +109,7 @@ def retry(
         if epoch == -1:
             begin = "in its first epoch, at its last checkpoint's step"
         typer.echo(f"trial {number} waits to be run again, {begin}")
-    typer.echo(f"workers that run take it up; else: {study._stored.go_on}")
+    typer.echo(f"workers that run take it up; else: {study._stored.resume_command}")
 
 
 @register(STEER)
@@ -130,7 +130,7 @@ def sync(
     if not studies:
         typer.echo("nothing waits on this machine")
     synced = [each.sync() for each in studies]
-    return 0 if all(each.whole for each in synced) else 1
+    return 0 if all(each.is_complete for each in synced) else 1
 
 
 @register(STEER)
@@ -144,11 +144,11 @@ def delete(
 
     Deletes trials, finalists, checkpoints and the files on this machine.
     """
-    from hpsearch.search.api.actions import delete_study, what_goes
+    from hpsearch.search.api.actions import delete_study, describe_deletion
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    if not yes and not confirm(f"delete {what_goes(study._stored)}?"):
+    if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
         raise typer.Abort
     for gone in delete_study(study._services, study._stored):
         typer.echo(f"deleted {gone}; its runs in MLflow stay")
@@ -156,9 +156,7 @@ def delete(
 
 @register(STEER)
 def gc(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies]")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study name  [default: all studies]")] = None,
     *,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")

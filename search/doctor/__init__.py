@@ -1,1 +1,1 @@
-"""Doctor: what a worker on this machine needs, checked one thing after the other, with a remedy for what fails."""
+"""Doctor: check everything that a worker on this machine needs, with a remedy for each failure."""

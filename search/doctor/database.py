@@ -1,4 +1,4 @@
-"""The study database: whether it answers, has the tables and the rights, what its clock says, who else is connected."""
+"""The checks of the study database: connection, tables, permissions, clock and free connections."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.doctor.checks import Checks, Finding
-from hpsearch.storage.database.connect import open_cursor, schema_revisions, table_rights
+from hpsearch.storage.database.connect import open_cursor, read_schema_revisions, read_table_privileges
 
 ROUND_TRIPS = 5
-SKEW = 2.0  # seconds that two clocks may differ
-FEW_CONNECTIONS = 5  # what one worker may have open at a time
+MAX_CLOCK_SKEW_SECONDS = 2.0
+CONNECTIONS_PER_WORKER = 5  # at most
 
-# The sequences that number the rows of the tables. CASE: WHERE alone may ask for the rights on what is none.
-_SEQUENCES = """
+# The sequences of the tables that the user may not use. CASE, because WHERE may evaluate the privilege of a relation
+# that is not a sequence, which is an error.
+_FIND_LOCKED_SEQUENCES = """
     SELECT s.relname FROM pg_depend d JOIN pg_class s ON s.oid = d.objid
      WHERE d.refobjid = ANY (SELECT to_regclass(quote_ident(name))::oid FROM unnest(%s) AS name)
        AND CASE WHEN s.relkind = 'S' THEN NOT has_sequence_privilege(s.oid, 'USAGE') ELSE false END
      ORDER BY 1
 """
-_CONNECTIONS = """
+_COUNT_CONNECTIONS = """
     SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
            - coalesce(current_setting('reserved_connections', true)::int, 0),
            (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend')
 """
 
 
-def ask_database(look: Callable[[Any], Finding], url: str, setting: str) -> Finding:
-    """Return the finding of one of `DATABASE_CHECKS` about the database at `url`, which was given by `setting`."""
+def run_database_check(look: Callable[[Any], Finding], url: str, setting: str) -> Finding:
+    """Run one of `DATABASE_CHECKS` on the database at `url`; errors name `setting`, which gave the URL."""
     with open_cursor(url, application_name="hpsearch doctor", setting=setting, autocommit=True) as cursor:
         return look(cursor)
 
 
-def _answers(cursor: Any) -> Finding:
+def _check_connection(cursor: Any) -> Finding:
     cursor.execute(
         "SELECT current_setting('server_version'), pg_is_in_recovery(), current_user, current_database(), "
         "current_schema()"
@@ -47,7 +48,7 @@ def _answers(cursor: Any) -> Finding:
         return Finding("failed", f"{where} is a read-only replica", "give the primary's URL")
     if schema is None:
         grant = f"GRANT USAGE ON SCHEMA public TO {user}"
-        return Finding("failed", f"{where}: user {user!r} lacks rights on the schema of database {database!r}", grant)
+        return Finding("failed", f"{where}: user {user!r} cannot use the schema of database {database!r}", grant)
     laps = []
     for _ in range(ROUND_TRIPS):
         began = time.perf_counter()
@@ -57,71 +58,71 @@ def _answers(cursor: Any) -> Finding:
     return Finding("ok", f"{where}, database {database}, user {user}: {trip:.1f} ms a round trip")
 
 
-def _schema(cursor: Any) -> Finding:
-    migrate = f"run '{command('migrate')}' as the owner of the database"
-    rows = table_rights(cursor)
+def _check_schema(cursor: Any) -> Finding:
+    migrate = f"run '{format_command('migrate')}' as the owner of the database"
+    rows = read_table_privileges(cursor)
     if missing := [name for name, is_missing, _ in rows if is_missing]:
         all_missing = len(missing) == len(rows)
-        said = "there are no tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
-        return Finding("failed", said, migrate)
-    revisions = schema_revisions(cursor)
+        text = "there are no tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
+        return Finding("failed", text, migrate)
+    revisions = read_schema_revisions(cursor)
     for owner, found, needed in revisions:
         if found != needed:
-            other = f"the tables are of another version of {owner}: {found}, this release needs {needed}"
+            other = f"the tables have revision {found} of {owner}, but this release needs {needed}"
             return Finding("failed", other, migrate)
     shown = ", ".join(f"{owner} {found}" for owner, found, _ in revisions)
-    return Finding("ok", f"the tables are of this release ({shown})")
+    return Finding("ok", f"the tables match this release ({shown})")
 
 
-def _rights(cursor: Any) -> Finding:
-    user, rows = cursor.connection.info.user, table_rights(cursor)
+def _check_permissions(cursor: Any) -> Finding:
+    user, rows = cursor.connection.info.user, read_table_privileges(cursor)
     if tables := [name for name, _, lacking in rows if lacking]:
         rights = ", ".join(sorted({right for *_, lacking in rows for right in lacking}))
         grant = f"as the owner: GRANT {rights} ON {', '.join(tables)} TO {user}"
-        return Finding("failed", f"user {user!r} lacks {rights} on {_some(tables)}", grant)
-    cursor.execute(_SEQUENCES, ([name for name, *_ in rows],))
+        return Finding("failed", f"user {user!r} lacks {rights} on {_shorten_list(tables)}", grant)
+    cursor.execute(_FIND_LOCKED_SEQUENCES, ([name for name, *_ in rows],))
     if sequences := [name for (name,) in cursor.fetchall()]:
         grant = f"as the owner: GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {user}"
-        return Finding("failed", f"user {user!r} lacks USAGE on {_some(sequences)}", grant)
+        return Finding("failed", f"user {user!r} lacks USAGE on {_shorten_list(sequences)}", grant)
     return Finding("ok", f"user {user} may read and write rows of all {len(rows)} tables")
 
 
-def _clock(cursor: Any) -> Finding:
+def _check_clock(cursor: Any) -> Finding:
     began = time.time()
     cursor.execute("SELECT extract(epoch FROM clock_timestamp())")
     there = float(cursor.fetchone()[0])
-    ahead = (began + time.time()) / 2 - there  # the reply was written about half-way
-    if abs(ahead) <= SKEW:
-        return Finding("ok", f"{abs(ahead):.2f} s from the database's")
+    ahead = (began + time.time()) / 2 - there  # assumes that the reply was written half-way
+    if abs(ahead) <= MAX_CLOCK_SKEW_SECONDS:
+        return Finding("ok", f"{abs(ahead):.2f} s from the database's clock")
     which = "ahead of" if ahead > 0 else "behind"
     return Finding(
         "warning",
-        f"this machine's is {abs(ahead):.1f} s {which} the database's; leases go by the database's, so that only the "
-        "times in logs are off",
-        "set it by NTP",
+        f"this machine's clock is {abs(ahead):.1f} s {which} the database's; leases use the database's clock, so only "
+        "times in logs are wrong",
+        "synchronize it with NTP",
     )
 
 
-def _connections(cursor: Any) -> Finding:
-    cursor.execute(_CONNECTIONS)
+def _check_connections(cursor: Any) -> Finding:
+    cursor.execute(_COUNT_CONNECTIONS)
     most, used = cursor.fetchone()
     left = max(0, most - used)
-    said = f"{left} of {most} left"
-    if left >= FEW_CONNECTIONS:
-        return Finding("ok", said)
+    text = f"{left} of {most} left"
+    if left >= CONNECTIONS_PER_WORKER:
+        return Finding("ok", text)
     remedy = "raise max_connections, or put PgBouncer before the database"
-    return Finding("warning", f"{said}; a worker has up to {FEW_CONNECTIONS}", remedy)
+    return Finding("warning", f"{text}; a worker uses up to {CONNECTIONS_PER_WORKER}", remedy)
 
 
 DATABASE_CHECKS: Checks = (
-    ("database", _answers, "services"),
-    ("schema", _schema, "database"),
-    ("rights", _rights, "schema"),
-    ("clock", _clock, "database"),
-    ("connections", _connections, "database"),
+    ("database", _check_connection, "services"),
+    ("schema", _check_schema, "database"),
+    ("rights", _check_permissions, "schema"),
+    ("clock", _check_clock, "database"),
+    ("connections", _check_connections, "database"),
 )
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _shorten_list(names: list[str], most: int = 3) -> str:
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {counted(more, 'other')}" if more > 0 else "")
+    return ", ".join(names[:most]) + (f" and {pluralize(more, 'other')}" if more > 0 else "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import optuna
 from rich.text import Text
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.doctor.checks import (
     STUDY_CHECKS,
     Checker,
@@ -26,16 +26,16 @@ from hpsearch.search.doctor.checks import (
     check_tracking,
     check_versions,
 )
-from hpsearch.search.doctor.database import DATABASE_CHECKS, ask_database
+from hpsearch.search.doctor.database import DATABASE_CHECKS, run_database_check
 from hpsearch.search.services import check_pair
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.study_storage.storage import open_storage
 
 
-def examine(
+def run_checks(
     study: str | None = None,
     *,
     storage_url: str | None = None,
@@ -43,29 +43,30 @@ def examine(
     checkpoint_url: str | None = None,
     home: str | None = None,
 ) -> Iterator[Finding]:
-    """Yield what each check of this machine comes to; nothing is started, and no file that is written stays.
+    """Yield the result of each check of this machine; start no services, and remove all test files.
 
     Args:
-        study: the name of a study that a worker here is to join.
-        storage_url, tracking_uri: the services; without them the embedded stack, if it runs.
-        checkpoint_url: where the checkpoints go; by default where the study says, else a folder of the home.
-        home: folder of the embedded stack, runs and logs; by default the user's.
+        study: name of a study that a worker on this machine should join; None checks no study.
+        storage_url: database URL; None for the embedded stack, if it runs.
+        tracking_uri: MLflow server; None for that of the embedded stack or the study.
+        checkpoint_url: address of the checkpoints; None for that of the study, else a folder in the home.
+        home: folder of the embedded stack, runs and logs; None for the default.
 
     Raises:
-        SearchError: there is no such study, or only the tracking server was given.
-        StorageError: the home cannot be used, or the database's URL cannot be read.
+        SearchError: the study does not exist, or `tracking_uri` is given without `storage_url`.
+        StorageError: the home is unusable, or the database URL is invalid.
     """
     check_pair({"storage_url": storage_url, "tracking_uri": tracking_uri}, both=False)
-    folder = home_dir(home)
-    running = None if storage_url is not None else stack.info(folder)
+    folder = prepare_home(home)
+    running = None if storage_url is not None else stack.find_running(folder)
     database = storage_url if running is None else running.storage_url
     checker = Checker([url for url in (database, checkpoint_url) if url])
     given = "--storage-url" if running is None else "embedded Postgres"
     first = [checker.run("services", partial(_check_services, folder, storage_url, running))]
     for name, look, need in DATABASE_CHECKS:
-        first.append(checker.run(name, partial(ask_database, look, database or "", given), need))
-    # Opened before the first finding is printed: if there is no such study, that error is the only output.
-    found = _open(study, database) if study is not None and database and checker.passed("rights") else None
+        first.append(checker.run(name, partial(run_database_check, look, database or "", given), need))
+    # Opened before the first finding is printed, so that the error of a missing study is the only output.
+    found = _open_study(study, database) if study is not None and database and checker.has_passed("rights") else None
     yield from first
 
     is_unread, attrs = study is not None and found is None, found.attrs if found is not None else {}
@@ -73,7 +74,7 @@ def examine(
     if server is not None:
         yield checker.run("mlflow", partial(check_tracking, server))
     else:
-        yield checker.run("mlflow", partial(_no_server, found), "rights" if is_unread else "services")
+        yield checker.run("mlflow", partial(_report_missing_server, found), "rights" if is_unread else "services")
     yield checker.run("artifacts", partial(check_artifacts, server or ""), "mlflow")
     for name, look, need in STUDY_CHECKS if study is not None else ():
         yield checker.run(name, partial(look, found), need)
@@ -92,31 +93,31 @@ def _check_services(home: Path, storage_url: str | None, running: stack.StackInf
         return Finding("ok", "the database of --storage-url")
     if running is not None:
         return Finding("ok", f"the embedded stack in {home}")
-    states = ", ".join(f"{service.name} {service.state}" for service in stack.status(home))
+    states = ", ".join(f"{service.name} {service.state}" for service in stack.read_status(home))
     return Finding(
         "failed",
-        f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",
-        f"run '{command('up')}', or give --storage-url and --tracking-uri",
+        f"no --storage-url is given, and the embedded stack in {home} is not running ({states})",
+        f"run '{format_command('up')}', or give --storage-url and --tracking-uri",
     )
 
 
-def _open(name: str, url: str) -> StoredStudy:
+def _open_study(name: str, url: str) -> StoredStudy:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return load_study(open_storage(url, application_name="hpsearch doctor"), name)
 
 
-def _no_server(study: StoredStudy | None) -> Finding:
+def _report_missing_server(study: StoredStudy | None) -> Finding:
     if study is not None:
-        return Finding("failed", f"study {study.spec.name!r} names no tracking server", "give --tracking-uri")
-    return Finding("skipped", "no --tracking-uri is given; a worker takes its study's: name the STUDY to check that")
+        return Finding("failed", f"study {study.spec.name!r} has no tracking server", "give --tracking-uri")
+    return Finding("skipped", "no --tracking-uri is given; give STUDY to check the tracking server of a study")
 
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
-_STATUS, _NAME = 9, 13  # columns, with the blanks after them
+_STATUS, _NAME = 9, 13  # widths of the columns
 
 
-def finding_line(finding: Finding, columns: int | None) -> Text:
-    """Return the line of a finding, folded at `columns`; None folds nothing."""
+def format_finding(finding: Finding, columns: int | None) -> Text:
+    """Return the line of a finding, wrapped at `columns`; None does not wrap."""
     head = f"{finding.status:{_STATUS}}{finding.check:{_NAME}}"
     line = head + finding.found + (f": {finding.remedy}" if finding.remedy else "")
     if columns is not None:
@@ -127,8 +128,8 @@ def finding_line(finding: Finding, columns: int | None) -> Text:
     return text
 
 
-def summary_line(findings: Iterable[Finding]) -> str:
-    """Return how many checks came to what: ``14 ok, 1 warning, 1 failed``."""
+def format_status_counts(findings: Iterable[Finding]) -> str:
+    """Return the number of checks by status: ``14 ok, 1 with a warning, 1 failed``."""
     counts = Counter(finding.status for finding in findings)
     words = {"ok": "ok", "warning": "with a warning", "failed": "failed", "skipped": "skipped"}
     return ", ".join(f"{counts[status]} {said}" for status, said in words.items() if counts[status])  # type: ignore[index]  # a status is one of these words

@@ -1,4 +1,4 @@
-"""Finalists: the best trials of a search, trained anew on fresh seeds before one of them is crowned."""
+"""Finalists: the best trials of a search, retrained on new seeds before one of them wins."""
 
 from hpsearch.search.finalists.table import FinalistRow, Finalists, read_finalists
 

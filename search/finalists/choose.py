@@ -12,16 +12,16 @@ from typing import Any
 from optuna.exceptions import DuplicatedStudyError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.table import newest_set
+from hpsearch.search.finalists.table import find_newest_set
 from hpsearch.search.pruners.stopping import NoPruning
 from hpsearch.search.samplers.optuna import Random
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
 from hpsearch.search.study.create import name_metric, study_directions
-from hpsearch.search.study.ranking import first_value, in_bounds, rank_trials
-from hpsearch.search.study.steering import running_trials
+from hpsearch.search.study.ranking import get_first_value, is_feasible, rank_trials
+from hpsearch.search.study.steering import count_running
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
@@ -31,72 +31,71 @@ from hpsearch.storage.attributes import (
     REMOVED,
     RUN_ID,
     RUN_URL,
-    SOURCE,
+    SOURCE_SHA256,
     SPEC,
     STOPPED,
     TRACKING_URI,
     TRAINING_SEED,
 )
 from hpsearch.storage.database.locks import name_lock
-from hpsearch.storage.rungs.fronts import front, losses_of
-from hpsearch.storage.trials.history import finalist_studies, refit_studies
+from hpsearch.storage.rungs.fronts import find_front, to_losses
+from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 
 _LONGEST_NAME = 100  # of the spec
 
 
-def create(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
-    """Make the study with all its trials, under the first name that nobody has.
+def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
+    """Create the study with all its trials, under the first free name.
 
     Args:
         study: the search.
-        of: what is trained again.
-        chosen: the trials of the search that it names, by their numbers.
+        of: the configurations to retrain.
+        chosen: the trials of the search that `of` names, by number.
     """
     for number in itertools.count(1):
-        spec = _spec(study.spec, of, number)
+        spec = _make_spec(study.spec, of, number)
         try:
             made = study.storage.create_filled_study(
                 study_directions(spec),
                 spec.name,
-                user_attrs=_attrs(study, spec),
-                trials=_trials(of, chosen),
+                user_attrs=_make_attrs(study, spec),
+                trials=_make_trials(of, chosen),
             )
         except DuplicatedStudyError:
-            continue  # an earlier one, or somebody's study of that name
+            continue  # an earlier set, or an unrelated study
         name_metric(study.storage, spec)
         return StoredStudy(spec, study.storage, made)
     raise AssertionError("names do not run out")
 
 
-def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
+def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     suffix = (FINALISTS if of.refit is None else REFIT) + (f"-{number}" if number > 1 else "")
     own = {
         "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
         "n_trials": len(of.trials) * len(of.seeds),
         "sampler": Random().model_dump(),
         "warm_start": None,
-        "stop_when": None,
+        "min_expected_gain": None,
         "pruner": NoPruning().model_dump(),
         "timeout": None,
         "budget_epochs": None,
         "budget_seconds": None,
-        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen. Of
-        # the runs of a refit it is one, whose model is made then.
+        # `promote` uses the model of the trial in the search. Of a refit it uses one run, and exports the model then.
         "models": "none",
         "finalists_of": of.model_dump(),
     }
     return parse_spec({**searched.model_dump(), **own})
 
 
-def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
-    """Return what the study is to have: what its workers need of the search's attributes, a folder, and its spec."""
-    theirs = study.attrs
-    shared = {key: theirs[key] for key in (SOURCE, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in theirs}
+def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
+    """Return the attributes of the study: those of the search that its workers need, a folder, and its spec."""
+    attrs = study.attrs
+    shared = {key: attrs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in attrs}
     return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 
-def _trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials as `Study.enqueue_trial` makes them, their parameters fixed."""
+def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
+    """Return waiting trials with fixed parameters, as `Study.enqueue_trial` creates them."""
     return [
         create_trial(
             state=TrialState.WAITING,
@@ -107,77 +106,77 @@ def _trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTr
     ]
 
 
-TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
+TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds remove most of the selection bias
 
 
 def create_or_join(
     study: StoredStudy, *, top: int | None, seeds: int | None, new_set: bool = False, infeasible: bool = False
 ) -> tuple[StoredStudy, bool]:
-    """Choose the finalists of a study and enqueue all their trials, or join the set that was chosen before.
+    """Choose the finalists of a study and enqueue their trials, or join the existing set.
 
     Args:
-        study: the study, whose search is over.
-        top: how many of its best configurations; `TOP`, or as the set has it, unless given. Of several metrics they
-            are of the front, all of it unless given, else those that have most room about them.
-        seeds: how many fresh seeds, the same for all; `SEEDS`, or as the set has it, unless given.
-        new_set: choose anew, by the search as it is now and on seeds that no set has had.
-        infeasible: whether trials may be among them that break a constraint.
+        study: the search, which must be over.
+        top: number of best configurations; None stands for `TOP` or the existing set's. With several metrics, None
+            takes the whole Pareto front, and a number takes its members with the largest crowding distance.
+        seeds: number of new seeds, common to all; None stands for `SEEDS` or the existing set's.
+        new_set: choose again by the current search, on seeds that no other set has.
+        infeasible: whether to include trials that violate a constraint.
 
     Returns:
-        The study of the finalists, and whether it was made now.
+        The study of the finalists, and whether it was created by this call.
 
     Raises:
-        SearchError: the search is not over, no trial of it is complete, or the set has another top or other seeds.
+        SearchError: the search is not over, it has no complete trial, or the set has another `top` or `seeds`.
     """
     with name_lock(study.engine, study.spec.name):
-        chosen = None if new_set else newest_set(study)
+        chosen = None if new_set else find_newest_set(study)
         if chosen is not None:
-            _require_agreement(study, chosen, top=top, seeds=seeds)
+            _check_same_settings(study, chosen, top=top, seeds=seeds)
             return chosen, False
-        _require_over(study)
-        usual = None if study.spec.several else TOP
-        best = best_configurations(study, top or usual or sys.maxsize, infeasible=infeasible)
+        _check_search_ended(study)
+        usual = None if study.spec.is_multi_objective else TOP
+        best = select_finalists(study, top or usual or sys.maxsize, infeasible=infeasible)
         if not best:
-            raise SearchError(f"study {study.spec.name!r} has {_no_finalist(study)}")
+            raise SearchError(f"study {study.spec.name!r} has {_describe_no_finalist(study)}")
         of = FinalistsOf(
             study=study.spec.name,
             study_id=study.study_id,
             top=top or usual or len(best),
             trials=[trial.number for trial in best],
-            seeds=fresh_seeds(study, seeds or SEEDS),
+            seeds=derive_new_seeds(study, seeds or SEEDS),
             divisions=True,
         )
-        return create(study, of, {trial.number: trial for trial in best}), True
+        return create_finalist_study(study, of, {trial.number: trial for trial in best}), True
 
 
-def _no_finalist(study: StoredStudy) -> str:
-    if any(not in_bounds(trial) for trial in study.trials(TrialState.COMPLETE)):
-        again = command("finalists", study.spec.name, "--infeasible")
+def _describe_no_finalist(study: StoredStudy) -> str:
+    if any(not is_feasible(trial) for trial in study.trials(TrialState.COMPLETE)):
+        again = format_command("finalists", study.spec.name, "--infeasible")
         return f"no complete trial within its constraints: train those that break them with {again}"
     return "no complete trial: there is no finalist to choose"
 
 
-def best_configurations(
+def select_finalists(
     study: StoredStudy, top: int, *, removed: bool = False, infeasible: bool = False
 ) -> list[FrozenTrial]:
-    """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest.
+    """Return the best COMPLETE trials, best first. Ties and equal configurations give the trial with the lowest number.
 
-    Of several metrics they are of the front.
+    With several metrics, only trials of the Pareto front are returned.
 
     Args:
         study: the study.
-        top: how many.
-        removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
-        infeasible: whether one does that breaks a constraint.
+        top: maximum number of trials.
+        removed: whether to include trials whose model was deleted, which cannot be tested or promoted.
+        infeasible: whether to include trials that violate a constraint.
     """
     spec = study.spec
     found = [
         trial
         for trial in study.best_trials(infeasible=infeasible)
-        if math.isfinite(first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
+        if math.isfinite(get_first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
     ]
-    if spec.several:
-        members = {found[place].number for place in front(losses_of([t.values for t in found], spec.maximized))}
+    if spec.is_multi_objective:
+        members = {found[place].number for place in find_front(to_losses([t.values for t in found], spec.maximized))}
         found = [trial for trial in rank_trials(found, spec.maximized, infeasible=True) if trial.number in members]
     chosen: list[FrozenTrial] = []
     for trial in found:
@@ -186,15 +185,15 @@ def best_configurations(
     return chosen
 
 
-def passed_over(study: StoredStudy, top: int) -> list[int]:
-    """Return the trials that would be among the best `top`, had their models not been removed."""
-    return [t.number for t in best_configurations(study, top, removed=True) if REMOVED in t.user_attrs]
+def list_excluded_trials(study: StoredStudy, top: int) -> list[int]:
+    """Return the trials that would be among the best `top` if their models had not been deleted."""
+    return [t.number for t in select_finalists(study, top, removed=True) if REMOVED in t.user_attrs]
 
 
-def fresh_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
-    """Return seeds that nothing of the study was trained on, derived from the study's and what they are for."""
+def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
+    """Return seeds that no training of the study has used, derived from the study's seed and `purpose`."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
-    for names in (finalist_studies, refit_studies):
+    for names in (read_finalist_studies, read_refit_studies):
         for name in names(study.engine, study.study_id):
             of = load_study(study.storage, name).spec.finalists_of
             taken.update(of.seeds if of is not None else [])
@@ -209,7 +208,7 @@ def fresh_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> l
     return fresh
 
 
-def _require_agreement(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
+def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
     of = chosen.spec.finalists_of
     assert of is not None
     pairs = (("--top", of.top, top), ("--seeds", len(of.seeds), seeds))
@@ -221,17 +220,17 @@ def _require_agreement(study: StoredStudy, chosen: StoredStudy, *, top: int | No
         )
 
 
-def _require_over(study: StoredStudy) -> None:
-    """Refuse to choose while better trials may come."""
+def _check_search_ended(study: StoredStudy) -> None:
+    """Reject a search that may still find better trials."""
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):
         return
-    ended = study.attrs.get(STOPPED) is not None or study.out_of_time
-    if ended and (running := running_trials(study)):
-        wait = command("stop", name, "--wait")
-        raise SearchError(f"study {name!r} has {counted(running, 'running trial')}: wait for the end: {wait}")
+    ended = study.attrs.get(STOPPED) is not None or study.is_timed_out
+    if ended and (running := count_running(study)):
+        wait = format_command("stop", name, "--wait")
+        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}: wait for the end: {wait}")
     if not ended:
         raise SearchError(
-            f"study {name!r} is not over, {study.done(finished)} are done: let it end, or stop it first: "
-            f"{command('stop', name)}"
+            f"study {name!r} is not over, {study.format_progress(finished)} are done: let it end, or stop it first: "
+            f"{format_command('stop', name)}"
         )

@@ -1,8 +1,7 @@
-"""The refit of a study's winner: its configuration, trained on train and validation, on some fresh seeds.
+"""The refit of a study's winner: its configuration, trained on training and validation data with several new seeds.
 
-How many epochs it takes was chosen by the winner's fresh runs, on samples that they were not trained on; the refit has
-none of these left. So it cannot choose among its seeds by a score either, and takes the run of the median training
-loss: neither a lucky one nor an unlucky one.
+The number of epochs is the winner's from its runs on new seeds. A refit has no validation data left to choose among its
+seeds, so the run with the median training loss is used.
 """
 
 from __future__ import annotations
@@ -12,34 +11,34 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create, fresh_seeds
-from hpsearch.search.finalists.table import decided_winner, why_missing
+from hpsearch.search.finalists.choose import create_finalist_study, derive_new_seeds
+from hpsearch.search.finalists.table import describe_missing_value, find_winner
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study
 from hpsearch.storage.attributes import FRESH, REFIT
 from hpsearch.storage.database.locks import name_lock
-from hpsearch.storage.records.promotions import Promotion, promotions_of
-from hpsearch.storage.trials.history import refit_studies
+from hpsearch.storage.records.promotions import Promotion, read_promotions
+from hpsearch.storage.trials.history import read_refit_studies
 
 SEEDS = 3
 
 
 @dataclass(frozen=True)
 class Refit:
-    """A refit, as it stands.
+    """State of a refit.
 
     Attributes:
-        study: name of the study that it is trained in.
-        of: number of the winner, in the search.
-        epochs: that each run takes.
-        seeds: of the runs.
-        losses: the training loss of each run's last epoch; None where it has not ended, failed or diverged.
-        reasons: why a loss is missing, for each run; None where it is there.
-        taken: number of the run that is promoted; None until all have ended, and where none has a loss.
-        pending: how many runs have not ended.
+        study: name of the study that trains it.
+        of: trial number of the winner in the search.
+        epochs: number of epochs of each run.
+        seeds: seeds of the runs.
+        losses: training loss of each run's last epoch; None if it has not ended, failed or diverged.
+        reasons: per run, why the loss is missing; None if it exists.
+        taken: number of the run to promote; None until all have ended, and if none has a loss.
+        pending: number of unfinished runs.
     """
 
     study: str
@@ -52,39 +51,38 @@ class Refit:
     pending: int
 
 
-def create_or_join_refit(
-    study: StoredStudy, *, seeds: int | None, trial: int | None = None
-) -> tuple[StoredStudy, bool]:
-    """Make the refit of a study's winner with all its trials, or join the one that was made before.
+def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | None = None) -> tuple[StoredStudy, bool]:
+    """Create the refit of a study's winner with all its trials, or join the existing one.
 
     Args:
         study: the search.
-        seeds: how many; `SEEDS`, or as it was made, unless given.
-        trial: the winner, where somebody names it.
+        seeds: number of runs, odd; None stands for `SEEDS` or the existing refit's.
+        trial: number of the expected winner; None takes the winner.
 
     Returns:
-        The study of the refit, and whether it was made now.
+        The study of the refit, and whether it was created by this call.
 
     Raises:
-        SearchError: no finalists have decided, or for another trial; or it was made with other seeds.
+        SearchError: `seeds` is even or differs from the existing refit's, the finalists have no result, or another
+            trial won.
     """
     if seeds is not None and seeds % 2 == 0:
         raise SearchError(f"--refit-seeds {seeds}: give an odd number, so that one run is the median of all")
     with name_lock(study.engine, study.spec.name):
-        chosen, winner = _decided(study, trial)
-        epochs = confirmed_epochs(study, chosen, winner)
-        made = _made_before(study, winner, epochs)
+        chosen, winner = _find_winner(study, trial)
+        epochs = choose_refit_epochs(study, chosen, winner)
+        made = _find_refit(study, winner, epochs)
         if made is None:
             of = FinalistsOf(
                 study=study.spec.name,
                 study_id=study.study_id,
                 top=1,
                 trials=[winner],
-                seeds=fresh_seeds(study, seeds or SEEDS, "refit"),
+                seeds=derive_new_seeds(study, seeds or SEEDS, "refit"),
                 refit=epochs,
             )
-            return create(study, of, {winner: find_trial(study, winner)}), True
-    of = _of(made)
+            return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
+    of = _get_finalists_of(made)
     if seeds not in {None, len(of.seeds)}:
         raise SearchError(
             f"--refit-seeds {seeds}: {made.spec.name!r} was made with {len(of.seeds)}: leave it out to go on with them"
@@ -92,74 +90,76 @@ def create_or_join_refit(
     return made, False
 
 
-def _decided(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
-    """Return the set of finalists that counts, and its winner; see `decided_winner`."""
+def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
+    """Return the set of finalists that counts, and its winner; see `find_winner`."""
     try:
-        return decided_winner(study, trial)
+        return find_winner(study, trial)
     except SearchError as error:
         raise SearchError(f"--refit: {error}") from None
 
 
-def confirmed_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
-    """Return how many epochs the winner's fresh runs chose: the median.
+def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
+    """Return the median of the numbers of epochs that the winner's runs on new seeds selected.
 
-    Of an even number it is the higher of the middle two, for of epochs with equal scores a run chooses the first.
+    For an even number of runs it is the upper median, because a run selects the first of several equal epochs.
 
     Args:
         study: the search.
-        chosen: the study that holds its finalists.
-        winner: number of one, in the search, that has a value for each seed.
+        chosen: the study of its finalists.
+        winner: trial number, in the search, of a finalist with a value for each seed.
     """
-    of = _of(chosen)
+    of = _get_finalists_of(chosen)
     runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.assignment(trial.number)[0] == winner]
-    return statistics.median_high([epoch + 1 for run in runs for epoch in _epochs_of(run, study.spec.maximize)])
+    return statistics.median_high([epoch + 1 for run in runs for epoch in _get_chosen_epochs(run, study.spec.maximize)])
 
 
-def _epochs_of(run: FrozenTrial, maximize: bool) -> list[int]:
-    """Return the epochs, from 0, that the halves of a run's validation samples chose; else its best one."""
+def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
+    """Return the epochs, from 0, that the cross-fitted halves of a run selected; without them, its best epoch."""
     if epochs := run.user_attrs.get(FRESH, {}).get("epochs"):
         return list(epochs)
     sign = -1 if maximize else 1
     return [min(run.intermediate_values, key=lambda epoch: (sign * run.intermediate_values[epoch], epoch))]
 
 
-def _made_before(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
-    for name in reversed(refit_studies(study.engine, study.study_id)):
+def _find_refit(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
+    for name in reversed(read_refit_studies(study.engine, study.study_id)):
         made = load_study(study.storage, name)
-        of = _of(made)
+        of = _get_finalists_of(made)
         if (of.trials, of.refit) == ([winner], epochs):
             return made
     return None
 
 
-def _of(study: StoredStudy) -> FinalistsOf:
+def _get_finalists_of(study: StoredStudy) -> FinalistsOf:
     of = study.spec.finalists_of
     assert of is not None
     return of
 
 
 def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStudy, Refit]:
-    """Return the study that holds the refit of the winner, and the refit.
+    """Return the study of the winner's refit, and the refit.
 
     Raises:
-        SearchError: there is no refit; or no finalists have decided, or for another trial than `trial`.
+        SearchError: there is no refit, the finalists have no result, or another trial than `trial` won.
     """
-    chosen, winner = _decided(study, trial)
-    made = _made_before(study, winner, confirmed_epochs(study, chosen, winner))
+    chosen, winner = _find_winner(study, trial)
+    made = _find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
     if made is None:
-        again = command("promote", study.spec.name, "--refit")
+        again = format_command("promote", study.spec.name, "--refit")
         raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
     return made, tabulate_refit(made)
 
 
-def taken_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
-    """Return the run of a refit that is promoted.
+def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
+    """Return the run of a refit to promote.
 
     Raises:
         SearchError: some runs have not ended, or none has a training loss.
     """
     if refit.pending:
-        raise SearchError(f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.go_on}")
+        raise SearchError(
+            f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.resume_command}"
+        )
     if refit.taken is None:
         why = "; ".join(f"trial {number} {why}" for number, why in enumerate(refit.reasons))
         raise SearchError(f"--refit: no run of {made.spec.name!r} has come to its end: {why}")
@@ -167,8 +167,8 @@ def taken_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
 
 
 def tabulate_refit(made: StoredStudy) -> Refit:
-    """Return what the runs of a refit came to."""
-    of = _of(made)
+    """Return the state of a refit."""
+    of = _get_finalists_of(made)
     assert of.refit is not None
     trials = [trial for trial in made.trials() if trial.number < made.spec.n_trials]
     ended = {t.number: float(t.user_attrs[REFIT]["train_loss"]) for t in trials if t.state == TrialState.COMPLETE}
@@ -180,33 +180,33 @@ def tabulate_refit(made: StoredStudy) -> Refit:
         epochs=of.refit,
         seeds=tuple(of.seeds),
         losses=tuple(ended.get(trial.number) for trial in trials),
-        reasons=tuple(why_missing(trial) for trial in trials),
+        reasons=tuple(describe_missing_value(trial) for trial in trials),
         taken=ranked[(len(ranked) - 1) // 2] if ranked and not pending else None,
         pending=pending,
     )
 
 
-def refit_lines(made: StoredStudy, found: Refit) -> list[str]:
-    """Return what a refit came to, in lines of plain text: the training loss of each run, and which one is taken."""
+def format_refit(made: StoredStudy, found: Refit) -> list[str]:
+    """Return one line per run with its training loss, and a mark at the selected run."""
     lines = []
     for number, (seed, loss, why) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
         said = why if loss is None else f"train loss {loss:.6g}"
         mark = ", the median: it is taken" if number == found.taken else ""
         lines.append(f"trial {number} of {found.study}, seed {seed}: {said}{mark}")
     if not found.pending and found.taken is None:
-        lines.append(f"no run has come to its end: see why with {command('show', made.spec.name)}")
+        lines.append(f"no run has come to its end: see why with {format_command('show', made.spec.name)}")
     return lines
 
 
-def with_refits(study: StoredStudy) -> list[Promotion]:
-    """Return the promotions of a study's trials and of refits of its winners, the first one first."""
-    refits = [find_study(study.storage, name) for name in refit_studies(study.engine, study.study_id)]
+def list_promotions(study: StoredStudy) -> list[Promotion]:
+    """Return the promotions of a study's trials and of its refits, oldest first."""
+    refits = [find_study(study.storage, name) for name in read_refit_studies(study.engine, study.study_id)]
     of = [study.study_id, *(each for each in refits if each is not None)]
-    found = [promotion for study_id in of for promotion in promotions_of(study.engine, study_id)]
+    found = [promotion for study_id in of for promotion in read_promotions(study.engine, study_id)]
     return sorted(found, key=lambda promotion: promotion.promoted_at)
 
 
-def current(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
-    """Return the promotions of a study and its refits, or of one trial, whose aliases still name the version."""
-    found = with_refits(study) if trial is None else promotions_of(study.engine, study.study_id)
+def list_current_promotions(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
+    """Return the promotions of a study and its refits, or of one trial, whose alias still names the version."""
+    found = list_promotions(study) if trial is None else read_promotions(study.engine, study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpsearch.search.curves.points import SHARES, least_loss
+from hpsearch.search.freeze_thaw.observations import PROPORTION_METRICS, get_loss_bound
 from hpsearch.search.study.ranking import best_first
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the fresh seeds say.
+class WinnerSelection:
+    """Result of comparing finalists on new seeds.
 
     Attributes:
-        winner: the finalist of the best mean; None without any.
-        tie: the others that cannot be told from it, the better mean first.
-        error: standard error of the difference of two means; None where nothing can be said of it.
+        winner: number of the finalist with the best mean; None if there is none.
+        tie: finalists within one standard error of the winner, better mean first.
+        error: standard error of the difference of two means; None if unknown.
     """
 
     winner: int | None
@@ -27,35 +27,35 @@ class Choice:
     error: float | None
 
 
-def choose(values: Mapping[int, Sequence[float]], *, maximize: bool) -> Choice:
-    """Choose the finalist of the best mean; of equal means the one of the lower number.
+def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> WinnerSelection:
+    """Select the finalist with the best mean; among equal means, the one with the lowest number.
 
     A tie is a difference of means of at most one standard error of that difference (the one-standard-error rule of
-    Breiman et al., *Classification and Regression Trees*, 1984, section 3.4.3). Finalists and seeds make a randomised
-    block design, the seeds being the blocks (Box, Hunter and Hunter, *Statistics for Experimenters*, 2nd edition,
-    2005, chapter 4): what a seed does to all finalists alike is taken out, and the rest is pooled over all of them,
-    for two seeds alone would give each pair one degree of freedom. With r_ij the residual of finalist i of k and seed
-    j of s after its row's and its column's mean,
+    Breiman et al., *Classification and Regression Trees*, 1984, section 3.4.3). Finalists and seeds form a randomised
+    block design with the seeds as blocks (Box, Hunter and Hunter, *Statistics for Experimenters*, 2nd edition, 2005,
+    chapter 4): the common effect of a seed is removed, and the variance is pooled over all finalists, because two seeds
+    give a pair only one degree of freedom. With r_ij the residual of finalist i of k and seed j of s after its row's
+    and its column's mean,
 
         variance = sum r_ij^2 / ((k - 1) (s - 1)),    error = sqrt(2 variance / s)
 
-    which for k = 2 is the error of the paired t-test. One seed says nothing of the spread: then only equal values tie.
+    which for k = 2 is the error of the paired t-test. With one seed the error is unknown, and only equal values tie.
 
     Args:
-        values: of each finalist, by its number: one for each seed, in the same order.
+        values: per finalist number, one value for each seed, in the same order.
         maximize: whether higher is better.
     """
     means = {finalist: statistics.fmean(row) for finalist, row in values.items()}
     ranked = best_first(means, maximize=maximize)
     if not ranked:
-        return Choice(None, (), None)
-    error, best = _error(list(values.values())), means[ranked[0]]
+        return WinnerSelection(None, (), None)
+    error, best = _get_difference_error(list(values.values())), means[ranked[0]]
     near = math.ulp(best) if error is None else error
     tie = tuple(finalist for finalist in ranked[1:] if abs(means[finalist] - best) <= near)
-    return Choice(ranked[0], tie, error)
+    return WinnerSelection(ranked[0], tie, error)
 
 
-def _error(table: Sequence[Sequence[float]]) -> float | None:
+def _get_difference_error(table: Sequence[Sequence[float]]) -> float | None:
     """Return the standard error of the difference of two rows' means, with columns as blocks."""
     rows, columns = len(table), len(table[0])
     if rows < 2 or columns < 2:
@@ -72,14 +72,14 @@ LEVEL = 0.9  # of the interval
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The score of a finalist's run.
+class RunScore:
+    """Score of a finalist's run.
 
     Attributes:
-        value: of the metric.
-        error: its standard error by the validation samples; None where nothing is known of it.
-        trained, validated, tested: how many samples were trained on, validated on, and are in the test split.
-        divided: whether train and validation were divided anew for it.
+        value: value of the metric.
+        error: standard error of the value from the validation samples; None if unknown.
+        trained, validated, tested: numbers of training, validation and test samples.
+        divided: whether the run had a new train/validation split.
     """
 
     value: float
@@ -91,12 +91,12 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What new data will show.
+class ExpectedScore:
+    """Expected score on new data.
 
     Attributes:
-        mean: the score that is expected: of the winner's mean what its choice does not flatter.
-        low, high: between which the score on the test set lies with the probability `LEVEL`.
+        mean: expected score: the winner's mean, corrected for selection bias.
+        low, high: prediction interval of the test score, with probability `LEVEL`.
     """
 
     mean: float
@@ -104,50 +104,54 @@ class Expected:
     high: float
 
 
-def scored_of(value: float, record: Mapping[str, Any] | None) -> Scored | None:
-    """Return what a trial's value rests on, from what is noted of it; None where nothing is."""
+def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore | None:
+    """Return the score of a run from its stored record; None without a record."""
     if record is None:
         return None
     trained, validated, tested = record["sizes"]
-    return Scored(value, record["error"], trained, validated, tested, record["divided"])
+    return RunScore(value, record["error"], trained, validated, tested, record["divided"])
 
 
-def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str, maximize: bool) -> Expected | None:
-    """What the winner's model, which the search trained, will score on a test set.
+def estimate_test_score(
+    runs: Mapping[int, Sequence[RunScore]], choice: WinnerSelection, *, metric: str, maximize: bool
+) -> ExpectedScore | None:
+    """Estimate the test score of the winner's model, which the search trained.
 
-    The winner's mean is the best of several, and too good by that. It is drawn towards the mean of all finalists as the
-    best linear unbiased prediction draws it (Henderson 1975, *Biometrics* 31), with E the squared error of a mean and
-    B the variance of the means, by the factor
+    The winner's mean is the best of several and therefore biased. It is shrunk towards the mean of all finalists by the
+    best linear unbiased prediction (Henderson 1975, *Biometrics* 31), with E the squared error of a mean and B the
+    variance of the means, by the factor
 
         max(0, 1 - E / B)
 
-    What is expected is off by what differs between runs, and by the validation samples, which all come from the n that
-    the study trains on; the model is itself one run; and a test set of t samples is a draw. With s runs of a finalist,
-    w their variance about its mean, pooled over finalists, b the standard error of a run by its v samples, and
-    f = v / n the share of samples that two divisions have in common (1 where `data()` fixes the parts),
+    The prediction error has three sources: the variation between runs, the validation samples, which all come from the
+    n samples that the study trains on, and a test set of t samples. The model is itself one run. With s runs of a
+    finalist, w their variance about its mean, pooled over finalists, b the standard error of a run from its v samples,
+    and f = v / n the share of samples that two splits have in common (1 if `data()` fixes the split),
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
-    and the interval is that of Student's t, with the degrees of freedom of w for the share that rests on it
+    The interval is that of Student's t, with the degrees of freedom of w for its share of the variance
     (Satterthwaite 1946, *Biometrics Bulletin* 2).
 
     Args:
-        runs: of each finalist, by its number: as many for each.
-        choice: the winner, whose score is expected, and the error of the difference of two means.
-        metric: of the scores: it may have a bound.
+        runs: per finalist number, the scores of its runs; the same number for each.
+        choice: the winner, and the error of the difference of two means.
+        metric: name of the metric, which determines its bounds.
         maximize: whether higher is better.
 
     Returns:
-        None where nothing is known of the error by the validation samples: an interval without it would be too narrow.
+        None if the error from the validation samples is unknown: an interval without it would be too narrow.
     """
     from scipy import stats
 
-    errors = [e for row in runs.values() for run in row if (e := _error_of(run, metric, maximize=maximize)) is not None]
+    errors = [
+        e for row in runs.values() for run in row if (e := _get_run_error(run, metric, maximize=maximize)) is not None
+    ]
     if choice.winner is None or not errors:
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])
     means = {number: statistics.fmean(run.value for run in row) for number, row in runs.items()}
-    mean = _drawn_in(list(means.values()), means[choice.winner], choice.error)
+    mean = _shrink_mean(list(means.values()), means[choice.winner], choice.error)
     freedom = len(runs) * (seeds - 1)
     squares = math.fsum((run.value - means[number]) ** 2 for number, row in runs.items() for run in row)
     within = squares / freedom if freedom else 0.0
@@ -160,26 +164,27 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     if uncertain:
         quantile = stats.t.ppf((1 + LEVEL) / 2, freedom * (variance / uncertain) ** 2)
     reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
-    least = least_loss(metric, min(sign * value for value in means.values()), maximize=maximize)
+    least = get_loss_bound(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
-    return Expected(mean, max(low, 0.0) if metric in SHARES else low, high)
+    return ExpectedScore(mean, max(low, 0.0) if metric in PROPORTION_METRICS else low, high)
 
 
-def _error_of(run: Scored, metric: str, *, maximize: bool) -> float | None:
-    """Return the error of a run by its samples; where no resample differs, as when all are right, it is not zero.
+def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:
+    """Return the error of a run from its samples, which is positive even if no resample differs.
 
-    A share p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); of others it is unknown.
+    A proportion p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); for other metrics
+    the error is unknown.
     """
     if run.error is None or run.error > 0:
         return run.error
-    if metric not in SHARES or not maximize or not 0 <= run.value <= 1:
+    if metric not in PROPORTION_METRICS or not maximize or not 0 <= run.value <= 1:
         return None
     share = (run.value * run.validated + 1) / (run.validated + 2)
     return math.sqrt(share * (1 - share) / run.validated)
 
 
-def _drawn_in(means: Sequence[float], best: float, error: float | None) -> float:
-    """Return the best mean, drawn towards the mean of all by what its choice flatters it."""
+def _shrink_mean(means: Sequence[float], best: float, error: float | None) -> float:
+    """Return the best mean, shrunk towards the mean of all finalists to correct its selection bias."""
     if error is None or not (variance := statistics.variance(means)):
         return best
     factor = max(0.0, 1 - (error**2 / 2) / variance)

@@ -1,1 +1,1 @@
-"""Fleets: worker processes of one machine, forked, restarted, told to stop."""
+"""Fleets: start, restart and stop the worker processes of one machine."""

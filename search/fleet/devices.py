@@ -1,4 +1,4 @@
-"""Workers that train on several devices: ranks, rendezvous and private folders."""
+"""Workers on several devices: launch the ranks, find their rendezvous, forward signals to them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from hpsearch.objectives.training.data.loader import ending_with_parent
+from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork import can_fork
 from hpsearch.search.process import (
-    EXIT_AWAY,
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
+    EXIT_UNAVAILABLE,
     StopEvent,
     exit_on_signals,
+    make_fleet_watcher,
     report_errors,
     stop_on_signals,
     stop_worker_on_signals,
-    watch_fleet,
 )
-from hpsearch.search.worker.identity import default_device
+from hpsearch.search.worker.identity import get_default_device
 from hpsearch.search.worker.options import WorkerOptions
 
 _LAST_PORT = 65_535
-_FIRST_PORT, _PORTS = 20_000, 10_000  # of a Slurm job, by its number: two jobs of a node seldom have the same
+_FIRST_PORT, _PORTS = 20_000, 10_000  # the port of a Slurm job depends on its number, so that jobs seldom share one
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where they meet.
+    """The rendezvous of the processes of a worker, in the terms of torchrun.
 
     Attributes:
-        endpoint: ``HOST:PORT``; or a file, where they are on one machine: nobody else can speak to them.
-        run_id: what tells this worker's processes from another's.
-        local_addr: this machine's, to the others; None lets torch look it up.
-        file: by which the processes themselves meet, on one machine.
+        endpoint: ``HOST:PORT``; on one machine a file, which other users cannot access.
+        run_id: id that distinguishes the processes of this worker from those of others.
+        local_addr: address of this machine for the others; None lets torch look it up.
+        file: file of the process group's store on one machine; None with several machines.
     """
 
     endpoint: str
@@ -58,41 +58,47 @@ class Rendezvous:
     file: Path | None = None
 
 
-def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
-    """Return where the processes of a worker meet that runs on so many machines.
+def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
+    """Return the rendezvous of a worker.
 
-    Of several machines Slurm names the first; else `MASTER_ADDR` and `MASTER_PORT` do, as for torchrun.
+    With several machines it is at `MASTER_ADDR` and `MASTER_PORT`, as for torchrun, or else on the first node of the
+    Slurm job.
+
+    Args:
+        nodes: number of machines.
+        environment: variables of torchrun and Slurm.
+        folder: private folder for the files of a rendezvous on one machine.
 
     Raises:
-        SearchError: nothing says where, or the job has another number of machines.
+        SearchError: the variables are missing, or the job has another number of machines.
     """
     if nodes == 1:
         return Rendezvous(str(folder / "launcher"), "worker", "127.0.0.1", folder / "ranks")
     given = environment.get
     if (host := given("MASTER_ADDR")) and (port := given("MASTER_PORT")):
         if not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
-            raise SearchError(f"MASTER_PORT is {port!r}: it must be a port, from 1 to {_LAST_PORT}")
+            raise SearchError(f"MASTER_PORT is {port!r}; it must be a port from 1 to {_LAST_PORT}")
         return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
     if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
         if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):
-            raise SearchError(f"--nodes {nodes}, but this job of Slurm has {has}: give --nodes {has}")
+            raise SearchError(f"--nodes {nodes} differs from the {has} nodes of the Slurm job; give --nodes {has}")
         step = given("SLURM_STEP_ID", "0")
         port = str(_FIRST_PORT + int(job) % _PORTS)
-        return Rendezvous(f"{_first_of(hosts)}:{port}", f"hpsearch-{job}.{step}")
+        return Rendezvous(f"{_find_first_host(hosts)}:{port}", f"hpsearch-{job}.{step}")
     raise SearchError(
-        f"--nodes {nodes}: set MASTER_ADDR and MASTER_PORT to one of the machines and a free port of it, the same on "
-        "all; under Slurm's srun neither is needed"
+        f"--nodes {nodes} needs MASTER_ADDR and MASTER_PORT; set both to the same address and free port on all "
+        "machines, or start the worker with Slurm's srun"
     )
 
 
-def _first_of(hosts: str) -> str:
-    """Return the first of Slurm's hosts, which it writes as ``node[01-08]``."""
+def _find_first_host(hosts: str) -> str:
+    """Return the first host of a Slurm host list such as ``node[01-08]``."""
     scontrol = shutil.which("scontrol")
     if scontrol is None:
-        raise SearchError("--nodes under Slurm needs its scontrol here: else set MASTER_ADDR and MASTER_PORT")
+        raise SearchError("--nodes under Slurm needs scontrol, which is not installed; set MASTER_ADDR and MASTER_PORT")
     found = subprocess.run([scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False)
     if found.returncode or not found.stdout.split():
-        raise SearchError(f"SLURM_JOB_NODELIST is {hosts!r}, of which scontrol knows no host")
+        raise SearchError(f"SLURM_JOB_NODELIST is {hosts!r}, which scontrol rejects; set MASTER_ADDR and MASTER_PORT")
     return found.stdout.split()[0]
 
 
@@ -100,13 +106,13 @@ _PREFIX = "hpsearch-ranks-"
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
-    """Make a folder for this process and those it forks; before that remove those of this user whose processes died.
+def make_private_folder() -> Iterator[Path]:
+    """Make a folder for this process and its children, and remove folders of this user's dead processes.
 
-    Who lives holds the lock of its folder: a killed process lets go of it, and no other can have its number.
+    Each live process holds a lock on its folder. A kill releases the lock, and unlike a PID it is not reused.
     """
-    _remove_left()
-    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # under a name that nobody looks at: it is not locked yet
+    _remove_stale_folders()
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # hidden from the clean-up of others until it is locked
     held = os.open(made, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     folder = made.rename(made.with_name(made.name.removeprefix(".")))
@@ -117,9 +123,9 @@ def private_folder() -> Iterator[Path]:
         os.close(held)
 
 
-def _remove_left() -> None:
+def _remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # its process lives, or another launcher has just removed it
+        with suppress(OSError):  # its process is alive, or another launcher has just removed it
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(held).st_uid == os.getuid():
@@ -131,20 +137,20 @@ def _remove_left() -> None:
 
 log = logging.getLogger(__name__)
 
-_ENDING = 10  # seconds that ranks have to end by themselves when one of them has died
-_LOOK = 0.2  # seconds between two looks whether this worker is told to go
+_RANK_SHUTDOWN_SECONDS = 10  # for the other ranks to exit after one has died
+_POLL_SECONDS = 0.2  # between two checks for a stop request
 
 
-def join_on_devices(name: str, options: WorkerOptions) -> int:
-    """Be a worker of study `name` on `options.devices` devices of this machine; return rank 0's exit code.
+def join_study_on_devices(name: str, options: WorkerOptions) -> int:
+    """Run a worker of study `name` on `options.devices` devices of this machine; return rank 0's exit code.
 
-    With `options.nodes` it is called on each of so many machines.
+    With several `options.nodes`, it must be called on each machine.
 
-    Where a rank dies all are ended, the trial is left to others, and the exit code is that of a service that is away:
-    whoever started this worker may start it again.
+    If a rank dies, all are ended, another worker may resume the trial, and the exit code is `EXIT_UNAVAILABLE`, after
+    which engines restart the worker.
 
     Raises:
-        SearchError: there are not so many devices, or nothing says where the machines meet.
+        SearchError: there are too few devices, or the address of the rendezvous is missing.
     """
     check_devices(options)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
@@ -152,13 +158,13 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for torchs in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # they tell a dead rank at length
-        logging.getLogger(torchs).setLevel(logging.CRITICAL)
+    for logger in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # verbose about dead ranks
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
     fork = can_fork()
-    with private_folder() as folder:
+    with make_private_folder() as folder:
         stop = _stop_ranks_on_signals(folder)
-        place = rendezvous(options.nodes, os.environ, folder)
-        if place.file is not None:  # else the launcher opens a port, on all of this machine's addresses
+        place = find_rendezvous(options.nodes, os.environ, folder)
+        if place.file is not None:  # otherwise the launcher opens a port on all addresses of this machine
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
             min_nodes=options.nodes,
@@ -169,109 +175,112 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             rdzv_endpoint=place.endpoint,
             rdzv_configs={} if place.file is None else {"store_type": "file"},
             local_addr=place.local_addr,
-            max_restarts=0,  # whoever started this worker starts it again, and counts how often
+            max_restarts=0,  # the engine or the fleet restarts the worker and counts the restarts
             start_method="fork" if fork else "spawn",
-            signals_to_handle="SIGQUIT",  # the others are passed on, and ranks leave in their own time
-            shutdown_timeout=_ENDING,
+            signals_to_handle="SIGQUIT",  # SIGTERM and SIGINT are forwarded, so that ranks can save first
+            shutdown_timeout=_RANK_SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
         try:
-            codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options, place.file)
+            codes = elastic_launch(config, _run_rank)(make_parent_death_hook(), name, options, place.file)
         except (ChildFailedError, RendezvousConnectionError) as error:
             if stop.is_set():
                 return EXIT_DRAINED
-            why = f"the machines' meeting at {place.endpoint} is gone"  # its machine ended before this one heard why
+            why = f"rendezvous at {place.endpoint} lost"  # its machine ended before it sent the cause
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
                 code = failure.exitcode
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 why = f"rank {rank} of {options.world} ended by {how}"
-            sys.stderr.write(f"{why}: all ranks were ended\n")
-            return EXIT_AWAY
-    return int(next(iter(codes.values())))  # each has rank 0's
+            sys.stderr.write(f"{why}; all ranks were ended\n")
+            return EXIT_UNAVAILABLE
+    return int(next(iter(codes.values())))  # all ranks return the code of rank 0
 
 
 def check_devices(options: WorkerOptions) -> None:
-    """Refuse what this machine has not.
+    """Check that the requested devices exist.
 
     Raises:
-        SearchError: one device is named, or there are fewer than that.
+        SearchError: `--device` selects a single device, or the machine has fewer devices than requested.
     """
-    device, count = options.device or default_device(), options.devices
+    device, count = options.device or get_default_device(), options.devices
     if options.world == 1:
         return
     if ":" in device:
-        raise SearchError(f"--device {device} is one device, and --devices says {count}: leave --device out")
+        raise SearchError(f"--device {device} selects one device, but --devices is {count}; remove --device")
     if device.startswith("cuda"):
         import torch
 
         if torch.cuda.device_count() < count:
             raise SearchError(
-                f"{count} devices for a trial: there are {torch.cuda.device_count()} CUDA devices here; give fewer, or "
-                "hide them by CUDA_VISIBLE_DEVICES= to train in as many processes"
+                f"--devices {count} needs as many CUDA devices, and this machine has {torch.cuda.device_count()}; give "
+                "fewer, or set CUDA_VISIBLE_DEVICES= to train in as many CPU processes"
             )
 
 
 def _stop_ranks_on_signals(folder: Path) -> StopEvent:
-    """Return the stop event of this worker; a stop, and the end of its fleet, reach the ranks as SIGTERM."""
+    """Return the stop event of this worker; a stop request and the end of its fleet reach the ranks as SIGTERM."""
 
-    def kill() -> None:  # the ranks end with this process
+    def kill() -> None:  # ranks end with this process
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(EXIT_INTERRUPTED)
 
     stop = stop_on_signals(kill=kill)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
-    gone = watch_fleet(int(fleet)) if fleet else lambda: False
-    threading.Thread(target=_look_after, args=(stop, gone, folder), daemon=True).start()
+    has_fleet_ended = make_fleet_watcher(int(fleet)) if fleet else lambda: False
+    threading.Thread(target=_supervise_ranks, args=(stop, has_fleet_ended, folder), daemon=True).start()
     return stop
 
 
-def _look_after(stop: StopEvent, fleet_gone: Callable[[], bool], folder: Path) -> None:
-    """Tell the ranks to go once this process is, and end those that do not end after one of them has died."""
+def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folder: Path) -> None:
+    """Forward a stop request to the ranks, and end ranks that do not exit after one of them has died."""
     ranks: dict[int, BaseProcess] = {}
     died = math.inf
     while True:
-        time.sleep(_LOOK)  # a parent's end wakes nobody
+        time.sleep(_POLL_SECONDS)  # polls, because the end of a parent sends no event
         ranks |= {rank.pid: rank for rank in multiprocessing.active_children() if rank.pid is not None}
-        go = stop.is_set() or fleet_gone()
-        if go and not ranks:  # it waits for the ranks of other machines, and holds nothing
+        should_stop = stop.is_set() or has_fleet_ended()
+        if should_stop and not ranks:  # still waiting for the ranks of other machines
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(EXIT_DRAINED)
         if any(rank.exitcode for rank in ranks.values()):
             died = min(died, time.monotonic())
         for pid, rank in ranks.items():
-            if rank.is_alive() and (go or time.monotonic() > died + _ENDING):  # again: one may only be starting
-                os.kill(pid, signal.SIGKILL if time.monotonic() > died + _ENDING else signal.SIGTERM)
+            is_overdue = time.monotonic() > died + _RANK_SHUTDOWN_SECONDS
+            if rank.is_alive() and (should_stop or is_overdue):  # repeated, because a rank may only be starting
+                os.kill(pid, signal.SIGKILL if is_overdue else signal.SIGTERM)
 
 
-def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
-    """Be one of the ranks; rank 0's exit code is the worker's."""
+def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
+    """Run one of the ranks; rank 0's exit code is that of the worker."""
     bind()
     import torch
 
-    from hpsearch.objectives.training.ranks import RankLostError, joined
+    from hpsearch.objectives.training.ranks import RankLostError, init_process_group
     from hpsearch.search.worker.join import join_study
-    from hpsearch.search.worker.ranks import dismiss, follow
+    from hpsearch.search.worker.ranks import run_follower_rank, stop_followers
 
     exit_on_signals(signal.SIGTERM, signal.SIGINT)
     torch.set_num_threads(max(1, torch.get_num_threads() // options.devices))
-    device = options.device or default_device()
+    device = options.device or get_default_device()
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     options = options.model_copy(update={"device": device})
-    with joined(device=device, timeout=options.collective_timeout or options.lease / 2, place=place) as ranks:
-        if not ranks.first:
-            ranks.told_to_go = stop_worker_on_signals().is_set
+    with init_process_group(
+        device=device, timeout=options.collective_timeout or options.lease / 2, store_path=place
+    ) as ranks:
+        if not ranks.is_rank_zero:
+            ranks.should_stop = stop_worker_on_signals().is_set
             try:
-                return follow(ranks, device=device)
-            except RankLostError:  # rank 0 may be stuck: the launcher ends it
-                sys.exit(EXIT_AWAY)
+                return run_follower_rank(ranks, device=device)
+            except RankLostError:  # rank 0 may hang; the launcher ends it
+                sys.exit(EXIT_UNAVAILABLE)
         code = report_errors(lambda: join_study(name, options))
-        if code == EXIT_AWAY:  # one of the others may be stuck: the launcher ends them all
+        if code == EXIT_UNAVAILABLE:  # another rank may hang; the launcher ends all
             sys.exit(code)
         try:
-            dismiss(ranks, code)
+            stop_followers(ranks, code)
         except RankLostError:
-            sys.exit(EXIT_AWAY)
+            sys.exit(EXIT_UNAVAILABLE)
         return code

@@ -1,4 +1,4 @@
-"""A fleet on this machine: K worker processes, restarted when they die, told to stop when the fleet is."""
+"""The fleet of this machine: worker processes that are restarted when they die and stopped with the fleet."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpsearch.search.fleet.devices import join_on_devices
-from hpsearch.search.fleet.fork import ForkedProcess, can_fork, gpus_of, load_ahead, thread_settings
+from hpsearch.search.fleet.devices import join_study_on_devices
+from hpsearch.search.fleet.fork import ForkedProcess, assign_gpus, can_fork, start_fork_server, thread_environment
 from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from hpsearch.search.worker.join import join_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.files import lock_file
 
-# A worker that dies this often without the study getting on is not started again.
-MAX_DEATHS = 5
-_LONGEST_PAUSE = 30.0  # seconds
-_GRACE = 5.0  # seconds after the database's return in which a worker's end is still put down to its absence
+MAX_DEATHS = 5  # without a finished trial of the study in between; then the worker is not restarted
+_MAX_RESTART_DELAY_SECONDS = 30.0
+_OUTAGE_GRACE_SECONDS = 5.0  # after the database's return, in which the outage is still blamed for a worker's exit
 
 
 @dataclass
 class Slot:
-    """One worker's place in the fleet: its process, its log, and what became of it."""
+    """A place for one worker in the fleet, with its process, log and exit code."""
 
     index: int
     log: Path
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
     deaths: int = 0
     restart_at: float = 0.0
-    told: bool = False  # to stop
-    exit_code: int | None = None  # set when the slot is not filled again
+    is_stop_requested: bool = False
+    exit_code: int | None = None  # set when the worker is not restarted
     pids: list[int] = field(default_factory=list)
 
     @property
@@ -48,10 +47,10 @@ class Slot:
             return "restarting"
         if self.exit_code == 0:
             return "done"
-        return "stopped" if self.exit_code == EXIT_DRAINED or self.told else "failed"
+        return "stopped" if self.exit_code == EXIT_DRAINED or self.is_stop_requested else "failed"
 
-    def complaint(self) -> str:
-        """Return the line of the worker's log that says why it ended: its last error, else its last line."""
+    def read_last_error(self) -> str:
+        """Return the last error in the worker's log, else its last line."""
         try:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
@@ -61,7 +60,16 @@ class Slot:
 
 
 class Fleet:
-    """Worker processes of one study on this machine."""
+    """The worker processes of a study on this machine.
+
+    Args:
+        study: name of the study.
+        options: options of the workers.
+        workers: number of workers.
+        log_dir: folder of their logs.
+        gpus: CUDA devices to assign; empty for none.
+        failed_at_start: failed trials of the study at the start of the fleet.
+    """
 
     def __init__(
         self,
@@ -71,26 +79,26 @@ class Fleet:
         workers: int,
         log_dir: Path,
         gpus: list[str],
-        failed_before: int = 0,
+        failed_at_start: int = 0,
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._locks = ExitStack()
         logs = ((index, log_dir / f"worker-{index}.log") for index in itertools.count())
-        free = ((index, log) for index, log in logs if self._take(log))
+        free = ((index, log) for index, log in logs if self._lock_log(log))
         self.slots = [Slot(index, log) for index, log in itertools.islice(free, workers)]
         self._study, self._options, self._command = study, options, ["worker", "--study", study]
         self._workers = workers
-        self._forking = can_fork()
-        self._environment = {**os.environ, **options.environment(), **thread_settings(workers)}
+        self._can_fork = can_fork()
+        self._environment = {**os.environ, **options.environment(), **thread_environment(workers)}
         self._gpus = gpus
-        # One that begins late is not to try again what has failed all others.
-        self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_before)
-        self._stopping = False
-        self._settled = 0
-        self._away_until = 0.0
+        # A worker that starts late counts the failures of the other workers too.
+        self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_at_start)
+        self._is_stopping = False
+        self._finished_trials = 0
+        self._outage_until = 0.0
 
-    def _take(self, log: Path) -> bool:
-        """Keep a log for this fleet, unless another one that lives has it: two runs of a study are two fleets."""
+    def _lock_log(self, log: Path) -> bool:
+        """Lock a log file for this fleet; return False if another fleet of the study has locked it."""
         descriptor = lock_file(log)
         if descriptor is None:
             return False
@@ -98,7 +106,7 @@ class Fleet:
         return True
 
     def close(self) -> None:
-        """Leave the names of the logs to other fleets."""
+        """Unlock the log files."""
         self._locks.close()
 
     def start(self) -> None:
@@ -109,60 +117,61 @@ class Fleet:
     def _spawn(self, slot: Slot) -> None:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(slot.index, self._gpus, self._options.devices))
-        slot.process = self._forked(environment, slot.log) or _executed(self._command, environment, slot.log)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(assign_gpus(slot.index, self._gpus, self._options.devices))
+        slot.process = self._fork(environment, slot.log) or _start_interpreter(self._command, environment, slot.log)
         slot.pids.append(slot.process.pid)
 
-    def _forked(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
-        if self._forking:
+    def _fork(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
+        if self._can_fork:
             try:
-                load_ahead(self._workers)
-                join = join_study if self._options.devices == 1 else join_on_devices
+                start_fork_server(self._workers)
+                join = join_study if self._options.devices == 1 else join_study_on_devices
                 work = functools.partial(join, self._study, self._options)
                 return ForkedProcess(work, self._command, environment, log)
-            except (OSError, EOFError):  # such as a path of temporary files that is too long for a socket
-                self._forking = False
+            except (OSError, EOFError):  # such as a temporary folder whose path is too long for a socket
+                self._can_fork = False
         return None
 
-    def poll(self, settled: int, *, away: bool = False) -> bool:
-        """Look after the workers once.
+    def poll(self, with_result: int, *, is_outage: bool = False) -> bool:
+        """Restart workers that died, unless they died too often.
 
         Args:
-            settled: how many trials of the study are COMPLETE or PRUNED so far. FAIL does not count: of an objective
-                that kills its process every trial fails, and the budget would be gone before anybody is told.
-            away: whether the database does not answer: workers that end meanwhile are not to blame, and wait for it.
+            with_result: number of COMPLETE and PRUNED trials of the study. FAIL does not count: an objective that kills
+                its process fails every trial, and would spend the budget before the fleet gives up.
+            is_outage: whether the database is unavailable. Workers that exit meanwhile are not blamed, and restart
+                after its return.
 
         Returns:
-            Whether any worker is running or to be started again.
+            Whether any worker is running or will be restarted.
         """
-        if away:
-            self._away_until = time.monotonic() + _GRACE
-        away = time.monotonic() < self._away_until
-        if settled > self._settled:
-            self._settled = settled
+        if is_outage:
+            self._outage_until = time.monotonic() + _OUTAGE_GRACE_SECONDS
+        is_outage = time.monotonic() < self._outage_until
+        if with_result > self._finished_trials:
+            self._finished_trials = with_result
             for slot in self.slots:
                 slot.deaths = 0
         for slot in self.slots:
             if slot.process is not None and (code := slot.process.poll()) is not None:
-                self._ended(slot, code, away=away)
-            elif slot.process is None and slot.exit_code is None and not away and time.monotonic() >= slot.restart_at:
+                self._record_exit(slot, code, is_outage=is_outage)
+            elif slot.state == "restarting" and not is_outage and time.monotonic() >= slot.restart_at:
                 self._spawn(slot)
         return any(slot.exit_code is None for slot in self.slots)
 
-    def _ended(self, slot: Slot, code: int, *, away: bool) -> None:
+    def _record_exit(self, slot: Slot, code: int, *, is_outage: bool) -> None:
         slot.process = None
-        final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not away)
-        slot.deaths += not final and not away
-        if final or self._stopping or slot.deaths >= MAX_DEATHS:
+        is_final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not is_outage)
+        slot.deaths += not is_final and not is_outage
+        if is_final or self._is_stopping or slot.deaths >= MAX_DEATHS:
             slot.exit_code = code
         else:
-            slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _LONGEST_PAUSE)
+            slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _MAX_RESTART_DELAY_SECONDS)
 
     def stop(self, *, kill: bool = False) -> None:
-        """Tell the workers to end their epoch, save and go; with `kill`, end them at once."""
-        self._stopping = True
+        """Send the workers SIGTERM, so that they save and exit; with `kill`, SIGKILL."""
+        self._is_stopping = True
         for slot in self.slots:
-            slot.told = slot.exit_code is None
+            slot.is_stop_requested = slot.exit_code is None
             if slot.process is not None:
                 slot.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
             elif slot.exit_code is None:
@@ -170,19 +179,19 @@ class Fleet:
 
     @property
     def gave_up(self) -> tuple[str, ...]:
-        """For each worker that gave up, a line with the reason."""
+        """A line with the reason for each worker that gave up."""
         return tuple(
-            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}"
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.read_last_error()}; log: {slot.log}"
             for slot in self.slots
             if slot.state == "failed"
         )
 
 
-def _executed(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a worker in a fresh interpreter."""
+def _start_interpreter(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a worker in a new interpreter."""
     with log.open("ab") as output:
         # -P: a module in the user's folder must not hide an installed package of the same name.
-        # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
+        # A new session: Ctrl-C in the terminal must reach only the fleet, which forwards it once.
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "hpsearch", *command],
             env=environment,

@@ -1,4 +1,4 @@
-"""Start worker processes: fork server, and each worker's share of cores and GPUs."""
+"""Start worker processes with a fork server, and assign cores and GPUs to them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from types import ModuleType
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import add_working_folder_to_path, report_errors
 
-_MINE = Path("/proc/self/cgroup")
-_MOUNTED = Path("/sys/fs/cgroup")
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def cores() -> int:
-    """Return how many processors this process may use: of the machine, by its affinity, by its cgroup's limit."""
+def count_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity and the limit of its cgroup."""
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cgroup_limit()
+    limit = read_cgroup_cpu_limit()
     return given if limit is None else max(1, min(given, int(limit)))
 
 
-def cgroup_limit(mine: Path = _MINE, mounted: Path = _MOUNTED) -> float | None:
-    """Return how many processors' time the cgroup grants, which Slurm, Kubernetes and systemd set; None for any.
+def read_cgroup_cpu_limit(mine: Path = _PROCESS_CGROUPS, mounted: Path = _CGROUP_ROOT) -> float | None:
+    """Return the CPU limit of the cgroup in cores, which Slurm, Kubernetes and systemd set; None without a limit.
 
     Args:
-        mine: the file that names this process's cgroups.
-        mounted: where they are mounted; in a container often those of its own alone, below another name.
+        mine: file with the cgroups of this process.
+        mounted: mount point of the cgroups; in a container often with those of the container only, under another path.
     """
     limits = []
     for line in _read(mine).splitlines():
@@ -43,14 +43,14 @@ def cgroup_limit(mine: Path = _MINE, mounted: Path = _MOUNTED) -> float | None:
         else:
             continue
         folder = root / path.lstrip("/")
-        for above in (folder, *folder.parents):  # the least of all levels holds
-            if above.is_relative_to(root) and (limit := _ratio(" ".join(_read(above / name) for name in names))):
+        for above in (folder, *folder.parents):  # the lowest limit of all levels applies
+            if above.is_relative_to(root) and (limit := _parse_limit(" ".join(_read(above / name) for name in names))):
                 limits.append(limit)
     return min(limits, default=None)
 
 
-def _ratio(text: str) -> float | None:
-    """Return quota / period of a text ``QUOTA PERIOD``, in processors; None without a limit (``max``, -1, no file)."""
+def _parse_limit(text: str) -> float | None:
+    """Return the cores of a text ``QUOTA PERIOD``; None without a limit (``max``, -1, no file)."""
     try:
         quota, period = map(int, text.split())
         return quota / period if quota > 0 else None
@@ -65,32 +65,39 @@ def _read(path: Path) -> str:
         return ""
 
 
-def thread_settings(workers: int) -> dict[str, str]:
-    """Return the environment that divides the cores: more threads than cores make every worker several times slower."""
-    threads = str(max(1, cores() // max(1, workers)))
+def thread_environment(workers: int) -> dict[str, str]:
+    """Return environment variables that limit the threads of each worker to its share of the cores.
+
+    More threads than cores make every worker several times slower.
+    """
+    threads = str(max(1, count_cores() // max(1, workers)))
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
 
 
-# Where there may be an accelerator nothing is forked: its driver may not be asked anything before a fork, and it is not
-# in our hands what a library asks while it loads.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+# No forks on machines with an accelerator: a process must not use its driver before a fork, and a library may do so
+# when it is imported.
+_ACCELERATOR_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 
 _context = multiprocessing.get_context("forkserver")
 
 
 def can_fork() -> bool:
-    """Whether workers are forked on this machine; else each is a fresh interpreter."""
-    return sys.platform == "linux" and not any(Path(device).exists() for device in _ACCELERATORS)
+    """Return whether workers can be forked on this machine; otherwise each is a new interpreter."""
+    return sys.platform == "linux" and not any(Path(device).exists() for device in _ACCELERATOR_DEVICES)
 
 
-def load_ahead(workers: int) -> None:
-    """Begin to load what workers need, in the background; how they share the cores is settled by this too."""
+def start_fork_server(workers: int) -> None:
+    """Start the fork server, which imports the modules of workers in the background.
+
+    Args:
+        workers: number of workers that share the cores.
+    """
     if not workers or not can_fork():
         return
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])
-    # Without it, a module in the current folder would hide an installed package of the same name.
-    environment = {**thread_settings(workers), "PYTHONSAFEPATH": "1"}
-    with contextlib.suppress(OSError), _environment(environment), _silence():
+    # PYTHONSAFEPATH: a module in the working folder must not hide an installed package of the same name.
+    environment = {**thread_environment(workers), "PYTHONSAFEPATH": "1"}
+    with contextlib.suppress(OSError), _environment(environment), _silence_output():
         forkserver.ensure_running()
 
 
@@ -109,10 +116,11 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Let what is started have no output: it lives as long as a worker, and who reads the fleet's must not wait for it.
+def _silence_output() -> Iterator[None]:
+    """Start processes without output within this block.
 
-    A killed fleet's workers end later than it.
+    The fork server lives until the last worker of a killed fleet has ended. A program that reads the output of the
+    fleet must not wait for it.
     """
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     try:
@@ -125,41 +133,41 @@ def _silence() -> Iterator[None]:
 
 
 class ForkedProcess:
-    """A function of ours in a forked process: a session of its own, no input, and all output in a file.
+    """A function in a forked process with its own session, without input, and with all output in a file.
 
-    What it has of :class:`subprocess.Popen` has the same meaning.
+    The methods have the meaning of those of :class:`subprocess.Popen`.
 
     Args:
-        work: of a module, with arguments that can be pickled; it returns the exit code.
-        command: the arguments of the command line that it stands for, which runs note as theirs.
-        environment: all of it.
-        log: appended to.
+        work: picklable function that returns the exit code.
+        command: arguments of the equivalent command line, which runs record as theirs.
+        environment: the complete environment.
+        log: file to which output is appended.
 
     Raises:
-        OSError: nothing could be forked.
+        OSError: the fork failed.
     """
 
     def __init__(self, work: Callable[[], int], command: list[str], environment: dict[str, str], log: Path) -> None:
-        self._process = _context.Process(target=_run, args=(work, command, environment, str(log)))
-        with _no_main():
+        self._process = _context.Process(target=_run_forked, args=(work, command, environment, str(log)))
+        with _hide_main_module():
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 @contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Hide the program: `multiprocessing` would run a user's script again, from its first line, in each worker."""
+def _hide_main_module() -> Iterator[None]:
+    """Hide the main module: `multiprocessing` would run the user's script again in each worker."""
     program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -167,7 +175,7 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = program
 
 
-def _run(work: Callable[[], int], command: list[str], environment: dict[str, str], log: str) -> None:
+def _run_forked(work: Callable[[], int], command: list[str], environment: dict[str, str], log: str) -> None:
     os.setsid()
     _redirect(os.devnull, os.O_RDONLY, [0])
     _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
@@ -175,12 +183,12 @@ def _run(work: Callable[[], int], command: list[str], environment: dict[str, str
     os.environ.update(environment)
     sys.argv[1:] = command
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # else all workers draw the same
-    # What a worker starts itself, such as the processes of a data loader, is started as in any other program.
+        numpy.random.seed()  # otherwise all workers have the same random state
+    # Processes that a worker starts, such as those of a data loader, use the default start method again.
     multiprocessing.set_start_method(None, force=True)
     add_working_folder_to_path()
     code = report_errors(work)
-    gc.freeze()  # the interpreter's end looks through all there is for cycles
+    gc.freeze()  # otherwise the interpreter searches all objects for cycles when it exits
     sys.exit(code)
 
 
@@ -193,7 +201,7 @@ def _redirect(path: str, flags: int, descriptors: list[int]) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the CUDA devices this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the CUDA devices that this process may use, in the form of ``CUDA_VISIBLE_DEVICES``."""
     import torch
 
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -201,21 +209,22 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def gpus_of(index: int, gpus: list[str], each: int) -> list[str]:
-    """Return the GPUs of the worker at `index`; where workers are more than sets of `each`, some share one."""
-    sets = max(1, len(gpus) // each)
-    first = index % sets * each
-    return gpus[first : first + each]
+def assign_gpus(index: int, gpus: list[str], gpus_per_trial: int) -> list[str]:
+    """Return the GPUs of the worker at `index`; workers share GPUs if there are not enough."""
+    sets = max(1, len(gpus) // gpus_per_trial)
+    first = index % sets * gpus_per_trial
+    return gpus[first : first + gpus_per_trial]
 
 
-def workers_on(gpus: list[str], *, sharing: int, each: int) -> int:
-    """Return how many workers there are where so many share a set of `each` GPUs.
+def count_gpu_workers(gpus: list[str], *, workers_per_gpu: int, gpus_per_trial: int) -> int:
+    """Return the number of workers if `workers_per_gpu` of them share each set of `gpus_per_trial` GPUs.
 
     Raises:
-        SearchError: there is no such set.
+        SearchError: there are fewer than `gpus_per_trial` GPUs.
     """
-    if len(gpus) < each:
+    if len(gpus) < gpus_per_trial:
         raise SearchError(
-            f"--workers-per-gpu {sharing}: there are {len(gpus)} GPUs here, and a trial needs {each}: use --workers"
+            f"--workers-per-gpu {workers_per_gpu}: this machine has {len(gpus)} GPUs, and a trial needs "
+            f"{gpus_per_trial}; use --workers"
         )
-    return sharing * (len(gpus) // each)
+    return workers_per_gpu * (len(gpus) // gpus_per_trial)

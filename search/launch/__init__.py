@@ -1,1 +1,1 @@
-"""Launching: what an engine (Slurm, Kubernetes, Ray, systemd) is given to run workers; nothing is started here."""
+"""Launching: generate the job files with which Slurm, Kubernetes, Ray and systemd run workers."""

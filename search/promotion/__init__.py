@@ -1,1 +1,1 @@
-"""Promotion: the test set, champions with their evidence, and the check of what is served."""
+"""Promotion: the test evaluation, promoted models with their evidence, and the check of the served model."""

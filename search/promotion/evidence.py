@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from optuna.trial import FrozenTrial
 
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.winner import LEVEL
-from hpsearch.search.study.ranking import first_value
-from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.study.summary import format_value
 from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
-from hpsearch.storage.mlflow.model import CHECKPOINT, why_weights_only
+from hpsearch.storage.mlflow.model import CHECKPOINT, read_export_failure
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
-from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,30 +35,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evidence:
-    """The lineage of a trial's model; plain values, kept with the promotion.
+    """Lineage of a trial's model. Its plain values are stored with the promotion.
 
     Attributes:
         study: name of the study.
-        study_id: its number in the database.
+        study_id: id of the study in the database.
         trial: number of the trial.
-        run_id: its MLflow run.
-        run_url: the page of that run.
-        attempts: how often the trial was started.
-        metric: the validation metric that was optimised.
-        value: what the trial scored by it, chosen as one of many: too good by that choice.
+        run_id: id of its MLflow run.
+        run_url: page of that run.
+        attempts: number of attempts of the trial.
+        metric: the optimised validation metric.
+        value: value of the trial in the search, which has selection bias.
         reason: why the trial ended.
-        params: what the sampler suggested.
-        config: the resolved training configuration; None where the run has none.
-        seed: of the training.
-        git_sha: commit of the objective's source; None where there was none.
-        git_dirty: whether the source differed from it.
-        data_sha256: of the data as it was split.
-        finalists: the finalists' table; None without any.
-        test: the opening of the test set for this trial, with its scores; None while it is sealed.
-        unconfirmed: why the choice of this trial is not confirmed; empty when it is.
-        refit: of a refit the search and its trial, the epochs, the seeds and training losses of its runs, and the one
-            that was taken; `value` is then of samples that it was trained on. None of a trial of a search.
-        weights_only: why the model is but a checkpoint, which takes the objective's code; empty when it is exported.
+        params: the suggested parameters.
+        config: the resolved training configuration; None if the run has none.
+        seed: training seed.
+        git_sha: commit of the objective's source; None if unknown.
+        git_dirty: whether the source had uncommitted changes.
+        data_sha256: hash of the split data.
+        finalists: table of the finalists; None without any.
+        test: test evaluation of this trial, with its scores; None before it.
+        unconfirmed: why the choice of this trial is not confirmed; empty if it is.
+        weights_only: why the model is only a checkpoint, which needs the objective's code; empty if it is exported.
+        refit: for a refit, the search, its trial, epochs, seeds and training losses of the runs, and the selected run.
+            `value` is then measured on training samples. None for a trial of a search.
     """
 
     study: str
@@ -83,37 +83,37 @@ class Evidence:
     refit: dict[str, Any] | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """Return it as plain values for the database."""
+        """Return the plain values for the database."""
         return {**asdict(self), "confirmed": not self.unconfirmed}
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What confirms the choice of a study's trial, read once: finalists, the opening of the test set, the refit.
+    """Everything that confirms the choice of a trial, read once.
 
     Attributes:
-        study: the study of the trial: a search, its finalists or a refit.
+        study: study of the trial: a search, its finalists or a refit.
         search: the search.
-        finalists: of the search; None without any.
-        opening: of its test set; None while it is sealed.
-        refit: the refit that `study` holds; None of any other study.
+        finalists: finalists of the search; None without any.
+        opening: test evaluation of the search; None before it.
+        refit: the refit that `study` trains; None for other studies.
     """
 
     study: StoredStudy
     search: StoredStudy
     finalists: Finalists | None
-    opening: Opening | None
+    opening: TestEvaluation | None
     refit: Refit | None
 
     @classmethod
     def read(cls, study: StoredStudy) -> Confirmation:
-        """Read it from the database."""
+        """Read the confirmation from the database."""
         refit = None if study.spec.refit is None else tabulate_refit(study)
-        search = study if refit is None else parent_of(study)
-        return cls(study, search, read_finalists(search), read_opening(search.engine, search.study_id), refit)
+        search = study if refit is None else load_parent_study(study)
+        return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
     def is_opened_for(self, trial: int) -> bool:
-        """Whether the test set was opened for the model of this trial; of a refit only that of one run counts."""
+        """Return whether the test set was evaluated with the model of this trial; for a refit, its selected run."""
         if self.opening is None:
             return False
         if self.refit is not None:
@@ -121,10 +121,10 @@ class Confirmation:
         return self.opening.refit is None and self.opening.trial_number == trial
 
     def why_unconfirmed(self, trial: int) -> str:
-        """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
+        """Return why the choice of a trial is not confirmed; empty if it is.
 
-        Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened
-        for it: the best of many trials over-states itself. Of a refit the test set is the only judge.
+        A confirmed trial won among finalists on new seeds, and was evaluated on the test set, because the best of many
+        trials has selection bias. A refit needs only the test evaluation.
         """
         if why := self._why_not_chosen(trial) if self.refit is None else self._why_not_taken(self.refit, trial):
             return why
@@ -132,11 +132,12 @@ class Confirmation:
             return "the test set was not opened for it" + ("" if self.refit is None else " yet")
         if self.refit is None:
             if not self.is_opened_for(trial):
-                return f"the test set was opened for {self.opening.subject}"
+                return f"the test set was opened for {self.opening.model_description}"
             if self.opening.finalists is None:
                 return "the test set was opened for it without finalists"
         elif not self.is_opened_for(trial):
-            return f"the test set was opened for the model of {self.opening.subject}; this refit was not scored on it"
+            model = self.opening.model_description
+            return f"the test set was opened for the model of {model}; this refit was not scored on it"
         return "" if self.opening.scores is not None else "the test set was opened and has no scores"
 
     def _why_not_chosen(self, trial: int) -> str:
@@ -145,11 +146,11 @@ class Confirmation:
             return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
         if found is None:
             return "no finalists were trained"
-        if not found.decided:
+        if not found.is_decided:
             waiting = f"{found.pending} of their trials have not ended" if found.pending else "none has all seeds"
             return f"the finalists have no winner: {waiting}"
         chose = found.winner if found.winner is not None else " or ".join(map(str, found.front))
-        return "" if found.stands(trial) else f"the finalists chose trial {chose}"
+        return "" if found.is_confirmed(trial) else f"the finalists chose trial {chose}"
 
     def _why_not_taken(self, refit: Refit, trial: int) -> str:
         if trial != refit.taken:
@@ -160,7 +161,7 @@ class Confirmation:
 
 
 def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClient) -> Evidence:
-    """Return what is known of a trial and its model now; what MLflow does not give is left out."""
+    """Return the evidence of a trial and its model; values that MLflow does not return are None."""
     study, refit = found.study, found.refit
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
@@ -173,7 +174,7 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         run_url=str(trial.user_attrs.get(RUN_URL, "")),
         attempts=int(trial.user_attrs.get(ATTEMPT, 1)),
         metric=study.spec.metric,
-        value=first_value(trial),
+        value=get_first_value(trial),
         reason=str(trial.user_attrs.get(REASON, "")),
         params=dict(trial.params),
         config=ran.get("config"),
@@ -184,17 +185,17 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         finalists=None if found.finalists is None else asdict(found.finalists),
         test=_opening(found.opening) if found.opening and found.is_opened_for(trial.number) else None,
         unconfirmed=found.why_unconfirmed(trial.number),
-        weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
+        weights_only=read_export_failure(client, Registry(client).find_registrable_model(run_id)),
         refit=None if refit is None else {"search": found.search.spec.name, **asdict(refit)},
     )
 
 
-def _opening(opening: Opening) -> dict[str, Any]:
+def _opening(opening: TestEvaluation) -> dict[str, Any]:
     return {"scores": opening.scores, "opened_at": opening.opened_at.isoformat(), "opened_by": opening.opened_by}
 
 
 def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
-    """Return the run's `config.yaml`: configuration, seeds, data and environment of the training."""
+    """Return the run's `config.yaml`: configuration, seeds, data and environment; empty if unavailable."""
     try:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
@@ -204,16 +205,16 @@ def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_NO_TAGS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence
+_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:
-    """Return the tags of a model version, by which programs read its evidence."""
-    tags = {key: value for key, value in vars(evidence).items() if key not in _NO_TAGS}
+    """Return the tags of a model version with its evidence."""
+    tags = {key: value for key, value in vars(evidence).items() if key not in _UNTAGGED_FIELDS}
     tags |= {"metric": f"val_{evidence.metric}", "confirmed": str(not evidence.unconfirmed).lower()}
     if evidence.git_sha and evidence.git_dirty:
         tags["git_sha"] += " (with changes)"
-    # An empty reason is written too: it replaces that of a version which was confirmed since.
+    # An empty reason replaces the reason of a version that is confirmed now.
     return {
         tag_names.PREFIX + key: json.dumps(value) if isinstance(value, dict) else str(value)
         for key, value in tags.items()
@@ -221,21 +222,21 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
     }
 
 
-HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's
+HEADING = "## Lineage"  # the text above it is the user's
 
 
 def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
-    """Return the description of a version.
+    """Return the description of a model version.
 
     Args:
-        evidence: of its trial.
-        address: of the version: ``models:/digits/3``.
-        written: the description as it is; what a person wrote above our heading stays.
+        evidence: evidence of its trial.
+        address: URI of the version: ``models:/digits/3``.
+        written: current description; text above `HEADING` is kept.
     """
     own = written.partition(HEADING)[0].rstrip()
     room = DESCRIPTION_LIMIT - len(own) - 2
     card = "\n".join(_card(evidence, address))
-    if len(card) > room:  # what comes last, the parameters, is in the tags as well
+    if len(card) > room:  # the parameters at the end are in the tags too
         card = card[: max(room - 4, 0)].rpartition("\n")[0] + "\n..."
     return f"{own}\n\n{card}".lstrip()[:DESCRIPTION_LIMIT]
 
@@ -264,20 +265,20 @@ def _loading(evidence: Evidence, address: str) -> str:
         return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
     return (
         f"It cannot be exported ({evidence.weights_only}): it is its checkpoint, `{CHECKPOINT}`, which takes the code "
-        "of the objective: `hpsearch.objectives.fit.restore(objective, torch.load(path, weights_only=True))`."
+        "of the objective: `hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
     )
 
 
 def _refit(refit: dict[str, Any]) -> list[str]:
-    """Return what a refit is, and the training loss of each of its runs."""
+    """Return the lines about a refit, with the training loss of each run."""
     runs = [
         (f"**{number}**" if number == refit["taken"] else str(number), str(seed), _number(loss))
         for number, (seed, loss) in enumerate(zip(refit["seeds"], refit["losses"], strict=True))
     ]
     return [
         f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on train and "
-        f"validation for {counted(refit['epochs'], 'epoch')}, as its fresh runs chose. Of its runs that of the median "
-        "training loss was taken.",
+        f"validation for {pluralize(refit['epochs'], 'epoch')}, as its fresh runs chose. Of its runs that of the "
+        "median training loss was taken.",
         "",
         *_table(("run", "seed", "training loss"), runs),
         "",
@@ -288,10 +289,10 @@ def _confirmation(evidence: Evidence) -> list[str]:
     if evidence.refit is not None:
         if evidence.unconfirmed:
             return [f"**Not seen by the test set**: {evidence.unconfirmed}."]
-        return ["Confirmed: its configuration was chosen on fresh seeds, and the test set was opened for it, once."]
+        return ["Confirmed: its configuration was chosen on new seeds, and the test set was opened for it, once."]
     if evidence.unconfirmed:
         return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value is that of the best of many, and too good by it."]
-    return ["Confirmed: it was chosen on fresh seeds, and the test set was opened for it, once."]
+    return ["Confirmed: it was chosen on new seeds, and the test set was opened for it, once."]
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
@@ -305,7 +306,7 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     if evidence.test is not None and evidence.test["scores"]:
         facts += [(f"test {name}", _number(value)) for name, value in evidence.test["scores"].items()]
         facts.append(("test set opened", f"{evidence.test['opened_at'][:16]} by {evidence.test['opened_by']}"))
-    changed = ", with uncommitted changes" if evidence.git_dirty else ""
+    changed = ", with git_diff changes" if evidence.git_dirty else ""
     facts += [
         ("attempts", evidence.attempts),
         ("seed", evidence.seed),

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LONE = "="  # what a batch that is one tensor is called
-ROWS = 256  # in one request, about
+SINGLE_INPUT_KEY = "="  # what a batch that is one tensor is called
+MAX_ROWS = 256  # in one request, about
 
 
-class Refusing(MetaPathFinder):
+class ImportBlocker(MetaPathFinder):
     """Refuses to import some packages, installed or not: a model that needs them cannot be served without them."""
 
     def __init__(self, packages: Sequence[str]) -> None:
@@ -34,16 +34,20 @@ class Refusing(MetaPathFinder):
 def main() -> None:
     """Load the model and write what it predicts."""
     uri, inputs, outputs, seed, *refused = sys.argv[1:]
-    sys.meta_path.insert(0, Refusing(refused))
+    sys.meta_path.insert(0, ImportBlocker(refused))
     import mlflow
     import numpy as np
     import torch
 
     files = sorted(Path(inputs).glob("*.npz"))
     with np.load(files[0]) as first:
-        alone = list(first) == [LONE]
+        alone = list(first) == [SINGLE_INPUT_KEY]
     told = mlflow.models.get_model_info(uri).signature
-    predict = lone(uri) if alone and told is not None and told.outputs is not None else several(uri)
+    predict = (
+        load_single_input_predictor(uri)
+        if alone and told is not None and told.outputs is not None
+        else load_multi_input_predictor(uri)
+    )
     predictions = []
     torch.manual_seed(int(seed))  # a model may draw at random, as it did when it was judged
     for file in files:
@@ -52,7 +56,7 @@ def main() -> None:
     torch.save(predictions, outputs)
 
 
-def lone(uri: str) -> Callable[[list[Any]], Any]:
+def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
     """Return what predicts from one array, as a service does that knows MLflow alone."""
     import mlflow
     import numpy as np
@@ -62,13 +66,13 @@ def lone(uri: str) -> Callable[[list[Any]], Any]:
 
     def predict(arrays: list[Any]) -> Any:
         # No part of a single row, unless there is one row in all: an exported model may take two at least.
-        parts = np.array_split(arrays[0], max(-(-len(arrays[0]) // ROWS), 1))
+        parts = np.array_split(arrays[0], max(-(-len(arrays[0]) // MAX_ROWS), 1))
         return torch.from_numpy(np.concatenate([np.asarray(model.predict(part)) for part in parts]))
 
     return predict
 
 
-def several(uri: str) -> Callable[[list[Any]], Any]:
+def load_multi_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
     """Return what takes several arrays, in their order, or gives several outputs: torch does, MLflow's own way not."""
     import mlflow.pytorch
     import torch

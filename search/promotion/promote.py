@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists, read_finalists
-from hpsearch.search.finalists.refit import current, read_refit, taken_run
+from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
-from hpsearch.search.promotion.weights import late_model
-from hpsearch.search.study.steering import find_trial, whoami
+from hpsearch.search.promotion.weights import make_model_from_checkpoint
+from hpsearch.search.study.steering import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
-from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, VIOLATIONS
+from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.registry import (
@@ -36,18 +36,18 @@ from hpsearch.storage.records.promotions import Promotion, record_promotion
 
 
 @dataclass(frozen=True)
-class Promoted:
-    """What a promotion came to.
+class PromotionResult:
+    """Result of a promotion.
 
     Attributes:
         trial: number of the trial.
         model: name of the registered model.
-        version: its version.
-        alias: that names the version now.
-        replaced: the version that the alias named before; None if it named none, or this one.
-        unconfirmed: why the choice is not confirmed; empty when it is.
-        checkable: whether `serve-check` can judge it: the trial told of its data.
-        made: whether its model was made now, from its best checkpoint.
+        version: number of the version.
+        alias: alias of the version.
+        replaced: version that the alias named before; None if it named none or this one.
+        unconfirmed: why the choice is not confirmed; empty if it is.
+        checkable: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
+        made: whether this call made the model from the best checkpoint.
     """
 
     trial: int
@@ -61,7 +61,7 @@ class Promoted:
 
     @property
     def previous(self) -> str:
-        """The alias of the version that was replaced."""
+        """The alias of the replaced version."""
         return previous_alias(self.alias)
 
 
@@ -74,42 +74,42 @@ def promote(
     alias: str = CHAMPION,
     model: str | None = None,
     infeasible: bool = False,
-) -> Promoted:
-    """Register a trial's model, with its evidence, and let an alias name it.
+) -> PromotionResult:
+    """Register a trial's model with its evidence, and set an alias.
 
-    The model of a trial that left none is made from its best checkpoint. Safe to repeat: what is there already is
-    used. The alias is set before the database is told, so that a death in between leaves a promotion that
-    :mod:`hpsearch.search.promotion.registry_watch` records, with the name that the version's tag holds.
+    A trial without a model gets one from its best checkpoint. Idempotent: existing parts are reused. The alias is set
+    before the database is updated; if the process dies in between, :mod:`hpsearch.search.promotion.registry_watch`
+    records the promotion, with the user in the version's tag.
 
     Args:
         study: the study.
-        tracking: the MLflow server that has its runs.
-        trial: the trial's number; the winner of the finalists unless given, or else the best trial. Of several metrics
-            it has to be given, unless one dominates all others.
-        refit: whether the refit of the winner is promoted instead of the trial.
-        alias: for the version; what had it gets `previous_alias` of it.
-        model: name of the registered model; the study's name unless given.
-        infeasible: whether a trial will do that breaks a constraint.
+        tracking: the MLflow server with its runs.
+        trial: number of the trial; None takes the winner of the finalists, or else the best trial. A multi-objective
+            study needs it unless one trial dominates all others.
+        refit: whether to promote the refit of the winner.
+        alias: alias of the version; its former version gets `previous_alias` of it.
+        model: name of the registered model; None takes the study's name.
+        infeasible: whether to accept a trial that violates a constraint.
 
     Raises:
-        SearchError: the trial has nothing to promote, or the refit is not trained.
-        ObjectiveError: its model is to be made, and today's code does not fit its weights.
-        StorageError: MLflow refuses, or is away.
+        SearchError: the trial has no model to promote, or the refit is not trained.
+        ObjectiveError: the weights of a model to make do not fit the current code.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     if (of := study.spec.finalists_of) is not None:
-        again = command("promote", of.study) if of.refit is None else study.go_on
-        raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
+        again = format_command("promote", of.study) if of.refit is None else study.resume_command
+        raise SearchError(f"study {study.spec.name!r} holds {of.description}: promote it with: {again}")
     name = model or study.spec.name
     check_alias(alias)
     check_model_name(name)
     if refit:
         made, its = read_refit(study, trial)
-        return register(Confirmation.read(made), taken_run(made, its), tracking, alias=alias, name=name)
+        return register(Confirmation.read(made), find_selected_run(made, its), tracking, alias=alias, name=name)
     found = Confirmation.read(study)
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
     chosen = find_trial(study, number)
     _check_promotable(study, chosen)
-    if not infeasible and (lines := chosen.user_attrs.get(BROKEN)):
+    if not infeasible and (lines := chosen.user_attrs.get(VIOLATIONS)):
         raise SearchError(
             f"--trial {chosen.number}: it is out of bounds ({', '.join(lines)}): promote another, or this one all the "
             "same with --infeasible"
@@ -117,32 +117,32 @@ def promote(
     return register(found, chosen, tracking, alias=alias, name=name)
 
 
-def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> Promoted:
-    """Register the model of a COMPLETE trial under a name, with its evidence, and let an alias name it.
+def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> PromotionResult:
+    """Register the model of a COMPLETE trial with its evidence, and set an alias.
 
     Raises:
-        SearchError: its model is not to be had.
-        ObjectiveError: its model is to be made, and today's code does not fit its weights.
-        StorageError: MLflow refuses, or is away.
+        SearchError: the model is unavailable.
+        ObjectiveError: the weights of a model to make do not fit the current code.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     study, registry = found.study, Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
-    model_id = registry.model_of(run_id)
+    model_id = registry.find_registrable_model(run_id)
     made = model_id is None
-    model_id = model_id or late_model(study, chosen, tracking)
+    model_id = model_id or make_model_from_checkpoint(study, chosen, tracking)
     evidence = gather_evidence(found, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
-        held = registry.version_by_alias(name, alias)
-        tags = {**version_tags(evidence), tag_names.PROMOTED_BY: whoami()}
+        held = registry.get_version_by_alias(name, alias)
+        tags = {**version_tags(evidence), tag_names.PROMOTED_BY: get_user_and_host()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
-        still_held(connection)
+        check_lock_held(connection)
         replaced = held if held is not None and held.number != version.number else None
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
-        record_promotion(connection, evidence.as_record(), name, version.number, alias, by=whoami())
-    return Promoted(
+        record_promotion(connection, evidence.as_record(), name, version.number, alias, by=get_user_and_host())
+    return PromotionResult(
         trial=chosen.number,
         model=name,
         version=version.number,
@@ -155,13 +155,13 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
 
 
 def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
-    """Update the evidence of a study's promotions, where finalists or the test set have changed it.
+    """Update the evidence of a study's promotions after finalists or the test evaluation have changed it.
 
     Raises:
-        StorageError: MLflow refuses, or is away.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     changed: list[tuple[Promotion, StoredStudy]] = []
-    for each in current(study):
+    for each in list_current_promotions(study):
         of = study if each.study_id == study.study_id else load_study(study.storage, str(each.evidence["study"]))
         if Confirmation.read(of).why_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
             changed.append((each, of))
@@ -170,7 +170,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
     registry = Registry(tracking.client)
     with registry_lock(study.engine) as connection:
         for each, of in changed:
-            version = registry.version_by_alias(each.model_name, each.alias)
+            version = registry.get_version_by_alias(each.model_name, each.alias)
             if version is None or version.number != each.version:
                 continue  # it has moved: `registry_watch` records that
             evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
@@ -180,9 +180,9 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
-    """Write the evidence of a trial as the tags and the description of a version of its model."""
-    text = describe(evidence, address=version.address, written=version.description)
-    registry.describe(version, tags=version_tags(evidence), description=text)
+    """Write the evidence of a trial to the tags and the description of a model version."""
+    text = describe(evidence, address=version.uri, written=version.description)
+    registry.update_version(version, tags=version_tags(evidence), description=text)
 
 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
@@ -190,9 +190,9 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
         return finalists.winner
     front = list(_candidates(study, finalists, infeasible=infeasible))
     if not front:
-        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why_none(study)}")
+        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {describe_no_candidate(study)}")
     if len(front) > 1:
-        metric = list(study.spec.ways)[-1]
+        metric = list(study.spec.direction_by_metric)[-1]
         raise SearchError(
             f"study {study.spec.name!r} has {len(front)} trials that no other dominates "
             f"({', '.join(map(str, front))}): choose one with --trial, or by what you prefer, such as --prefer {metric}"
@@ -200,8 +200,8 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
     return front[0]
 
 
-def why_none(study: StoredStudy) -> str:
-    """Return why no trial of a study can be promoted, and what to do."""
+def describe_no_candidate(study: StoredStudy) -> str:
+    """Return why no trial of a study can be promoted, and the remedy."""
     if study.best_trials(infeasible=True):
         return "all that have run to their end break a constraint; promote one all the same with --infeasible"
     return "none has run to its end"
@@ -217,7 +217,7 @@ _NOT_PROMOTABLE = {
 
 
 def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
-    """Refuse a trial that has not run to its end, or that has no run in MLflow."""
+    """Reject a trial that is not complete or has no MLflow run."""
     attrs = trial.user_attrs
     if trial.state == TrialState.COMPLETE and RUN_ID in attrs:
         return
@@ -231,36 +231,36 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
 
 
 _CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
-_SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_NEAREST = 3  # trials that are named where none will do
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+_MAX_NEAREST = 3  # trials that are named where none will do
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a metric has to be: ``accuracy >= 0.98``."""
+    """Bound on a metric: ``accuracy >= 0.98``."""
 
     metric: str
     sign: str
     limit: float
 
     def holds(self, values: Mapping[str, float]) -> bool:
-        """Whether a trial's values keep to it."""
-        return bool(_SIGNS[self.sign](values[self.metric], self.limit))
+        """Return whether the values satisfy the condition."""
+        return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
 
-    def missed(self, values: Mapping[str, float]) -> float:
-        """By how much they do not."""
+    def violation(self, values: Mapping[str, float]) -> float:
+        """Return by how much the values violate the condition; 0 if they satisfy it."""
         return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
 
 
 def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], list[str]]:
-    """Return the conditions of a preference, and the metrics that rank the trials that meet them, in their order.
+    """Return the conditions of a preference, and the metrics that rank the trials that satisfy them.
 
     Args:
         text: such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
         ways: the metrics of the study.
 
     Raises:
-        SearchError: it cannot be read, or names another metric.
+        SearchError: the text has a syntax error or another metric.
     """
     conditions: list[Condition] = []
     then: list[str] = []
@@ -275,11 +275,11 @@ def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], l
         if match is None:
             then.append(metric)
             continue
-        conditions.append(Condition(metric, match["sign"], _limit(text, match["limit"])))
+        conditions.append(Condition(metric, match["sign"], _parse_limit(text, match["limit"])))
     return conditions, then or [ways[0]]
 
 
-def _limit(text: str, given: str) -> float:
+def _parse_limit(text: str, given: str) -> float:
     with suppress(ValueError):
         limit = float(given)
         if not math.isnan(limit):
@@ -287,10 +287,10 @@ def _limit(text: str, given: str) -> float:
     raise SearchError(f"--prefer {text!r}: {given!r} is no number: write it as in 'accuracy >= 0.98'")
 
 
-def chosen_trial(
+def resolve_trial(
     study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
 ) -> int | None:
-    """Return the trial that is named, or the one that a preference selects; None if neither is given.
+    """Return the given trial, or the one that a preference selects; None if neither is given.
 
     Raises:
         SearchError: both are given, or no trial satisfies the preference.
@@ -299,47 +299,47 @@ def chosen_trial(
         return trial
     if trial is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
-    return preferred(study, preference, infeasible=infeasible)
+    return select_preferred(study, preference, infeasible=infeasible)
 
 
-def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
-    """Return the number of the trial of a study's front that a sentence prefers.
+def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
+    """Return the number of the trial of the Pareto front that a preference selects.
 
-    If finalists were trained, the front is that of their means on fresh seeds.
+    With finalists, the front is that of their means on new seeds.
 
     Raises:
-        SearchError: the preference cannot be read, no trial meets it, or the study has one metric.
+        SearchError: the preference cannot be parsed, no trial satisfies it, or the study has one metric.
     """
     spec = study.spec
-    if not spec.several:
+    if not spec.is_multi_objective:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
-    conditions, then = parse_preference(text, list(spec.ways))
+    conditions, then = parse_preference(text, list(spec.direction_by_metric))
     found = _candidates(study, read_finalists(study), infeasible=infeasible)
     if not found:
-        raise SearchError(f"study {spec.name!r} has no trial to prefer: {why_none(study)}")
+        raise SearchError(f"study {spec.name!r} has no trial to prefer: {describe_no_candidate(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
     if not kept:
-        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_closest(found, conditions)}")
-    signs = {name: -1 if way == "maximize" else 1 for name, way in spec.ways.items()}
+        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_describe_nearest(found, conditions)}")
+    signs = {name: -1 if way == "maximize" else 1 for name, way in spec.direction_by_metric.items()}
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
 def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
-    """Return the trials of the front with their values: means on fresh seeds where there are any."""
-    names = list(study.spec.ways)
+    """Return the trials of the Pareto front with their values: means on new seeds if there are any."""
+    names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
     return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}
 
 
-def _closest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
-    """The trials that miss the conditions by least, each in units of what the front spans."""
+def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
+    """Return the trials with the smallest violations, each relative to the range of the front."""
     metrics = {each.metric for each in conditions}
     span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
 
     def missed(trial: int) -> float:
-        return sum(each.missed(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
+        return sum(each.violation(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
 
-    near = sorted(found, key=lambda trial: (missed(trial), trial))[:_NEAREST]
+    near = sorted(found, key=lambda trial: (missed(trial), trial))[:_MAX_NEAREST]
     told = [f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in near]
     return f"the nearest: {', '.join(told)}"

@@ -1,8 +1,8 @@
-"""Promotions made in the MLflow UI are noticed: the study records them, the version gets its evidence.
+"""Synchronization of promotions made in the MLflow UI: the study records them, and the version gets its evidence.
 
-It is done by asking, not by MLflow's webhooks: those refuse addresses of private networks unless the server's guard
-against forged requests is lifted, and are delivered from memory, with three tries, so that asking would be needed
-besides. When nothing has changed it costs one request of MLflow, and one query of a process's first look.
+It polls instead of using MLflow's webhooks, which reject addresses of private networks unless the server's protection
+against forged requests is disabled, and are delivered from memory with three tries. Without changes, a poll costs one
+MLflow request, and a process's first poll one query.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study.study import load_study, parent_of
-from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.search.study.study import load_parent_study, load_study
+from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
@@ -26,11 +26,11 @@ from hpsearch.storage.mlflow.registry import Registry, Version, is_previous
 from hpsearch.storage.records.promotions import (
     Promotion,
     TrialOfRun,
-    current_promotions,
     end_promotion,
+    find_trials_of_runs,
+    is_recorded,
+    read_current_promotions,
     record_promotion,
-    trials_of_runs,
-    was_recorded,
 )
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
@@ -41,63 +41,61 @@ MLFLOW_UI = "MLflow UI"
 Aliases = dict[tuple[str, str], int]  # (model, alias) to version
 
 
-def notice(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | None = None) -> Aliases:
-    """Bring what the studies record of promotions in line with the model registry, and their notes with that.
+def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | None = None) -> Aliases:
+    """Update the stored promotions and study notes from the aliases of the model registry.
 
-    Aliases that say what another named before are nobody's promotion.
+    Aliases of previous versions are not promotions.
 
     Args:
-        storage: of the studies.
+        storage: storage of the studies.
         tracking: the MLflow server.
-        known: what this function returned before: while the registry is still so, nothing is to be done.
+        known: earlier return value; if the registry is unchanged, nothing is done.
 
     Returns:
-        What the aliases name.
+        The version of each alias.
 
     Raises:
-        StorageError: MLflow is away, or refuses.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     registry, engine = Registry(tracking.client), storage.engine
-    aliases = registry.aliases()
+    aliases = registry.list_aliases()
     if aliases == known:
         return aliases
     with engine.connect() as connection:
-        if not _differing(aliases, current_promotions(connection)):
+        if not _list_changed_aliases(aliases, read_current_promotions(connection)):
             return aliases
     with registry_lock(engine) as connection:
-        aliases = registry.aliases()  # again: a promotion of ours may have been at work
-        changed = _bring_in_line(connection, storage, tracking, aliases)
+        aliases = registry.list_aliases()  # again, because a promotion may have held the lock
+        changed = _record_all(connection, storage, tracking, aliases)
     for study in sorted(changed):
         _update_note(storage, study)
     return aliases
 
 
-def _differing(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
-    """Return the aliases (model, alias) that do not name the version that is recorded."""
+def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
+    """Return the aliases (model, alias) whose version differs from the recorded one."""
     versions = {key: promotion.version for key, promotion in recorded.items()}
     keys = sorted(aliases.keys() | versions.keys())
     return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
 
 
-def _bring_in_line(
-    connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases
-) -> set[str]:
-    """Record the changed aliases; return the names of the studies whose trials they are of."""
-    registry, recorded = Registry(tracking.client), current_promotions(connection)
-    differing = _differing(aliases, recorded)
-    versions = {key: registry.version(key[0], aliases[key]) for key in differing if key in aliases}
+def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases) -> set[str]:
+    """Record the changed aliases; return the names of the affected studies."""
+    registry, recorded = Registry(tracking.client), read_current_promotions(connection)
+    differing = _list_changed_aliases(aliases, recorded)
+    versions = {key: registry.get_version(key[0], aliases[key]) for key in differing if key in aliases}
     runs = {version.run_id for version in versions.values() if version is not None and version.run_id}
-    trials = trials_of_runs(connection, runs) if runs else {}
+    trials = find_trials_of_runs(connection, runs) if runs else {}
     changed = set()
     for key in differing:
         version, old = versions.get(key), recorded.get(key)
         trial = trials.get(version.run_id or "") if version is not None else None
-        still_held(connection)
+        check_lock_held(connection)
         if version is not None and trial is not None:
             _record(connection, storage, tracking, trial, version, key[1])
             changed.add(trial.study_name)
         # Else it is somebody else's model, or nothing; a promotion that was made on another server stays.
-        elif old is not None and registry.knows_run(str(old.evidence.get("run_id"))):
+        elif old is not None and registry.has_run(str(old.evidence.get("run_id"))):
             end_promotion(connection, old)
         else:
             continue
@@ -114,7 +112,7 @@ def _record(
     version: Version,
     alias: str,
 ) -> None:
-    # Here, because they load torch: a process that only looks is to stay small.
+    # Imported here because they load torch, which a process that only polls does not need.
     from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
     from hpsearch.search.promotion.promote import write_evidence
     from hpsearch.search.study.steering import find_trial
@@ -122,11 +120,11 @@ def _record(
     study = load_study(storage, trial.study_name)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
     # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
-    before = was_recorded(connection, version.model, version.number)
+    before = is_recorded(connection, version.model, version.number)
     by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
     try:
         write_evidence(Registry(tracking.client), version, evidence)
-    except StorageError as error:  # such as for want of rights: that it was promoted is true all the same
+    except StorageError as error:  # such as missing permissions; the promotion is recorded anyway
         log.warning("version %d of %s lacks its evidence: %s", version.number, version.model, error)
     record_promotion(connection, evidence.as_record(), version.model, version.number, alias, by=by)
     log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
@@ -139,21 +137,21 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
     try:
         study = load_study(storage, name)
         if study.spec.finalists_of is not None:
-            study = parent_of(study)
+            study = load_parent_study(study)
         write_note(study, summarise(study))
     except (SearchError, KeyError):
         log.info("study %s was deleted: it has no note to update", name)
 
 
-class Watch:
-    """Notices promotions every few seconds, in a thread, for as long as the block lasts.
+class RegistryWatcher:
+    """Background thread that synchronizes promotions periodically.
 
-    MLflow or the database being away is no news here: it is tried again.
+    Failures of MLflow or the database are logged at level info, and the thread tries again.
 
     Args:
-        storage: of the studies.
-        tracking: makes, or remembers, the MLflow server; called in the thread.
-        every: seconds between two looks.
+        storage: storage of the studies.
+        tracking: returns the MLflow server; called in the thread.
+        every: interval in seconds.
     """
 
     def __init__(self, storage: PostgresStorage, tracking: Callable[[], Tracking], *, every: float = 5.0) -> None:
@@ -161,7 +159,7 @@ class Watch:
         self._tracking = tracking
         self._every = every
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="noticing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="registry-watcher", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -176,12 +174,12 @@ class Watch:
         told = False
         while not self._end.is_set():
             try:
-                known = notice(self._storage, self._tracking(), known=known)
+                known = sync_promotions(self._storage, self._tracking(), known=known)
                 told = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
-                log.info("promotions are not noticed for now: %s", describe_error(error))
-            except Exception:  # whatever it is, it must not end the noticing for good
+                log.info("promotions cannot be synchronized: %s; trying again", describe_error(error))
+            except Exception:  # an unexpected error must not end the thread
                 if not told:
-                    log.exception("promotions are not noticed for now")
+                    log.exception("promotions cannot be synchronized; trying again")
                 told = True
             self._end.wait(self._every)

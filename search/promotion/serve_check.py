@@ -19,37 +19,37 @@ import torch
 from torch import nn
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.fit import model_objective
+from hpsearch.objectives.fit import require_model_objective
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.held_out import restore_best
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import tensors
-from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.loop.prepared import prepared_splits
-from hpsearch.objectives.training.loop.stepping import build_stepping
+from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.step_functions import build_step_function
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_alone
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.model import fetch_checkpoint, why_weights_only
+from hpsearch.storage.mlflow.model import download_checkpoint, read_export_failure
 from hpsearch.storage.mlflow.registry import Registry, Version
-from hpsearch.storage.records.promotions import trials_of_runs
+from hpsearch.storage.records.promotions import find_trials_of_runs
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
-_PATIENCE = 600.0  # seconds for the other process
+_PROCESS_TIMEOUT_SECONDS = 600.0  # seconds for the other process
 
 
 @dataclass(frozen=True)
-class Check:
+class ServeCheckResult:
     """What a model scores where it is served, beside what its trial recorded.
 
     Attributes:
@@ -73,7 +73,9 @@ class Check:
     weights_only: str = ""
 
 
-def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE) -> Check:
+def serve_check(
+    storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE
+) -> ServeCheckResult:
     """Load a version in a new process without this project's code, and judge what it predicts of the validation split.
 
     Args:
@@ -90,43 +92,43 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     version = find_version(Registry(tracking.client), reference)
     run = version.run_id or ""
     with storage.engine.connect() as connection:
-        found = trials_of_runs(connection, [run]).get(run)
+        found = find_trials_of_runs(connection, [run]).get(run)
     if found is None:
         raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
     study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
-    if (value := first_value(trial)) is None:
+    if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    objective = model_objective(study.objective(), "serve-check")
-    splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
-    changed = _changes(study, objective, splits, version)
+    objective = require_model_objective(study.objective(), "serve-check")
+    splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
+    changed = _describe_changes(study, objective, splits, version)
     scored: float | None
-    why_weights = why_weights_only(tracking.client, version.model_id)
+    why_weights = read_export_failure(tracking.client, version.model_id)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
         if why_weights:
             scored, error = _score_weights(version, objective, tracking.uri, Path(folder)), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            scored, error = _score_alone(version, objective, config, splits, tracking.uri, Path(folder))
+            scored, error = _score_isolated(version, objective, config, splits, tracking.uri, Path(folder))
     if scored is not None and not abs(scored - value) <= tolerance:  # so that NaN is a difference
         error = f"it is off by {abs(scored - value):.3g}, more than {tolerance:g}{changed}"
-    return Check(version, study.spec.name, number, study.spec.metric, value, scored, error, why_weights)
+    return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, why_weights)
 
 
 def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
     """Return what a model that is but its checkpoint scores in the objective's code."""
     assert version.model_id is not None
-    path = fetch_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
+    path = download_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
     return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
 
 
-def _score_alone(
+def _score_isolated(
     version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
 ) -> tuple[float | None, str]:
     """Return what a model scores in a process without this project's code, or None and why not."""
-    _write_inputs(splits, folder, evaluation_rows(config))
+    _write_inputs(splits, folder, get_eval_batch_size(config))
     predictions, error = _predict(version, objective, tracking_uri, folder)
-    return None if predictions is None else _judge(predictions, objective, splits, config), error
+    return None if predictions is None else _score_predictions(predictions, objective, splits, config), error
 
 
 def find_version(registry: Registry, reference: str) -> Version:
@@ -138,21 +140,21 @@ def find_version(registry: Registry, reference: str) -> Version:
     name = reference.removeprefix("models:/")
     if by_alias := re.fullmatch(r"([^/]+)@([^@/]+)", name):
         model, alias = by_alias.groups()
-        found, what = registry.version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
+        found, what = registry.get_version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
     elif by_number := re.fullmatch(r"([^/]+)/(0*[1-9][0-9]*)", name):
         model, number = by_number.groups()
-        found, what = registry.version(model, int(number)), f"version {number} of a model {model!r}"
+        found, what = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
     else:
         raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
     if found is None:
-        aliases = registry.aliases()
+        aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
-        hint = nearest(name, known) if known else "; see MLflow's page of models"
+        hint = suggest_names(name, known) if known else "; see MLflow's page of models"
         raise SearchError(f"{reference}: MLflow has no {what}{hint}")
     return found
 
 
-def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
+def _describe_changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
     """Return what is no longer as it was when the trial ran, as the end of a sentence."""
     changed = []
     if version.tags.get(tag_names.DATA_SHA256, splits.hash()) != splits.hash():
@@ -168,7 +170,7 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
     empty.mkdir()
     ours = {"hpsearch", type(objective).__module__.partition(".")[0]}
     # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
-    told = [version.address, str(folder), str(outputs), str(EVALUATION_SEED)]
+    told = [version.uri, str(folder), str(outputs), str(EVALUATION_SEED)]
     command = [sys.executable, "-I", predict_alone.__file__, *told, *sorted(ours)]
     settings = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
     try:
@@ -179,11 +181,11 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE,
+            timeout=_PROCESS_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"it did not answer in {_PATIENCE:.0f} s"
+        return None, f"it did not answer in {_PROCESS_TIMEOUT_SECONDS:.0f} s"
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {done.returncode}'}"
@@ -194,7 +196,7 @@ def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
     """Write the validation inputs as the model takes them, a batch a file: they may be larger than the memory."""
     for number, start in enumerate(range(0, len(splits.val), rows)):
         inputs = tensors(splits.val.inputs(slice(start, start + rows)))
-        parts: dict[str, Any] = {name or predict_alone.LONE: part.numpy() for name, part in inputs}
+        parts: dict[str, Any] = {name or predict_alone.SINGLE_INPUT_KEY: part.numpy() for name, part in inputs}
         np.savez(folder / f"{number:06d}.npz", **parts)
 
 
@@ -224,14 +226,14 @@ class _Replay(nn.Module):
         return next(self._left, None)
 
 
-def _judge(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
+def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
     """Return the metric of predictions of the validation split, counted as in training."""
-    rows = evaluation_rows(config)
+    rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):
         return float("nan")
     batches = (splits.val.inputs(slice(start, start + rows)) for start in range(0, len(splits.val), rows))
     replay = _Replay(predictions, batches, objective.name)
-    stepping = build_stepping(objective, config, splits, replay, torch.device("cpu"))
+    stepping = build_step_function(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     scores = evaluate(replay, splits.val, stepping, metrics, batch_size=rows, device="cpu")
     return scores[objective.metric]

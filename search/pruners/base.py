@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-Noted = float | list[float]  # what a trial comes to at a rung, by one metric or by several
+Noted = float | list[float]  # the value of a trial at a rung, or the values of several metrics
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict after one epoch.
+    """The decision of a pruner after one epoch.
 
     Attributes:
-        prune: whether the trial is to end here.
-        reason: why it is to end, in one line for a person; empty where it goes on.
+        prune: whether to prune the trial.
+        reason: reason of pruning, in one line; empty if the trial continues.
         pruner: the pruner's name in the spec.
-        epoch: the epoch that was judged, from 0.
-        value: what was compared, in the metric's unit: the trial's best or its last value, as the pruner has it.
-        cutoff: what the value was compared with; None where nothing was.
-        peers: how many other trials the cut-off comes from.
+        epoch: the evaluated epoch, from 0.
+        value: the trial's best or last value, depending on the pruner.
+        cutoff: the value that `value` was compared with; None without a comparison.
+        peers: number of other trials that determine the cut-off.
         rung: the rung of successive halving, from 0.
         bracket: Hyperband's bracket, from 0.
     """
@@ -45,14 +45,14 @@ class Decision:
     bracket: int | None = None
 
     def record(self) -> dict[str, object]:
-        """Return what there is to say beside the reason, ready for JSON: no number in it is NaN or infinite."""
+        """Return the details other than the reason as JSON values; NaN and infinities become text."""
         fields = {key: value for key, value in asdict(self).items() if value is not None}
         del fields["prune"], fields["reason"]
         return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
-class Grounds(TypedDict, total=False):
-    """What a decision was made from: fields of :class:`Decision`."""
+class DecisionDetails(TypedDict, total=False):
+    """Fields of :class:`Decision` that describe its comparison."""
 
     value: float
     cutoff: float | None
@@ -62,20 +62,20 @@ class Grounds(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is judged: a trial's values by epoch (not empty), and what they mean.
+class PruningContext:
+    """The values of the evaluated trial, and the meaning of these values.
 
     Attributes:
         pruner: the pruner's name in the spec.
         study: the study's name.
-        number: the trial's.
+        number: the trial's number.
         metric: the metric's name.
         maximize: whether higher is better.
-        epochs: how many epochs a full trial has.
-        values: the metric by epoch, from 0.
-        reported: all metrics that are optimised or have bounds, of the last epoch, by their names.
-        vector: what the trial comes to so far, of all metrics that are optimised: of its best epoch by the first.
-        maximized: of each of these, whether higher is better; empty where there is one.
+        epochs: epochs of a full trial.
+        values: the metric by epoch, from 0; not empty.
+        reported: objectives and constrained metrics of the last epoch, by name.
+        vector: the objectives at the best epoch so far by the first metric.
+        maximized: per objective, whether higher is better; empty with a single metric.
     """
 
     pruner: str
@@ -90,7 +90,7 @@ class Case:
     maximized: Sequence[bool] = ()
 
     @property
-    def several(self) -> bool:
+    def is_multi_objective(self) -> bool:
         """Whether more than one metric is optimised."""
         return bool(self.maximized)
 
@@ -104,46 +104,46 @@ class Case:
         """The value of the last epoch."""
         return self.values[self.step]
 
-    def worse(self, value: float, cutoff: float) -> bool:
+    def is_worse(self, value: float, cutoff: float) -> bool:
         """Whether `value` is worse than `cutoff`; equal is not."""
         return value < cutoff if self.maximize else value > cutoff
 
-    def on(self, **grounds: Unpack[Grounds]) -> Decision:
-        """Return the decision to go on."""
+    def keep(self, **grounds: Unpack[DecisionDetails]) -> Decision:
+        """Return the decision to continue the trial."""
         return Decision(prune=False, pruner=self.pruner, epoch=self.step, **grounds)
 
-    def prune(self, why: str, **grounds: Unpack[Grounds]) -> Decision:
-        """Return the decision to prune, with its reason."""
+    def prune(self, why: str, **grounds: Unpack[DecisionDetails]) -> Decision:
+        """Return the decision to prune the trial."""
         reason = f"{self.pruner} pruner at epoch {self.step + 1} of {self.epochs}: {why}"
         return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **grounds)
 
-    def compared(self, value: float, cutoff: float, *, best: bool = False) -> str:
+    def format_comparison(self, value: float, cutoff: float, *, best: bool = False) -> str:
         """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""
         what = f"best {self.metric}" if best else self.metric
         return f"{what} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
 
 
-class Peers(Protocol):
-    """What a pruner may ask of the study while it judges one trial; each answer may be a query."""
+class OtherTrials(Protocol):
+    """The other trials of the study, for the decision on one trial; each call may be a query."""
 
     def finished(self) -> Sequence[FrozenTrial]:
         """Return the COMPLETE trials."""
         ...
 
     def reached(self) -> int:
-        """Return how many rungs the trial has noted a value at."""
+        """Return the number of rungs at which the trial has recorded a value."""
         ...
 
     def note(self, rung: int, value: Noted) -> None:
-        """Note the trial's value at a rung, or those of several metrics."""
+        """Record the trial's value, or its values of several metrics, at a rung."""
         ...
 
     def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
-        """Return number and value of all other trials, in whatever state, that noted one at a rung."""
+        """Return number and value of all other trials, in any state, that have recorded one at a rung."""
         ...
 
 
-def first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
+def is_first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
     """Whether `step`, which is past the warm-up, is the first one reported in its interval (Optuna's rule)."""
     start = (step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
     return max((s for s in values if s != step), default=-1) < start
@@ -168,14 +168,14 @@ class Halving:
         epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
         return epochs
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Take the trial through the rungs that its last epoch reaches.
 
         A trial judged again at the same epoch, because its worker died in between, goes through the same rungs again.
         (Optuna's pruner would let it pass.)
         """
         rung = min(peers.reached(), self._due(max((s for s in case.values if s != case.step), default=-1)))
-        decision = case.on(bracket=self.bracket)
+        decision = case.keep(bracket=self.bracket)
         while case.step >= self.epoch_of(rung):
             decision = self._at(rung, case, peers)
             if decision.prune:
@@ -190,10 +190,10 @@ class Halving:
             rung += 1
         return rung
 
-    def _at(self, rung: int, case: Case, peers: Peers) -> Decision:
+    def _at(self, rung: int, case: PruningContext, peers: OtherTrials) -> Decision:
         """Judge the trial at a rung: with several metrics by fronts (Schmucker et al. 2021), else by its last value."""
-        value, several = case.last, case.several
-        grounds: Grounds = {"value": value, "rung": rung, "bracket": self.bracket}
+        value, several = case.last, case.is_multi_objective
+        grounds: DecisionDetails = {"value": value, "rung": rung, "bracket": self.bracket}
         if math.isnan(value) and not several:
             return case.prune(f"{case.metric} is not a number", **grounds)
         # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
@@ -209,37 +209,39 @@ class Halving:
         promoted = max(1, reached // self.reduction_factor)
         if several:
             # Last, so that of equal ones the earlier goes on.
-            from hpsearch.storage.rungs.fronts import losses_of, order  # loads SQLAlchemy
+            from hpsearch.storage.rungs.fronts import sort_by_front, to_losses  # loads SQLAlchemy
 
             vectors = [at for at in others if isinstance(at, list)]
-            rank = order(losses_of([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
+            rank = sort_by_front(to_losses([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
             if rank <= promoted:
-                return case.on(**grounds)
+                return case.keep(**grounds)
             why = f"rank {rank} of {reached} by fronts at {there}, where the best {promoted} go on"
             return case.prune(why, **grounds)
         values = [at for at in others if not isinstance(at, list)]
         cutoff = grounds["cutoff"] = sorted([*values, value], reverse=case.maximize)[promoted - 1]
-        if not case.worse(value, cutoff):
-            return case.on(**grounds)
+        if not case.is_worse(value, cutoff):
+            return case.keep(**grounds)
         reach = f"best {promoted} of {reached} trials at {there} reach"
-        return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
+        return case.prune(f"{case.format_comparison(value, cutoff)}, which the {reach}", **grounds)
 
 
-def require_reachable(min_resource: int, epochs: int) -> None:
-    """Refuse a first rung that no trial would ever reach."""
+def check_min_resource(min_resource: int, epochs: int) -> None:
+    """Reject a first rung that no trial reaches.
+
+    Raises:
+        ValueError: `min_resource` exceeds the epochs of a trial.
+    """
     if min_resource > epochs:
-        raise ValueError(
-            f"pruner.min_resource {min_resource} is more than epochs {epochs}: no trial would ever reach it; lower it"
-        )
+        raise ValueError(f"pruner.min_resource {min_resource} exceeds epochs {epochs}: no trial reaches it; lower it")
 
 
 class Promotion(NamedTuple):
-    """Rungs at which trials wait.
+    """The rungs at which trials pause.
 
     Attributes:
-        epochs: after how many each is reached.
-        factor: of how many that reach it one goes on.
-        complete: how many trials are trained to their end at least.
+        epochs: epochs after which each rung is reached.
+        factor: reduction factor: one of this number of trials at a rung is promoted.
+        complete: minimum number of trials that are trained to the end.
     """
 
     epochs: tuple[int, ...]
@@ -256,37 +258,35 @@ class PrunerSpec(Kind):
         "one training are not; use 'median', or 'patient'"
     }
 
-    # Whether trials end before their time at all.
+    # Whether it ends trials early.
     prunes: ClassVar[bool] = True
 
-    def names_metric(self) -> str | None:
-        """The metric that its options name; None where it is the study's."""
+    def get_metric_name(self) -> str | None:
+        """Return the metric that its options name; None for the study's metric."""
         return None
 
     def for_epochs(self, epochs: int) -> Self:
-        """Return the options for full trials of so many epochs, with nothing left open.
-
-        Left open, each process would derive its own.
+        """Return the options, completed for trials of `epochs`, so that all processes use the same values.
 
         Raises:
-            ValueError: they do not fit; one line says why.
+            ValueError: the options do not fit `epochs`.
         """
         return self
 
     def build(self) -> BasePruner:
-        """Return the pruner of Optuna's study: samplers ask Hyperband's for a trial's bracket; verdicts are our own."""
+        """Return the pruner of the Optuna study, which samplers query for the bracket; `judge` makes the decisions."""
         from optuna.pruners import NopPruner
 
         return NopPruner()
 
     @abstractmethod
-    def judge(self, case: Case, peers: Peers) -> Decision:
-        """Decide about a trial after its last reported epoch, as often as one likes."""
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+        """Return the decision on a trial after its last reported epoch; repeatable."""
 
     def halving(self, study: str, number: int) -> Halving | None:
-        """Return the successive halving that a trial of a study goes through; None where there is none."""
+        """Return the successive halving of a trial; None if the pruner has none."""
         return None
 
     def promotion(self, epochs: int) -> Promotion | None:
-        """Return the rungs at which trials of so many epochs wait; None where no trial does."""
+        """Return the rungs at which trials of `epochs` pause; None if trials do not pause."""
         return None

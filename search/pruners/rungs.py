@@ -9,7 +9,15 @@ from zlib import crc32
 
 from pydantic import Field
 
-from hpsearch.search.pruners.base import Case, Decision, Halving, Peers, Promotion, PrunerSpec, require_reachable
+from hpsearch.search.pruners.base import (
+    Decision,
+    Halving,
+    OtherTrials,
+    Promotion,
+    PrunerSpec,
+    PruningContext,
+    check_min_resource,
+)
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -25,13 +33,13 @@ class SuccessiveHalving(PrunerSpec):
     bootstrap_count: int = Field(default=0, ge=0)
 
     def for_epochs(self, epochs: int) -> Self:
-        require_reachable(self.min_resource, epochs)
+        check_min_resource(self.min_resource, epochs)
         return self
 
     def halving(self, study: str, number: int) -> Halving:
         return Halving(**self.options)
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return self.halving(case.study, case.number).judge(case, peers)
 
 
@@ -39,14 +47,14 @@ class Hyperband(PrunerSpec):
     """Hyperband (Li et al. 2018), Optuna's ``HyperbandPruner``; `max_resource` is the spec's epochs unless given."""
 
     name: Literal["hyperband"] = "hyperband"
-    knows_several: ClassVar[bool] = False
+    can_be_multi_objective: ClassVar[bool] = False
     min_resource: int = Field(default=1, ge=1)
     max_resource: int | None = Field(default=None, ge=1)
     reduction_factor: int = Field(default=3, ge=2)
     bootstrap_count: int = Field(default=0, ge=0)
 
     def for_epochs(self, epochs: int) -> Self:
-        require_reachable(self.min_resource, epochs)
+        check_min_resource(self.min_resource, epochs)
         if (self.max_resource or epochs) < self.min_resource:
             raise ValueError(
                 f"pruner.max_resource {self.max_resource} is less than pruner.min_resource {self.min_resource}: "
@@ -65,23 +73,23 @@ class Hyperband(PrunerSpec):
 
     def halving(self, study: str, number: int) -> Halving | None:
         assert self.max_resource is not None
-        parts = shares(self.min_resource, self.max_resource, self.reduction_factor)
+        parts = compute_bracket_shares(self.min_resource, self.max_resource, self.reduction_factor)
         if not parts:
             return None
-        own = bracket_of(study, number, parts)
+        own = choose_bracket(study, number, parts)
 
         def is_peer(other: int) -> bool:
-            return bracket_of(study, other, parts) == own
+            return choose_bracket(study, other, parts) == own
 
         return Halving(self.min_resource, self.reduction_factor, own, self.bootstrap_count, own, is_peer)
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         halving = self.halving(case.study, case.number)
-        return case.on() if halving is None else halving.judge(case, peers)
+        return case.keep() if halving is None else halving.judge(case, peers)
 
 
 @cache
-def shares(min_resource: int, max_resource: int, reduction_factor: int) -> tuple[int, ...]:
+def compute_bracket_shares(min_resource: int, max_resource: int, reduction_factor: int) -> tuple[int, ...]:
     """Return how many of every ``sum(shares)`` trials each bracket gets; none, where no bracket fits."""
     # In floating point, as in Optuna: log(243, 3) is a little less than 5.
     brackets = math.floor(math.log(max_resource / min_resource, reduction_factor)) + 1
@@ -91,7 +99,7 @@ def shares(min_resource: int, max_resource: int, reduction_factor: int) -> tuple
     )
 
 
-def bracket_of(study_name: str, number: int, shares: tuple[int, ...]) -> int:
+def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int:
     """Return the bracket of a trial, from 0, the one that prunes earliest."""
     ticket = crc32(f"{study_name}_{number}".encode()) % sum(shares)
     for bracket, share in enumerate(shares):
@@ -123,8 +131,8 @@ class ASHA(PrunerSpec):
             )
         return self
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
-        return case.on()  # a trial is judged at rungs alone, where it is paused
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+        return case.keep()  # a trial is judged at rungs alone, where it is paused
 
     def promotion(self, epochs: int) -> Promotion | None:
         reached, rung = [], self.min_resource

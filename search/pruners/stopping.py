@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from hpsearch.search.pruners.base import Case, Decision, Grounds, Halving, Peers, PrunerSpec, first_of_interval
+from hpsearch.search.pruners.base import (
+    Decision,
+    DecisionDetails,
+    Halving,
+    OtherTrials,
+    PrunerSpec,
+    PruningContext,
+    is_first_of_interval,
+)
 from hpsearch.search.spec.kinds import Number
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ class _Stopping(PrunerSpec):
     interval_steps: int = Field(default=1, ge=1)
     n_min_trials: int = Field(default=1, ge=1)
 
-    knows_several: ClassVar[bool] = False
+    can_be_multi_objective: ClassVar[bool] = False
 
 
 class Median(_Stopping):
@@ -32,7 +40,7 @@ class Median(_Stopping):
 
     name: Literal["median"] = "median"
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return _compare(case, self, peers, keep=50.0)
 
 
@@ -42,23 +50,23 @@ class Percentile(_Stopping):
     name: Literal["percentile"] = "percentile"
     percentile: Number = Field(default=25.0, ge=0.0, le=100.0)
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return _compare(case, self, peers, keep=self.percentile)
 
 
-def _compare(case: Case, options: _Stopping, peers: Peers, *, keep: float) -> Decision:
+def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, keep: float) -> Decision:
     """Compare the trial's best value so far with that of the best `keep` percent of finished trials at the same epoch.
 
     Nothing is read where the epoch is not one at which trials are judged.
     """
     step = case.step
-    if step < options.n_warmup_steps or not first_of_interval(
+    if step < options.n_warmup_steps or not is_first_of_interval(
         case.values, step, n_warmup_steps=options.n_warmup_steps, interval_steps=options.interval_steps
     ):
-        return case.on()
+        return case.keep()
     trials = peers.finished()
     if len(trials) < max(1, options.n_startup_trials):
-        return case.on()
+        return case.keep()
     best = _best_of(case.values.values(), case)
     if math.isnan(best):
         return case.prune(f"no {case.metric} so far is a number", value=math.nan)
@@ -66,17 +74,17 @@ def _compare(case: Case, options: _Stopping, peers: Peers, *, keep: float) -> De
     numbers = [value for value in at_step if not math.isnan(value)]
     # As in Optuna, the minimum counts the values that are not numbers, too.
     if len(at_step) < options.n_min_trials or not numbers:
-        return case.on()
+        return case.keep()
     import numpy as np  # who only checks a spec does not wait for it
 
     with np.errstate(invalid="ignore"):  # between two infinities there is no number, and no cut-off
         cutoff = float(np.percentile(numbers, 100 - keep if case.maximize else keep))
-    grounds: Grounds = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
-    if not case.worse(best, cutoff):
-        return case.on(**grounds)
+    grounds: DecisionDetails = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
+    if not case.is_worse(best, cutoff):
+        return case.keep(**grounds)
     among = f"{len(numbers)} finished trials at that epoch"
     what = f"the median of {among}" if isinstance(options, Median) else f"which the best {keep:g} % of {among} reach"
-    return case.prune(f"{case.compared(best, cutoff, best=True)}, {what}", **grounds)
+    return case.prune(f"{case.format_comparison(best, cutoff, best=True)}, {what}", **grounds)
 
 
 class Threshold(PrunerSpec):
@@ -100,20 +108,20 @@ class Threshold(PrunerSpec):
             raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
         return self
 
-    def names_metric(self) -> str | None:
+    def get_metric_name(self) -> str | None:
         return self.metric
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
-        if case.step < self.n_warmup_steps or not first_of_interval(
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+        if case.step < self.n_warmup_steps or not is_first_of_interval(
             case.values, case.step, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps
         ):
-            return case.on()
+            return case.keep()
         metric, value = self.metric or case.metric, case.last if self.metric is None else case.reported[self.metric]
         if math.isnan(value):
             return case.prune(f"{metric} is not a number", value=value)
         low, high = (-math.inf if self.lower is None else self.lower), (math.inf if self.upper is None else self.upper)
         if low <= value <= high:
-            return case.on(value=value)
+            return case.keep(value=value)
         side, cutoff = ("below", low) if value < low else ("above", high)
         return case.prune(f"{metric} {value:.6g} is {side} the threshold {cutoff:g}", value=value, cutoff=cutoff)
 
@@ -129,7 +137,7 @@ class Patient(PrunerSpec):
     """
 
     name: Literal["patient"] = "patient"
-    knows_several: ClassVar[bool] = False
+    can_be_multi_objective: ClassVar[bool] = False
     patience: int = Field(default=3, ge=0)
     min_delta: Number = Field(default=0.0, ge=0)
     wrapped: Annotated[SerializeAsAny[PrunerSpec] | None, BeforeValidator(_parse)] = None
@@ -147,23 +155,23 @@ class Patient(PrunerSpec):
     def halving(self, study: str, number: int) -> Halving | None:
         return None if self.wrapped is None else self.wrapped.halving(study, number)
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         steps = sorted(case.values)
         before, after = steps[: -self.patience - 1], steps[-self.patience - 1 :]
         if not before:
-            return case.on()
+            return case.keep()
         was, since = (_best_of((case.values[step] for step in part), case) for part in (before, after))
         cutoff = was - self.min_delta if case.maximize else was + self.min_delta
-        if not case.worse(since, cutoff):
-            return case.on(value=since, cutoff=cutoff)
-        why = f"{case.compared(since, cutoff, best=True)} since epoch {after[0] + 1}, after {was:.6g} before"
+        if not case.is_worse(since, cutoff):
+            return case.keep(value=since, cutoff=cutoff)
+        why = f"{case.format_comparison(since, cutoff, best=True)} since epoch {after[0] + 1}, after {was:.6g} before"
         if self.wrapped is None:
             return case.prune(why, value=since, cutoff=cutoff)
         decision = self.wrapped.judge(replace(case, pruner=self.wrapped.name), peers)
         return replace(decision, reason=f"{decision.reason}; {why}") if decision.prune else decision
 
 
-def _best_of(values: Iterable[float], case: Case) -> float:
+def _best_of(values: Iterable[float], case: PruningContext) -> float:
     """Return the best value that is a number; NaN where none is."""
     numbers = [value for value in values if not math.isnan(value)]
     if not numbers:
@@ -178,5 +186,5 @@ class NoPruning(PrunerSpec):
 
     prunes: ClassVar[bool] = False
 
-    def judge(self, case: Case, peers: Peers) -> Decision:
-        return case.on()
+    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+        return case.keep()

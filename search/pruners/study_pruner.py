@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.measured import MEASURED
-from hpsearch.search.pruners.base import Case, Decision, Noted, Peers
+from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.search.pruners.base import Decision, Noted, OtherTrials, PruningContext
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
-from hpsearch.storage.study_storage.reading import read_rung, rung_key
+from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
-def study_rungs(spec: StudySpec) -> Rungs | None:
+def make_rungs(spec: StudySpec) -> Rungs | None:
     """Return the rungs at which trials of a study wait; None where they do not."""
     promotion = spec.pruner.promotion(spec.epochs)
     if promotion is None:
@@ -26,8 +26,8 @@ def study_rungs(spec: StudySpec) -> Rungs | None:
         spec.epochs,
         promotion.factor,
         spec.maximize,
-        complete=promotion.complete,
-        several=spec.maximized if spec.several else (),
+        min_complete=promotion.complete,
+        maximize_each=spec.maximized if spec.is_multi_objective else (),
     )
 
 
@@ -67,7 +67,7 @@ class StudyPruner:
         spec = self._spec
         if not values:
             return Decision(prune=False, pruner=spec.pruner.name)
-        case = Case(
+        case = PruningContext(
             pruner=spec.pruner.name,
             study=spec.name,
             number=trial.number,
@@ -77,7 +77,7 @@ class StudyPruner:
             values=values,
             reported=reported or {},
             vector=vector,
-            maximized=spec.maximized if spec.several else (),
+            maximized=spec.maximized if spec.is_multi_objective else (),
         )
         if spec.pruner.prunes and (lines := self._never_in_bounds(case.reported)):
             return case.prune(f"out of bounds: {', '.join(lines)}, which no more training changes", value=case.last)
@@ -85,16 +85,20 @@ class StudyPruner:
 
     def _never_in_bounds(self, reported: Mapping[str, float]) -> list[str]:
         """The constraints that a trial breaks by what stays as it is: its size, and how fast it is."""
-        settled = {name for name in reported if name in MEASURED and MEASURED[name].settled}
+        settled = {name for name in reported if name in MODEL_METRICS and MODEL_METRICS[name].is_constant}
         broken = [bound for bound in self._spec.bounds if bound.metric in settled]
-        return [bound.told(reported[bound.metric]) for bound in broken if bound.violation(reported[bound.metric]) > 0]
+        return [
+            bound.format_violation(reported[bound.metric])
+            for bound in broken
+            if bound.violation(reported[bound.metric]) > 0
+        ]
 
-    def _peers(self, trial: FrozenTrial) -> Peers:
-        return StoredPeers(self._storage, self._study_id, trial, self._max_age)
+    def _peers(self, trial: FrozenTrial) -> OtherTrials:
+        return StoredOtherTrials(self._storage, self._study_id, trial, self._max_age)
 
 
 @dataclass(frozen=True)
-class StoredPeers:
+class StoredOtherTrials:
     """The other trials; rungs as Optuna keeps them, in system attributes, so that its own pruner could go on."""
 
     storage: PostgresStorage
@@ -105,24 +109,24 @@ class StoredPeers:
     def finished(self) -> list[FrozenTrial]:
         """Return the COMPLETE trials."""
         if self.max_age > 0:
-            return self.storage.finished_trials(self.study_id, (TrialState.COMPLETE,), max_age=self.max_age)
+            return self.storage.get_finished_trials(self.study_id, (TrialState.COMPLETE,), max_age=self.max_age)
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=(TrialState.COMPLETE,))
 
     def reached(self) -> int:
         """Return how many rungs the trial has noted a value at."""
         rung = 0
-        while rung_key(rung) in self.trial.system_attrs:
+        while get_rung_key(rung) in self.trial.system_attrs:
             rung += 1
         return rung
 
     def note(self, rung: int, value: Noted) -> None:
         """Note the trial's value at a rung, or those of several metrics."""
-        self.storage.set_trial_system_attr(self.trial._trial_id, rung_key(rung), value)
+        self.storage.set_trial_system_attr(self.trial._trial_id, get_rung_key(rung), value)
 
     def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
         """Return number and value of all other trials at a rung."""
-        found = read_rung(self.storage.engine, self.study_id, rung)
+        found = read_rung_values(self.storage.engine, self.study_id, rung)
         return [(number, value) for number, value in found if number != self.trial.number]
 
 
-__all__ = ["Decision", "StudyPruner", "study_rungs"]
+__all__ = ["Decision", "StudyPruner", "make_rungs"]

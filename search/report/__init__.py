@@ -1,4 +1,4 @@
-"""Reports: one HTML page of a study that needs nothing beside itself, and the lines that verbs print."""
+"""Reports: a self-contained HTML page of a study, and the text output of commands."""
 
 from hpsearch.search.report.page import write_report
 

@@ -13,183 +13,198 @@ import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import counted
-from hpsearch.search.curves.forecast import Forecast
+from hpsearch.search.console import pluralize
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.finalists.text import shown
-from hpsearch.search.report.trials import Spent, in_hand, state_of
+from hpsearch.search.finalists.text import format_verdict_word
+from hpsearch.search.freeze_thaw.forecast import Forecast
+from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import first_value, in_bounds
+from hpsearch.search.study.ranking import get_first_value, is_feasible
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import Summary, broken_bounds, format_value
+from hpsearch.search.study.summary import Summary, format_value, list_violations
 from hpsearch.storage.attributes import REASON
-from hpsearch.storage.rungs.fronts import hypervolume, losses_of
+from hpsearch.storage.rungs.fronts import compute_hypervolume, to_losses
 from hpsearch.storage.trials.history import read_epoch_values
 
-_AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
-_FORESEEN = 12  # trials whose ends are drawn beside the learning curves
-_MAX_CURVE_POINTS = 40_000  # of all learning curves together, beyond which they are thinned out
+_MAX_AXES = 9  # of the parallel coordinates, including the value's
+_MAX_FORECASTS = 12  # drawn beside the learning curves
+_MAX_CURVE_POINTS = 40_000  # of all learning curves together; above it, epochs are left out
 
 
-def figure_data(
+def make_figure_data(
     study: StoredStudy,
     shown: list[FrozenTrial],
     names: list[str],
     *,
     shares: list[tuple[str, float]] | str,
     finalists: Finalists | None,
-    spent: Spent,
+    epoch_usage: EpochUsage,
     forecasts: Mapping[int, Forecast],
 ) -> dict[str, Any]:
-    """Return what the page's script draws, fit for JSON: what is no finite number is None."""
+    """Return the JSON data of all figures; None stands for non-finite numbers."""
     stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _MAX_CURVE_POINTS) or 1
     return {
-        "metric": named(study.spec),
+        "metric": format_metric_label(study.spec),
         "maximize": study.spec.direction == "maximize",
         "epochs": study.spec.epochs,
         "names": names,
         "trials": [
             {
                 "number": trial.number,
-                "state": state_of(trial),
-                "value": finite(first_value(trial)),
-                "values": [finite(value) for value in trial.values or ()],
-                "broken": broken_bounds(study.spec, trial),
+                "state": format_state(trial),
+                "value": round_for_json(get_first_value(trial)),
+                "values": [round_for_json(value) for value in trial.values or ()],
+                "broken": list_violations(study.spec, trial),
                 "reason": reason,
-                "params": [plain(trial.params[name]) if name in trial.params else None for name in names],
-                "curve": _curve(trial, stride),
-                "pauses": spent.pauses.get(trial.number, []),
+                "params": [to_json_value(trial.params[name]) if name in trial.params else None for name in names],
+                "curve": _thin_curve(trial, stride),
+                "pauses": epoch_usage.pauses.get(trial.number, []),
             }
-            for trial, reason in ((t, _why(t)) for t in sorted(shown, key=lambda t: t.number))
+            for trial, reason in ((t, _short_reason(t)) for t in sorted(shown, key=lambda t: t.number))
         ],
-        "chosen": _chosen(study),
-        "best": _improvements(study),
-        "spent": spent.figure,
-        "foreseen": [
-            {"trial": number, "value": finite(each.value), "low": finite(each.low), "high": finite(each.high)}
-            for number, each in list(forecasts.items())[:_FORESEEN]
+        "chosen": _find_best_number(study),
+        "best": _find_improvements(study),
+        "epoch_usage": epoch_usage.figure,
+        "forecasts": [
+            {
+                "trial": number,
+                "value": round_for_json(each.value),
+                "low": round_for_json(each.low),
+                "high": round_for_json(each.high),
+            }
+            for number, each in list(forecasts.items())[:_MAX_FORECASTS]
         ],
-        "axes": _axes(shown, names, [] if isinstance(shares, str) else [name for name, _ in shares]),
-        "finalists": None if finalists is None else _finalists(finalists),
+        "axes": _make_axes(shown, names, [] if isinstance(shares, str) else [name for name, _ in shares]),
+        "finalists": None if finalists is None else _make_finalist_rows(finalists),
     }
 
 
-def named(spec: StudySpec) -> str:
-    """Return the metric as figures and tables name it; of several, the first."""
-    return spec.metric if spec.several else f"val {spec.metric}"
+def format_metric_label(spec: StudySpec) -> str:
+    """Return the label of the (first) metric in figures and tables."""
+    return spec.metric if spec.is_multi_objective else f"val {spec.metric}"
 
 
-def importances(study: StoredStudy, place: int = 0) -> list[tuple[str, float]] | str:
-    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
-    values = [t.values[place] for t in study.trials(TrialState.COMPLETE) if t.values]
+def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple[str, float]] | str:
+    """Return the importance of each parameter, the largest first; if there is none yet, a text with the reason.
+
+    Args:
+        study: the study.
+        metric_index: index of the metric.
+    """
+    values = [t.values[metric_index] for t in study.trials(TrialState.COMPLETE) if t.values]
     if len(values) < 2:
-        return "Shown from two complete trials on."
-    if len(set(values)) == 1:  # of which Optuna's evaluator gives each parameter the same share
-        return f"All {len(values)} complete trials have the same value: which parameter matters cannot be told."
+        return "Shown with two or more complete trials."
+    if len(set(values)) == 1:  # Optuna's evaluator would give all parameters the same importance
+        return f"Not available: all {len(values)} complete trials have the same value."
     if len({name for t in study.trials() for name in t.params}) == 1:
-        return "There is one parameter, and nothing to compare it with."
+        return "Not available: the study has only one parameter."
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which evaluators are experimental is not the reader's concern
-            # Optuna takes a target to be better where it is lower.
-            sign = -1.0 if study.spec.maximized[place] else 1.0
-            target = (lambda t: sign * t.values[place]) if study.spec.several else None
+            warnings.simplefilter("ignore")  # warnings about experimental evaluators do not help the reader
+            # Optuna minimizes a custom target.
+            sign = -1.0 if study.spec.maximized[metric_index] else 1.0
+            target = (lambda t: sign * t.values[metric_index]) if study.spec.is_multi_objective else None
             return list(optuna.importance.get_param_importances(study.open(), target=target).items())
-    except (ValueError, RuntimeError) as error:  # too few trials, or no spread in their values
-        return f"Not to be told yet: {error}"
+    except (ValueError, RuntimeError) as error:  # too few trials, or no variance in their values
+        return f"Not available yet: {error}"
 
 
-def finite(value: float | None) -> float | None:
-    """Return a number with six digits that count, if it is one."""
+def round_for_json(value: float | None) -> float | None:
+    """Return a number rounded to six significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
-def plain(value: Any) -> Any:
-    """Return a parameter's value as JSON has it; what is no finite number by its name."""
+def to_json_value(value: Any) -> Any:
+    """Return the JSON value of a parameter; texts for booleans, categories and non-finite numbers."""
     if isinstance(value, float) and math.isfinite(value):
-        return finite(value)
+        return round_for_json(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _why(trial: FrozenTrial) -> str:
+def _short_reason(trial: FrozenTrial) -> str:
     reason = str(trial.user_attrs.get(REASON, ""))
     return "" if trial.state == TrialState.COMPLETE else reason.split("\n", 1)[0][:200]
 
 
-def _curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None]]:
+def _thin_curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None]]:
     steps = sorted(trial.intermediate_values.items())
     return [
-        (step + 1, finite(value))
+        (step + 1, round_for_json(value))
         for index, (step, value) in enumerate(steps)
         if index % stride == 0 or index == len(steps) - 1
     ]
 
 
-def _chosen(study: StoredStudy) -> int | None:
-    """Return the number of the best trial that can be drawn; of several metrics by the first."""
-    ranked = study.front() if study.spec.several else study.best_trials()
-    return next((trial.number for trial in ranked if finite(first_value(trial)) is not None), None)
+def _find_best_number(study: StoredStudy) -> int | None:
+    """Return the number of the best trial with a finite (first) value; None without one."""
+    ranked = study.front() if study.spec.is_multi_objective else study.best_trials()
+    return next((trial.number for trial in ranked if round_for_json(get_first_value(trial)) is not None), None)
 
 
-def _improvements(study: StoredStudy) -> list[tuple[int, float]]:
-    """Return the trials that were the best when they came, by number, of all that are within bounds."""
+def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
+    """Return number and value of each trial that was better than all before it, without those out of bounds."""
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
     for trial in study.trials():
-        value = finite(first_value(trial)) if trial.state == TrialState.COMPLETE and in_bounds(trial) else None
+        value = (
+            round_for_json(get_first_value(trial))
+            if trial.state == TrialState.COMPLETE and is_feasible(trial)
+            else None
+        )
         if value is not None and (not found or sign * value > sign * found[-1][1]):
             found.append((trial.number, value))
     return found
 
 
-def _axes(shown: list[FrozenTrial], names: list[str], important: list[str]) -> list[dict[str, Any]]:
-    """Return the axes of the parallel coordinates: of parameters that all complete trials have, and that differ.
+def _make_axes(shown: list[FrozenTrial], names: list[str], important: list[str]) -> list[dict[str, Any]]:
+    """Return the axes of the parallel coordinates.
 
-    A conditional parameter would leave out the trials that lack it. Of many the most important are taken.
+    They are the most important parameters that differ between trials and that all complete trials have: trials without
+    a conditional parameter could not be drawn.
     """
-    complete = [t for t in shown if t.state == TrialState.COMPLETE and finite(first_value(t)) is not None]
+    complete = [t for t in shown if t.state == TrialState.COMPLETE and round_for_json(get_first_value(t)) is not None]
     axes = []
     for index, name in enumerate(names):
         values = [t.params[name] for t in complete if name in t.params]
         if len(values) == len(complete) and len(set(map(str, values))) > 1:
-            axes.append(_axis(index, name, complete[-1].distributions[name], values))
+            axes.append(_make_axis(index, name, complete[-1].distributions[name], values))
     by_importance = {name: rank for rank, name in enumerate(important)}
-    taken = sorted(axes, key=lambda axis: by_importance.get(axis["name"], len(names)))[: _AXES - 1]
+    taken = sorted(axes, key=lambda axis: by_importance.get(axis["name"], len(names)))[: _MAX_AXES - 1]
     return [axis for axis in axes if axis in taken]
 
 
-def _axis(index: int, name: str, distribution: object, values: list[Any]) -> dict[str, Any]:
+def _make_axis(index: int, name: str, distribution: object, values: list[Any]) -> dict[str, Any]:
     axis: dict[str, Any] = {"index": index, "name": name, "log": False, "choices": None}
     if isinstance(distribution, CategoricalDistribution):
-        return {**axis, "choices": [plain(choice) for choice in distribution.choices if choice in values]}
+        return {**axis, "choices": [to_json_value(choice) for choice in distribution.choices if choice in values]}
     log = isinstance(distribution, FloatDistribution | IntDistribution) and distribution.log
     return {**axis, "log": log and min(values) > 0}
 
 
-def _finalists(found: Finalists) -> list[dict[str, Any]]:
+def _make_finalist_rows(found: Finalists) -> list[dict[str, Any]]:
     return [
         {
             "trial": row.trial,
-            "search": finite(row.search_value),
-            "mean": finite(row.mean),
-            "values": [finite(value) for value in row.values],
-            "verdict": "" if found.pending else shown(found.verdict(row)),
+            "search": round_for_json(row.search_value),
+            "mean": round_for_json(row.mean),
+            "values": [round_for_json(value) for value in row.values],
+            "verdict": "" if found.pending else format_verdict_word(found.verdict(row)),
         }
         for row in found.rows
     ]
 
 
-_MAX_VOLUME_POINTS = 1000  # of the figure: of more epochs every second is looked at, or third
+_MAX_VOLUME_POINTS = 1000  # of the figure; with more epochs, the hypervolume is computed at every n-th
 
 
 @dataclass(frozen=True)
-class Volume:
-    """What share of the final hypervolume a study had after so many epochs.
+class HypervolumeHistory:
+    """The hypervolume over the epochs of a study, as a share of the final hypervolume.
 
     Attributes:
-        epochs: that were trained in the whole study.
-        points: after how many of them, the share, and whose epoch (from 1) made it so: where it changed.
-        reference: the worst of each metric among complete trials, up to which volume is counted.
+        epochs: number of epochs of all trials.
+        points: each change, as (epochs of the study so far, share, trial, epoch of the trial from 1).
+        reference: reference point: the worst value of each metric among complete trials.
     """
 
     epochs: int
@@ -198,27 +213,27 @@ class Volume:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """What the page's script draws, fit for JSON."""
+        """The JSON data of the figure."""
         return {"epochs": self.epochs, "points": [(at, float(f"{share:.4g}"), *of) for at, share, *of in self.points]}
 
 
-def volume(study: StoredStudy, order: Sequence[tuple[int, int]]) -> Volume | None:
-    """Return the hypervolume over the epochs of a study; None while no volume is dominated.
+def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, int]]) -> HypervolumeHistory | None:
+    """Return the hypervolume over the epochs of a study; None if it is zero.
 
-    A trial is in hand with the values of its best epoch so far by the first metric, as its model is kept and as it
-    ends. Where that epoch moves another metric may be worse than it was, and the volume may shrink.
+    A trial counts with the values of its best epoch so far by the first metric, whose weights its model has. A better
+    epoch may have a worse second metric, so the hypervolume can decrease.
 
     Args:
-        study: of several metrics.
-        order: trial and epoch (from 0) of all that were trained, in the order in which they ended.
+        study: a multi-objective study.
+        order: (trial, epoch from 0) of all epochs, in the order in which they ended.
     """
     maximize, trials = study.spec.maximized, study.trials()
     complete = [t.values for t in trials if t.state == TrialState.COMPLETE and t.values]
     ended = [values for values in complete if all(map(math.isfinite, values))]
     if not ended:
         return None
-    worst = losses_of(ended, maximize).max(axis=0)
-    reported, usable = read_epoch_values(study.engine, study.study_id), in_hand(study)
+    worst = to_losses(ended, maximize).max(axis=0)
+    reported, usable = read_epoch_values(study.engine, study.study_id), find_eligible_trials(study)
     held = np.full((len(trials), len(maximize)), np.inf)
     stride = math.ceil(len(order) / _MAX_VOLUME_POINTS) or 1
     found: list[tuple[int, float, int, int]] = []
@@ -226,11 +241,11 @@ def volume(study: StoredStudy, order: Sequence[tuple[int, int]]) -> Volume | Non
     for count, (number, step) in enumerate(order, start=1):
         values = reported.get(trials[number]._trial_id, {}).get(step)
         if number in usable and values is not None:
-            [losses] = losses_of([values], maximize)
+            [losses] = to_losses([values], maximize)
             if losses[0] < held[number, 0]:
                 held[number], changed = losses, (number, step + 1)
         if changed is not None and (count % stride == 0 or count == len(order)):
-            now = hypervolume(held, worst.tolist())
+            now = compute_hypervolume(held, worst.tolist())
             if now != (found[-1][1] if found else 0.0):
                 found.append((count, now, *changed))
             changed = None
@@ -238,17 +253,19 @@ def volume(study: StoredStudy, order: Sequence[tuple[int, int]]) -> Volume | Non
         return None
     signs = np.where(maximize, -1.0, 1.0)
     points = [(count, now / found[-1][1], number, epoch) for count, now, number, epoch in found]
-    return Volume(len(order), points, (worst * signs).tolist())
+    return HypervolumeHistory(len(order), points, (worst * signs).tolist())
 
 
-_ROWS = 200  # of the table
+_MAX_FRONT_ROWS = 200
 
 
-def front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
-    """Return what the page's script draws beside the trials, fit for JSON."""
-    names = list(study.spec.ways)
+def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
+    """Return the JSON data of the figure of the Pareto front."""
+    names = list(study.spec.direction_by_metric)
     return {
-        "metrics": [{"name": name, "maximize": way == "maximize"} for name, way in study.spec.ways.items()],
+        "metrics": [
+            {"name": name, "maximize": way == "maximize"} for name, way in study.spec.direction_by_metric.items()
+        ],
         "trials": [trial.number for trial in summary.front],
         "bounds": [
             {"metric": names.index(bound.metric), "limit": bound.limit, "text": str(bound)}
@@ -258,45 +275,45 @@ def front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
     }
 
 
-def front_section(
-    study: StoredStudy, summary: Summary, rows: list[dict[str, Any]], found: Volume | None
+def make_front_section(
+    study: StoredStudy, summary: Summary, rows: list[dict[str, Any]], found: HypervolumeHistory | None
 ) -> dict[str, Any]:
-    """Return the values of the front's section.
+    """Return the template values of the section on the Pareto front.
 
     Args:
-        study: of several metrics.
-        summary: of the study.
-        rows: of the table of trials.
-        found: the hypervolume over epochs; None without one.
+        study: a multi-objective study.
+        summary: its summary.
+        rows: rows of the table of trials.
+        found: hypervolume over the epochs; None if it is zero.
     """
     spec, numbers = study.spec, {trial.number for trial in summary.front}
-    worst = zip(spec.ways, found.reference, strict=True) if found else ()
+    worst = zip(spec.direction_by_metric, found.reference, strict=True) if found else ()
     return {
-        "metrics": list(spec.ways),
+        "metrics": list(spec.direction_by_metric),
         "numbers": numbers,
-        "rows": [row for row in rows if row["number"] in numbers][:_ROWS],
-        "left": max(len(summary.front) - _ROWS, 0),
-        "undrawn": " and ".join(str(bound) for bound in spec.bounds if bound.metric not in spec.ways),
+        "rows": [row for row in rows if row["number"] in numbers][:_MAX_FRONT_ROWS],
+        "left": max(len(summary.front) - _MAX_FRONT_ROWS, 0),
+        "undrawn": " and ".join(str(bound) for bound in spec.bounds if bound.metric not in spec.direction_by_metric),
         "reference": ", ".join(f"{name} {format_value(value)}" for name, value in worst),
     }
 
 
-def headline(study: StoredStudy, summary: Summary) -> str:
-    """Return what came of a study of several metrics, in a sentence; of one that has a front."""
-    metrics = list(study.spec.ways)
-    named = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
-    trials, many = counted(summary.finished, "trial"), len(summary.front)
+def format_front_headline(study: StoredStudy, summary: Summary) -> str:
+    """Return the result of a multi-objective study with a Pareto front in a sentence."""
+    metrics = list(study.spec.direction_by_metric)
+    names = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
+    trials, many = pluralize(summary.finished, "trial"), len(summary.front)
     if many == 1:
-        return f"The front in {named} is trial {summary.front[0].number} alone, out of {trials}."
-    return f"The front in {named} has {many} of {trials}: none of them is dominated by another trial."
+        return f"The Pareto front in {names} has one of {trials}: trial {summary.front[0].number}."
+    return f"The Pareto front in {names} has {many} of {trials}; no other trial dominates them."
 
 
-def cards(study: StoredStudy, summary: Summary) -> list[tuple[str, str]]:
-    """Return the numbers at the head of the page: how many are on the front, and the best of each metric."""
+def make_front_cards(study: StoredStudy, summary: Summary) -> list[tuple[str, str]]:
+    """Return the cards with the size of the Pareto front and the best value of each metric on it."""
     if not summary.front:
         return []
-    found = [(str(len(summary.front)), f"on the front, of {counted(summary.complete, 'complete trial')}")]
-    for place, (name, way) in enumerate(study.spec.ways.items()):
+    found = [(str(len(summary.front)), f"on the front, of {pluralize(summary.complete, 'complete trial')}")]
+    for place, (name, way) in enumerate(study.spec.direction_by_metric.items()):
         sign = -1 if way == "maximize" else 1
         best = min(summary.front, key=lambda trial: (sign * trial.values[place], trial.number))
         found.append((format_value(best.values[place]), f"best {name} on the front, trial {best.number}"))

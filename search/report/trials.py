@@ -1,4 +1,4 @@
-"""The table of trials, with the epochs that they spent."""
+"""The trials of the report: rows of the table, and the use of epochs over time."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.forecast import Forecast
-from hpsearch.search.pruners.study_pruner import study_rungs
-from hpsearch.search.report.show import why_waiting
+from hpsearch.search.freeze_thaw.forecast import Forecast
+from hpsearch.search.pruners.study_pruner import make_rungs
+from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import broken_bounds, format_seconds, format_value, seconds_run
+from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
-from hpsearch.storage.trials.history import Stretch, read_stretches
+from hpsearch.storage.trials.history import RunInterval, read_run_intervals
 
-SHOWN = 500  # trials at most: a page of thousands opens slowly, and nobody reads them
+MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 
 
-def state_of(trial: FrozenTrial) -> str:
-    """Return a trial's state in the words of the page."""
+def format_state(trial: FrozenTrial) -> str:
+    """Return the state of a trial as the page shows it."""
     if trial.user_attrs.get(INFEASIBLE):
         return "infeasible"
     return "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
 
 
-def shown_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials that the page shows, complete ones first and the best of them first, then the latest.
+def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
+    """Return the trials that the page shows: complete ones, best first, then the latest others.
 
-    Of several metrics the front is first. What is out of bounds comes after all that is within.
+    The Pareto front of a multi-objective study comes first. Complete trials out of bounds follow the others.
     """
-    within = [*study.front(), *study.best_trials()] if study.spec.several else study.best_trials()
+    within = [*study.front(), *study.best_trials()] if study.spec.is_multi_objective else study.best_trials()
     order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
-    return list({trial.number: trial for trial in order}.values())[:SHOWN]
+    return list({trial.number: trial for trial in order}.values())[:MAX_SHOWN_TRIALS]
 
 
-def parameter_names(trials: list[FrozenTrial]) -> list[str]:
-    """Return the names of all parameters, those that the first trial has first."""
+def list_parameter_names(trials: list[FrozenTrial]) -> list[str]:
+    """Return the names of all parameters, in the order of their first use."""
     return list(dict.fromkeys(name for t in sorted(trials, key=lambda t: t.number) for name in t.params))
 
 
-def trial_rows(
+def make_trial_rows(
     study: StoredStudy, trials: list[FrozenTrial], names: list[str], forecasts: Mapping[int, Forecast]
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table: what is shown, and beside it what it is sorted by."""
-    seconds, waiting = seconds_run(study, trials), why_waiting(study)
+    """Return the rows of the table, with formatted values and with sort keys."""
+    seconds, waiting = compute_run_seconds(study, trials), find_waiting_reasons(study)
     rows = []
     for trial in trials:
-        forecast = f"foreseen {found}" if (found := forecasts.get(trial.number)) else ""
+        forecast = f"forecast {found}" if (found := forecasts.get(trial.number)) else ""
         reason = "; ".join(filter(None, [waiting.get(trial.number) or trial.user_attrs.get(REASON), forecast]))
-        rows.append(_row(study, trial, names, seconds.get(trial._trial_id), reason))
+        rows.append(_make_trial_row(study, trial, names, seconds.get(trial._trial_id), reason))
     return rows
 
 
-def _row(
+def _make_trial_row(
     study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
 ) -> dict[str, Any]:
-    values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.ways)
-    form = format_value if study.spec.several else "{:.4f}".format  # several metrics differ in size
+    values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.direction_by_metric)
+    form = format_value if study.spec.is_multi_objective else "{:.4f}".format  # metrics may differ in magnitude
     return {
         "number": trial.number,
-        "state": state_of(trial),
-        "broken": broken_bounds(study.spec, trial),
+        "state": format_state(trial),
+        "broken": list_violations(study.spec, trial),
         "values": ["" if value is None else form(value) for value in values],
         "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
         "duration": "" if seconds is None else format_seconds(seconds),
@@ -82,14 +82,14 @@ def _row(
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What epochs were spent on.
+class EpochUsage:
+    """The epochs of all trials in the order of time.
 
     Attributes:
-        epochs: that were trained in the whole study, those of pruned and failed trials too.
-        best: each value that was the best when it came: after how many epochs of the study, it, trial, epoch from 1.
-        pauses: epochs, from 1, after which trials waited, by number of the trial.
-        order: trial and epoch (from 0) of all that were trained, in the order in which they ended.
+        epochs: number of epochs of all trials, including pruned and failed ones.
+        best: each new best value, as (epochs of the study so far, value, trial, epoch of the trial from 1).
+        pauses: epochs, from 1, after which a trial paused, by trial number.
+        order: (trial, epoch from 0) of all epochs, in the order in which they ended.
     """
 
     epochs: int
@@ -99,51 +99,57 @@ class Spent:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """What the page's script draws, fit for JSON."""
+        """The JSON data of the figure."""
         return {"epochs": self.epochs, "best": [(at, float(f"{v:.6g}"), *which) for at, v, *which in self.best]}
 
 
-def spent(study: StoredStudy) -> Spent:
-    """Return what the epochs of a study were spent on."""
-    rungs = study_rungs(study.spec)
-    by_trial: dict[int, list[Stretch]] = defaultdict(list)
-    for stretch in read_stretches(study.engine, study.study_id):
+def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
+    """Return the epochs of all trials of a study in the order of time."""
+    rungs = make_rungs(study.spec)
+    by_trial: dict[int, list[RunInterval]] = defaultdict(list)
+    for stretch in read_run_intervals(study.engine, study.study_id):
         by_trial[stretch.number].append(stretch)
     sign, order, pauses = 1 if study.spec.maximize else -1, [], {}
     for trial in study.trials():
         stretches, at_rungs = by_trial[trial.number], rungs.epochs if rungs else ()
         pauses[trial.number] = [at_rungs[each.rung] for each in stretches if each.rung is not None]
-        order += [(at, trial.number, step) for at, step in moments(trial, stretches, at_rungs)]
+        order += [(at, trial.number, step) for at, step in estimate_epoch_ends(trial, stretches, at_rungs)]
     best: list[tuple[int, float, int, int]] = []
-    trials, usable, ordered = study.trials(), in_hand(study), [(number, step) for _, number, step in sorted(order)]
+    trials, usable, ordered = (
+        study.trials(),
+        find_eligible_trials(study),
+        [(number, step) for _, number, step in sorted(order)],
+    )
     for count, (number, step) in enumerate(ordered, start=1):
         value = trials[number].intermediate_values[step]
         if number in usable and abs(value) < float("inf") and (not best or sign * value > sign * best[-1][1]):
             best.append((count, value, number, step + 1))
-    return Spent(len(order), best, {number: epochs for number, epochs in pauses.items() if epochs}, ordered)
+    return EpochUsage(len(order), best, {number: epochs for number, epochs in pauses.items() if epochs}, ordered)
 
 
-def in_hand(study: StoredStudy) -> set[int]:
-    """Return the numbers of the trials whose reports count: none failed or diverged, and none is out of bounds."""
+def find_eligible_trials(study: StoredStudy) -> set[int]:
+    """Return the numbers of the trials that neither failed nor diverged, and violate no constraint."""
     return {
         trial.number
         for trial in study.trials()
         if trial.state != TrialState.FAIL
         and not trial.user_attrs.get(INFEASIBLE)
-        and not broken_bounds(study.spec, trial)
+        and not list_violations(study.spec, trial)
     }
 
 
-def moments(trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[int]) -> Iterator[tuple[float, int]]:
-    """When a trial's epochs ended, in unix seconds: those between two pauses are taken to be as long as each other.
+def estimate_epoch_ends(
+    trial: FrozenTrial, stretches: Sequence[RunInterval], rungs: Sequence[int]
+) -> Iterator[tuple[float, int]]:
+    """Estimate when the epochs of a trial ended; epochs between two pauses are assumed to have equal durations.
 
     Args:
-        trial: of Optuna; its own begin and end are taken where no worker of ours ran it.
-        stretches: in which it was run.
-        rungs: epochs after which it may have been paused.
+        trial: trial with its start and end, which are used if no worker of hpsearch ran it.
+        stretches: periods in which it ran.
+        rungs: epochs after which it may have paused.
 
     Yields:
-        The moment, and the epoch, from 0.
+        The end in Unix seconds, and the epoch, counted from 0.
     """
     steps = sorted(trial.intermediate_values)
     times: list[tuple[float, float]] = []
@@ -154,13 +160,13 @@ def moments(trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[in
         times.append((each.started_at.timestamp(), each.until.timestamp()))
         if each.rung is not None and place < len(stretches) - 1:
             ran = [step for step in steps if step < rungs[each.rung]]
-            yield from _spread(times, ran)
+            yield from _spread_epochs(times, ran)
             times, steps = [], steps[len(ran) :]
     if times:
-        yield from _spread(times, steps)
+        yield from _spread_epochs(times, steps)
 
 
-def _spread(times: list[tuple[float, float]], steps: Sequence[int]) -> Iterator[tuple[float, int]]:
+def _spread_epochs(times: list[tuple[float, float]], steps: Sequence[int]) -> Iterator[tuple[float, int]]:
     whole = sum(end - start for start, end in times)
     for place, step in enumerate(steps, start=1):
         left, moment = whole * place / len(steps), 0.0

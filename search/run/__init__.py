@@ -1,1 +1,1 @@
-"""Whole runs on this machine: a search, its finalists, the live view, what is sent afterwards."""
+"""Runs on this machine: the search, its finalists, the live view, and the upload of remaining records."""

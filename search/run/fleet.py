@@ -1,4 +1,4 @@
-"""Drive a fleet until the study's budget is spent."""
+"""Run a fleet until the budget of the study is spent."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.search.console import command, steps
+from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.devices import check_devices
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.fork import visible_gpus
 from hpsearch.search.process import restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
-from hpsearch.search.services import DASHBOARD, Services
+from hpsearch.search.services import DASHBOARD_COMMAND, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.tracking.rebuild import needed, resend
+from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.tracker import Tracker, open_parent_run
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import STOPPED
@@ -33,27 +33,27 @@ from hpsearch.storage.database.locks import LockHeldError, LockLostError
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import RunDeletedError
-from hpsearch.storage.mlflow.health import TrackingAwayError, describe_error
+from hpsearch.storage.mlflow.health import TrackingUnavailableError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
 
-_EVERY = 5.0  # seconds; a look costs about 30 ms
+_SUPERVISION_SECONDS = 5.0  # between two checks, which take about 30 ms
 
 
 @contextmanager
-def kept_up(home: Path) -> Iterator[threading.Event]:
-    """Start services again that end by themselves; yield an event that is set when ``hpsearch down`` stopped them."""
+def supervise_services(home: Path) -> Iterator[threading.Event]:
+    """Restart services of the embedded stack that die; yield an event that is set after ``hpsearch down``."""
     done, stopped = threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not done.wait(_EVERY):
+        while not done.wait(_SUPERVISION_SECONDS):
             try:
-                states = {service.state for service in stack.status(home)}
+                states = {service.state for service in stack.read_status(home)}
                 if states == {"stopped"}:
                     stopped.set()
                 elif "dead" in states:
-                    stack.up(home, dashboard=DASHBOARD)
+                    stack.up(home, dashboard=DASHBOARD_COMMAND)
             except StorageError:
-                continue  # it may be mended at the next look; the workers tell what they miss
+                continue  # the next check may succeed; workers report unavailable services
 
     thread = threading.Thread(target=watch, name="keeper", daemon=True)
     thread.start()
@@ -64,119 +64,126 @@ def kept_up(home: Path) -> Iterator[threading.Event]:
         thread.join()
 
 
-_POLL = 0.5  # seconds
-_GRACE = 10.0  # seconds for MLflow after Ctrl-C
+_POLL_SECONDS = 0.5
+_INTERRUPTED_UPLOAD_SECONDS = 10.0  # for the upload to MLflow after Ctrl-C
 
 
-def open_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
-    """Make the study's run in MLflow; return why it cannot be made now, where that is no reason to wait.
+def open_study_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
+    """Open the run of the study in MLflow; return why it cannot be opened now, None after success.
+
+    Args:
+        services: services of the study.
+        study: the study.
+        required: whether an unavailable tracking server is an error.
 
     Raises:
-        StorageError: the tracking server is `required`, or somebody deleted the experiment.
+        StorageError: the tracking server is `required` and unavailable, or the experiment was deleted.
     """
-    if services.tracking_away:
-        return services.tracking_away
+    if services.tracking_error:
+        return services.tracking_error
     try:
         open_parent_run(study, services.open_tracking())
     except RunDeletedError as error:
         if required:
             raise
-        return f"MLflow is told nothing of study {study.spec.name!r}: {error}"
+        return f"MLflow receives no records of study {study.spec.name!r}: {error}"
     except (MlflowException, LockHeldError, LockLostError) as error:
-        away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({describe_error(error)})"
+        reason = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({describe_error(error)})"
         if required:
-            raise TrackingAwayError(away) from None
-        return away
+            raise TrackingUnavailableError(reason) from None
+        return reason
     return None
 
 
-def require_started(study: StoredStudy) -> None:
-    """Raise SearchError if the study was stopped."""
+def check_not_stopped(study: StoredStudy) -> None:
+    """Check that the study was not stopped.
+
+    Raises:
+        SearchError: the study was stopped.
+    """
     if why := study.attrs.get(STOPPED):
         name = study.spec.name
-        raise SearchError(f"study {name!r} was stopped {why}: start it with {command('start', name)}")
+        raise SearchError(f"study {name!r} was stopped {why}; start it with {format_command('start', name)}")
 
 
-def drive(
+def run_fleet(
     console: Console,
     services: Services,
     study: StoredStudy,
     workers: int,
     options: WorkerOptions,
 ) -> tuple[bool, tuple[str, ...]]:
-    """Run the fleet until no worker is left; return whether it was interrupted, and why workers gave up."""
+    """Run a fleet until no worker is left; return whether a signal interrupted it, and why workers gave up."""
     options = options.model_copy(update=dict(services.addresses))
     check_devices(options)
     logs = services.home / "logs" / study.spec.name
     failed = len(study.trials(TrialState.FAIL))
     name, gpus = study.spec.name, visible_gpus()
-    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_before=failed)
-    others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
+    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed)
+    others = f", from {fleet.slots[0].log.name} on; another run writes the earlier ones" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine
-    told = False
-    progress, away = Progress(study.spec.n_trials), False
+    has_printed_stop = False
+    progress, is_outage = Progress(study.spec.n_trials), False
 
-    def look() -> tuple[Progress, bool]:
+    def read() -> tuple[Progress, bool]:
         try:
-            return read_progress(engine, study.study_id, study.spec.direction, patience=0.0), False
+            return read_progress(engine, study.study_id, study.spec.direction, retry_seconds=0.0), False
         except DBAPIError:
             return progress, True
 
-    keeper = kept_up(services.home) if services.embedded else nullcontext()
+    supervisor = supervise_services(services.home) if services.is_embedded else nullcontext()
     with restore_handlers():
         stop = stop_on_signals(
             signal.SIGINT, signal.SIGTERM, signal.SIGHUP, kill=lambda: fleet.stop(kill=True), request=fleet.stop
         )
         try:
             fleet.start()
-            with keeper as kept, LiveView(console, study.spec, fleet) as view:
-                while fleet.poll(progress.with_result, away=away):
-                    progress, away = look()
-                    view.update(progress, away=away)
-                    if kept is not None and kept.is_set():
+            with supervisor as is_down, LiveView(console, study.spec, fleet) as view:
+                while fleet.poll(progress.count_with_result, is_outage=is_outage):
+                    progress, is_outage = read()
+                    view.update(progress, is_outage=is_outage)
+                    if is_down is not None and is_down.is_set():
                         fleet.stop()
-                    if stop.is_set() and not told:
-                        told = True
-                        view.say("stopping: workers end their epoch and save (Ctrl-C again kills them)")
-                    time.sleep(_POLL)  # no Event: the signal's handler would wait for its lock
-                view.update(look()[0])
+                    if stop.is_set() and not has_printed_stop:
+                        has_printed_stop = True
+                        view.print_line("stopping: workers finish their epoch and save (Ctrl-C again kills them)")
+                    time.sleep(_POLL_SECONDS)  # not an Event, on whose lock the signal handler would wait
+                view.update(read()[0])
         finally:
-            fleet.stop()  # on an error of ours they save what they have
+            fleet.stop()  # after an internal error, workers save their state
             fleet.close()
     return stop.is_set(), fleet.gave_up
 
 
 @contextmanager
-def without_mlflow(console: Console, what: str, again: str) -> Iterator[None]:
-    """Print a warning for any error within: a server that is away must not hide a result.
+def warn_on_mlflow_error(console: Console, what: str, again: str) -> Iterator[None]:
+    """Print a warning for an error in this block, because an unavailable server must not hide a result.
 
     Args:
-        console: for the warning.
-        what: MLflow lacks then.
-        again: the command that sends it.
+        console: console for the warning.
+        what: the data that MLflow does not receive.
+        again: the command that sends the data.
     """
     try:
         yield
     except Exception as error:
-        console.print(f"MLflow lacks {what} ({describe_error(error)}); send it with: {again}", style="yellow")
+        console.print(f"MLflow did not receive {what} ({describe_error(error)}); send it with: {again}", style="yellow")
 
 
-def tell_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
-    """Send MLflow and other readers what of the study waits on this machine, and print what is left."""
+def flush_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
+    """Send the study's records in this machine's outbox to all trackers, and print how many trials remain."""
     checkpoints = open_checkpoints(study, services.home, None)
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
-    def winner() -> None:
-        resend(study, tracker, checkpoints, only=needed(study))  # of trials of machines that are gone
+    def resend_winner() -> None:
+        resend(study, tracker, checkpoints, only=list_trials_requiring_model(study))  # trials of lost machines
 
-    with steps(console) as tell:
-        patience = _GRACE if interrupted else math.inf
-        left = tracker.deliver(tell, patience=patience, then=(lambda: None) if interrupted else winner)
+    with show_steps(console) as show_step:
+        patience = _INTERRUPTED_UPLOAD_SECONDS if interrupted else math.inf
+        left = tracker.flush(show_step, timeout_seconds=patience, then=(lambda: None) if interrupted else resend_winner)
     if left:
-        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        again = command("sync", study.spec.name)
-        console.print(
-            f"{tracker.sender.behind} not been told all of {left} trials{why}; send the rest with: {again}",
-            style="yellow",
-        )
+        sender, again = tracker.sender, format_command("sync", study.spec.name)
+        why = f" ({sender.unavailable_reason})" if sender.unavailable_reason else ""
+        lacking = f"{pluralize(left, 'trial')} not fully sent to {sender.lagging_consumers}"
+        console.print(f"{lacking}{why}; send the rest with: {again}", style="yellow")

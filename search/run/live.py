@@ -1,4 +1,4 @@
-"""The live view of a run: where the study stands, and a line per worker."""
+"""The live view of a run: progress of the study, and a line for each worker."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from rich.text import Text
 
 from hpsearch.search.console import plain_table
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.report.top import Pace, draw_progress, format_counts, format_pace
+from hpsearch.search.report.top import EpochRate, format_counts, format_rate, render_progress
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.summary import format_seconds
 from hpsearch.search.worker.identity import worker_name
-from hpsearch.storage.trials.history import Progress, Running
+from hpsearch.storage.trials.history import Progress, RunningTrial
 
-# Least seconds between two lines without a terminal: when trials have ended, when other counts changed, and otherwise.
-_PLAIN_FINISHED, _PLAIN_EVERY, _PLAIN_UNCHANGED = 2.0, 10.0, 60.0
+# Minimum seconds between two lines without a terminal: after a trial has ended, after another change, without a change.
+_FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
 
 
 class LiveView:
-    """Shows progress on a terminal or in a notebook as a view that is redrawn, elsewhere as a line now and then."""
+    """A progress view that is redrawn on a terminal and in a notebook; elsewhere it prints a line from time to time."""
 
     def __init__(self, console: Console, spec: StudySpec, fleet: Fleet) -> None:
         self._console = console
         self._spec = spec
         self._fleet = fleet
         self._begin = time.monotonic()
-        self._pace = Pace()
-        self._rate: float | None = None
+        self._rate = EpochRate()
+        self._epochs_per_second: float | None = None
         self._first: Progress | None = None
-        self._live = _place(console)
+        self._live = _make_display(console)
         self._printed, self._printed_at, self._finished = "", -math.inf, -1
-        self._away = False
-        self._deaf = False
+        self._is_outage = False
+        self._is_output_closed = False
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -52,47 +52,47 @@ class LiveView:
             with suppress(OSError):
                 self._live.stop()
 
-    def update(self, progress: Progress, *, away: bool = False) -> None:
-        """Show `progress`, and whether the database is away."""
-        if away and not self._away:
-            self.say("the database does not answer; waiting for it")
-        self._away = away
+    def update(self, progress: Progress, *, is_outage: bool = False) -> None:
+        """Show `progress`, and a line when the database becomes unavailable."""
+        if is_outage and not self._is_outage:
+            self.print_line("the database is unavailable; waiting for it")
+        self._is_outage = is_outage
         try:
             self._show(progress)
         except OSError:
-            self._deaf = True  # the terminal was closed, or the reader of the pipe went away: the search goes on
+            self._is_output_closed = True  # the search continues without its terminal or pipe
 
-    def say(self, what: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the view."""
         try:
-            self._console.print(what, style="yellow")
+            self._console.print(text, style="yellow")
         except OSError:
-            self._deaf = True
+            self._is_output_closed = True
 
     def _show(self, progress: Progress) -> None:
-        if self._deaf:
+        if self._is_output_closed:
             return
         now = time.monotonic()
         self._first = self._first or progress
-        self._rate = self._pace.add(now, progress.epochs)
+        self._epochs_per_second = self._rate.add(now, progress.epochs)
         if self._live:
             self._live.update(self.render(progress), refresh=True)
             return
         counts = self._counts(progress)
         if progress.finished != self._finished:
-            wait = _PLAIN_FINISHED if progress.share < 1 else 0.0
+            wait = _FINISHED_SECONDS if progress.share < 1 else 0.0
         else:
-            wait = _PLAIN_EVERY if counts != self._printed else _PLAIN_UNCHANGED
+            wait = _CHANGED_SECONDS if counts != self._printed else _UNCHANGED_SECONDS
         if now - self._printed_at > wait:
             self._printed, self._printed_at, self._finished = counts, now, progress.finished
-            self._console.print(f"{counts}; {format_pace(self._rate, self._eta(progress))}")
+            self._console.print(f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}")
 
     def _counts(self, progress: Progress) -> str:
-        several = f", first of {len(self._spec.ways)} metrics" if self._spec.several else ""
+        several = f", first of {len(self._spec.direction_by_metric)} metrics" if self._spec.is_multi_objective else ""
         return format_counts(progress, self._spec.metric, several)
 
     def _eta(self, progress: Progress) -> float | None:
-        """Return the seconds left, by the pace of this run's trials so far."""
+        """Return the seconds left at the rate of this run so far; None at its start."""
         assert self._first is not None
         spent = progress.share - self._first.share
         if spent <= 0:
@@ -103,7 +103,7 @@ class LiveView:
         """Return the view as something rich can draw."""
         details = [("  objective ", "dim"), (self._spec.objective, ""), ("  elapsed ", "dim")]
         details.append((format_seconds(time.monotonic() - self._begin), ""))
-        pace = format_pace(self._rate, self._eta(progress))
+        rate = format_rate(self._epochs_per_second, self._eta(progress))
         numbers = ("trial", "epoch", self._spec.metric)
         workers = plain_table("worker", "state", *numbers, right=numbers, header_style="dim")
         by_worker = {running.worker: running for running in progress.running}
@@ -113,9 +113,9 @@ class LiveView:
         for running in progress.running:
             if running.worker not in own:
                 workers.add_row(running.worker, "elsewhere", *self._cells(running))
-        return Group(*draw_progress(self._spec.name, details, progress, self._counts(progress), pace), workers)
+        return Group(*render_progress(self._spec.name, details, progress, self._counts(progress), rate), workers)
 
-    def _cells(self, running: Running | None) -> tuple[str, str, str]:
+    def _cells(self, running: RunningTrial | None) -> tuple[str, str, str]:
         if running is None:
             return "", "", ""
         epoch = f"{0 if running.step is None else running.step + 1}/{self._spec.epochs}"
@@ -123,31 +123,31 @@ class LiveView:
         return f"{running.number}", epoch, value
 
 
-class _Cell:
-    """A place in a notebook's output that is drawn over; rich's own needs ipywidgets there, which few have."""
+class _NotebookCell:
+    """A redrawn view in a notebook; rich's own needs ipywidgets, which few users have."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._display = display
         self._handle: Any = None
 
     def start(self) -> None:
-        """Take the place."""
+        """Show an empty view."""
         self._handle = self._display(Text(""), display_id=True)
 
     def update(self, view: RenderableType, *, refresh: bool) -> None:  # noqa: ARG002 as rich's Live has it
-        """Draw over what is there."""
-        page = Table.grid()  # unlike a group it knows how to be shown in a notebook
+        """Redraw the view."""
+        page = Table.grid()  # unlike a group, a table can be shown in a notebook
         page.add_row(view)
         self._handle.update(page)
 
     def stop(self) -> None:
-        """Leave nothing: what came of it is printed below."""
+        """Clear the view, because the result is printed below it."""
         self._handle.update(Text(""))
 
 
-def _place(console: Console) -> Live | _Cell | None:
-    """Return where the view is redrawn: a terminal, a notebook's cell, or nowhere."""
-    notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # there without being a dependency
+def _make_display(console: Console) -> Live | _NotebookCell | None:
+    """Return the view of a terminal or notebook; None without either."""
+    notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # not a dependency
     if notebook is not None:
-        return _Cell(notebook.display)
+        return _NotebookCell(notebook.display)
     return Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None

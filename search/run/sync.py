@@ -1,4 +1,4 @@
-"""``hpsearch sync``: what waits on this machine is sent; a model that a lost machine had is made again."""
+"""``hpsearch sync``: send the records of this machine's outbox, and recreate the models of lost machines."""
 
 from __future__ import annotations
 
@@ -7,74 +7,86 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpsearch.search.console import command, counted, steps
+from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.study import StoredStudy, load_study, outbox_folder, tracking_of, tracking_uri_of
+from hpsearch.search.study.study import (
+    StoredStudy,
+    get_outbox_folder,
+    get_tracking_uri,
+    load_study,
+    open_study_tracking,
+)
 from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import resend
-from hpsearch.search.tracking.tracker import Tracker, readers_of
-from hpsearch.storage.mlflow.health import TrackingAwayError
+from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
+from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 @dataclass(frozen=True)
-class Synced:
-    """What sending came to: how many trials were told of, how many are left, and what could not be made again."""
+class SyncResult:
+    """The result of an upload.
+
+    Attributes:
+        sent: number of trials whose records were sent.
+        left: number of trials with records that were not sent.
+        problems: a line for each model that could not be recreated.
+    """
 
     sent: int
     left: int
     problems: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> bool:
-        """Whether MLflow, and all other readers, have all there is."""
+    def is_complete(self) -> bool:
+        """Whether all trackers have all records."""
         return not self.left and not self.problems
 
 
-def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
-    """Return the studies of this database that have something on this machine to be told of."""
+def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
+    """Return the studies of this database that have records in this machine's outbox."""
     found = []
     for summary in storage.get_all_studies():
         try:
             study = load_study(storage, summary.study_name)
         except SearchError:  # not made by hpsearch
             continue
-        if outbox_folder(home, study).is_dir():
+        if get_outbox_folder(home, study).is_dir():
             found.append(study)
     return found
 
 
-def sync_study(services: Services, study: StoredStudy, console: Console) -> Synced:
-    """Send what waits of a study on this machine, and make again what a lost machine had; say so.
+def sync_study(services: Services, study: StoredStudy, console: Console) -> SyncResult:
+    """Send the records of a study in this machine's outbox, recreate the models of lost machines, and print the result.
 
     Raises:
-        SearchError: the study names no tracking server and none was given.
-        StorageError: a service cannot be used.
+        SearchError: the study has no tracking server, and none was given.
+        StorageError: a service is unusable.
     """
-    name, away = study.spec.name, None
+    name, tracking_error = study.spec.name, None
     try:
-        tracking = tracking_of(services, study)
-    except TrackingAwayError as error:
-        if not readers_of(study, services.home):
-            raise
-        tracking, away = services.open_tracking(tracking_uri_of(services, study)), error  # others are told all the same
+        tracking = open_study_tracking(services, study)
+    except TrackingUnavailableError as error:
+        if not make_optional_trackers(study, services.home):
+            raise  # otherwise the other trackers still receive their records
+        tracking, tracking_error = services.open_tracking(get_tracking_uri(services, study)), error
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
-    tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
+    tracker = Tracker(study, tracking, checkpoints, services.home, should_retry_rejected=True)
     problems: list[str] = []
-    with steps(console) as tell:
-        left = tracker.deliver(tell, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=tell)))
-    if away is not None and not left:
-        raise away  # what a lost machine had may be missing there
-    sent = tracker.sender.sent
-    said = f"{name}: {counted(sent, 'trial')} sent"
+    with show_steps(console) as step:
+        left = tracker.flush(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=step)))
+    if tracking_error is not None and not left:
+        raise tracking_error  # records of a lost machine may be missing there
+    sent = tracker.sender.sent_journals
+    text = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
     if left:
-        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        console.print(f"{said}, {left} are left{why}; try again with: {command('sync', name)}")
+        why = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
+        console.print(f"{text}, {left} left{why}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)
-        console.print(f"{said}, nothing is left")
-    return Synced(sent, left, tuple(problems))
+        console.print(f"{text}, nothing is left")
+    return SyncResult(sent, left, tuple(problems))

@@ -1,4 +1,4 @@
-"""What a sampler is to a study: options, and how they become Optuna's sampler."""
+"""The base class of samplers: options, from which Optuna's sampler is built."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ class SamplerSpec(Kind):
 
     family: ClassVar[str] = "sampler"
 
-    # Whether what it suggests stands, though another trial had the same: it is the trial's by its number.
-    by_number: ClassVar[bool] = False
-    # Whether it suggests what another trial had, number for number, though there are ranges of floats.
-    repeats: ClassVar[bool] = False
-    # Whether it learns from trials of earlier studies (`search.curves.earlier`).
-    warm_starts: ClassVar[bool] = False
+    # Whether the trial's number determines its parameters; duplicates are then not sampled again.
+    is_indexed_by_trial: ClassVar[bool] = False
+    # Whether it can repeat the parameters of another trial exactly, even with ranges of floats.
+    can_repeat: ClassVar[bool] = False
+    # Whether it uses the trials of source studies (`search.freeze_thaw.warm_start`).
+    can_warm_start: ClassVar[bool] = False
 
-    def most(self) -> int | None:
-        """How many trials it has something to suggest for; None where that has no end, or is not known yet."""
+    def max_trials(self) -> int | None:
+        """Return the number of configurations; None if it is unlimited or not known yet."""
         return None
 
     def for_objective(self, objective: BaseObjective) -> Self:
-        """Return the options for an objective's search space, with nothing left open; called for a new study.
+        """Return the options, completed for an objective's search space; called for a new study.
 
         Raises:
-            ValueError: they do not fit; one line says why.
+            ValueError: the options do not fit the search space.
         """
         return self
 
     def for_trials(self, n_trials: int) -> None:
-        """Check that the options go with a budget.
+        """Check the options against a budget.
 
         Raises:
-            ValueError: they do not; one line says why.
+            ValueError: the budget exceeds the number of configurations.
         """
-        if (most := self.most()) is not None and n_trials > most:
+        if (most := self.max_trials()) is not None and n_trials > most:
             raise ValueError(
-                f"--trials {n_trials}: {self.name} has {most} configuration{'s' if most > 1 else ''}, and runs none "
-                "twice: give no more, or leave --trials out"
+                f"--trials {n_trials}: {self.name} has {most} configuration{'s' if most > 1 else ''} and runs "
+                "each once; lower --trials, or leave it out"
             )
 
-    def get_ready(self) -> None:
+    def prepare(self) -> None:
         """Fetch what `build` needs on this machine; called once by a worker, before it takes a trial.
 
         Raises:
-            ValueError: it cannot be had; one line says why.
+            ValueError: the download failed.
         """
         return
 
@@ -62,7 +62,7 @@ class SamplerSpec(Kind):
         """Return Optuna's sampler for one trial.
 
         Args:
-            seed: of this trial alone.
-            common_seed: the same for all trials of the study.
-            epochs: of a full trial.
+            seed: seed of this trial.
+            common_seed: seed of all trials of the study.
+            epochs: epochs of a full trial.
         """

@@ -11,7 +11,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.multi_objective import violation
+from hpsearch.search.freeze_thaw.multi_objective import get_max_violation
 from hpsearch.storage.attributes import INFEASIBLE
 
 RANDOM = 0.3  # of the trials
@@ -61,4 +61,4 @@ class _Ended:
 
 
 def _is_bad(trial: FrozenTrial) -> bool:
-    return INFEASIBLE in trial.user_attrs or violation(trial) > 0
+    return INFEASIBLE in trial.user_attrs or get_max_violation(trial) > 0

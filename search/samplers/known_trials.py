@@ -11,9 +11,9 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.multi_objective import worth
-from hpsearch.storage.attributes import PLACE, VALUES
-from hpsearch.storage.rungs.fronts import order
+from hpsearch.search.freeze_thaw.multi_objective import get_objective_vector
+from hpsearch.storage.attributes import RANK_CONSTRAINT, VALUES
+from hpsearch.storage.rungs.fronts import sort_by_front
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # of all metrics, by the trial's id and step
 
@@ -59,7 +59,7 @@ class SampledStudy(optuna.Study):
             found.append(_changed(trial, system_attrs=trial.system_attrs | ({VALUES: attrs} if attrs else {})))
         pruned = [trial for trial in found if trial.state == TrialState.PRUNED and not _breaks(trial)]
         for place, index in enumerate(self._order(pruned), 1):
-            pruned[index].system_attrs[PLACE] = place * _LEAST
+            pruned[index].system_attrs[RANK_CONSTRAINT] = place * _LEAST
         return found
 
     def _order(self, pruned: Sequence[FrozenTrial]) -> list[int]:
@@ -72,8 +72,8 @@ class SampledStudy(optuna.Study):
                 at.setdefault(step, []).append(index)
             places: list[int] = []
             for step in sorted(at, reverse=True):
-                worths = np.array([worth(pruned[index], maximize) for index in at[step]])
-                places += [at[step][member] for member in order(worths)]
+                worths = np.array([get_objective_vector(pruned[index], maximize) for index in at[step]])
+                places += [at[step][member] for member in sort_by_front(worths)]
             self._placed = came, places
         return self._placed[1]
 

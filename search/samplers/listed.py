@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
-from hpsearch.objectives.errors import users_code
-from hpsearch.objectives.search_space import Given, NotInSpaceError, every_configuration
-from hpsearch.search.errors import nearest
+from hpsearch.objectives.errors import wrap_user_errors
+from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, list_configurations
+from hpsearch.search.errors import suggest_names
 from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Grid(SamplerSpec):
     name: Literal["grid"] = "grid"
     search_space: dict[str, list[bool | int | float | str | None]]
 
-    by_number: ClassVar[bool] = True
+    is_indexed_by_trial: ClassVar[bool] = True
     examples: ClassVar[Mapping[str, str]] = {"search_space": "{lr: [0.001, 0.01], width: [32, 64]}"}
 
     @field_validator("search_space", mode="before")
@@ -68,18 +68,18 @@ class Grid(SamplerSpec):
             raise ValueError(f"{points} points are more than {MOST}: give fewer values, or use another sampler")
         return given
 
-    def most(self) -> int:
+    def max_trials(self) -> int:
         return math.prod(len(values) for values in self.search_space.values())
 
     def for_objective(self, objective: BaseObjective) -> Self:
         asked: set[str] = set()
         for point in self._points():
-            space = Given(point)
+            space = FixedTrial(point)
             try:
-                with users_code(f"{type(objective).__name__}.suggest"):
+                with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                     objective.configure(space)
             except NotInSpaceError as error:
-                raise ValueError(f"sampler.search_space.{error.name}: {error.why}") from None
+                raise ValueError(f"sampler.search_space.{error.name}: {error.reason}") from None
             if missing := [name for name in space.values if name not in point]:
                 raise ValueError(
                     f"sampler.search_space has no {missing[0]!r}, which {objective.name} asks for: "
@@ -88,7 +88,9 @@ class Grid(SamplerSpec):
             asked |= set(space.values)
         for name in self.search_space:
             if name not in asked:
-                raise ValueError(f"sampler.search_space.{name}: no parameter of {objective.name}{nearest(name, asked)}")
+                raise ValueError(
+                    f"sampler.search_space.{name}: no parameter of {objective.name}{suggest_names(name, asked)}"
+                )
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
@@ -141,13 +143,13 @@ class BruteForce(SamplerSpec):
     name: Literal["brute_force"] = "brute_force"
     configurations: int | None = Field(default=None, ge=1)
 
-    def most(self) -> int | None:
+    def max_trials(self) -> int | None:
         return self.configurations
 
     def for_objective(self, objective: BaseObjective) -> Self:
-        every = every_configuration(objective.configure)
+        every = list_configurations(objective.configure)
         try:
-            with users_code(f"{type(objective).__name__}.suggest"):
+            with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                 count = sum(1 for _ in itertools.islice(every, MOST + 1))
         except NotInSpaceError as error:
             raise ValueError(f"sampler: brute_force cannot search {objective.name}: {error}") from None

@@ -1,4 +1,4 @@
-"""The sampler `curves`, and Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
+"""The sampler `freeze_thaw`, and Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Genetic(SamplerSpec):
     crossover_prob: Number = Field(default=0.9, ge=0, le=1)
     swapping_prob: Number = Field(default=0.5, ge=0, le=1)
 
-    repeats: ClassVar[bool] = True  # a child may have all of one parent
+    can_repeat: ClassVar[bool] = True  # a child may have all of one parent
 
     def for_trials(self, n_trials: int) -> None:
         if self.population_size >= n_trials:
@@ -127,7 +127,7 @@ class CMAES(SamplerSpec):
     """
 
     name: Literal["cmaes"] = "cmaes"
-    knows_several: ClassVar[bool] = False
+    can_be_multi_objective: ClassVar[bool] = False
     n_startup_trials: int = Field(default=1, ge=0)
     popsize: int | None = Field(default=None, ge=4)
     consider_pruned_trials: bool = False
@@ -181,7 +181,7 @@ def _sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
     return Fitting(seed=seed, warn_independent_sampling=False, **options)
 
 
-class Curves(SamplerSpec):
+class FreezeThaw(SamplerSpec):
     """Learn from every epoch, of trials that run or wait too, what a configuration ends with.
 
     A Gaussian process over configurations and epochs (after Swersky et al. 2014), and the expected improvement at the
@@ -190,14 +190,14 @@ class Curves(SamplerSpec):
     the trials is drawn at random (after Falkner et al. 2018): the process alone can dwell on what it believes in.
     """
 
-    name: Literal["curves"] = "curves"
+    name: Literal["freeze_thaw"] = "freeze_thaw"
     n_startup_trials: int = Field(default=10, ge=1)
     random_fraction: Number = Field(default=0.3, ge=0, le=1)
 
-    warm_starts: ClassVar[bool] = True
-    repeats: ClassVar[bool] = True  # two workers at once, at the ends of ranges
+    can_warm_start: ClassVar[bool] = True
+    can_repeat: ClassVar[bool] = True  # two workers at once, at the ends of ranges
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from hpsearch.search.curves.sampler import CurvesSampler
+        from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
 
-        return CurvesSampler(seed=seed, epochs=epochs, **self.options)
+        return FreezeThawSampler(seed=seed, epochs=epochs, **self.options)

@@ -64,10 +64,10 @@ class OptunaHub(SamplerSpec):
         return given
 
     def for_objective(self, objective: BaseObjective) -> Self:
-        self.get_ready()
+        self.prepare()
         return self
 
-    def get_ready(self) -> None:
+    def prepare(self) -> None:
         self.build(seed=0, common_seed=0, epochs=1)
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:

@@ -18,7 +18,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.storage.database.locks import suggestion_turn
+from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim
 
@@ -36,7 +36,7 @@ def training_seed(spec: StudySpec, number: int) -> int:
     return derive_seed(spec.seed, "trial", number)
 
 
-def division_seed(spec: StudySpec, number: int) -> int | None:
+def get_resplit_seed(spec: StudySpec, number: int) -> int | None:
     """Return the seed of a trial's division of the data, common as that of its training; None for the study's own."""
     if spec.finalists_of is None or not spec.finalists_of.divisions:
         return None
@@ -103,14 +103,14 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         study._thread_local.cached_all_trials = None
         # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
         with (
-            suggestion_turn(storage.engine, study._study_id) as take_turn,
-            storage.together(claim.trial_id) as held,
+            suggestion_lock(storage.engine, study._study_id) as take_turn,
+            storage.batch_writes(claim.trial_id) as held,
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             made = storage.get_trial(claim.trial_id)
             if spec.finalists_of is not None:
                 _require_same(made, spec.finalists_of.assignment(claim.number)[0])
-            if given.params or spec.sampler.by_number or _is_free(made, spec.sampler):
+            if given.params or spec.sampler.is_indexed_by_trial or _is_free(made, spec.sampler):
                 return Suggestion(config, made.params)
             take_turn()
             twin = _twin(storage, study._study_id, made)
@@ -143,7 +143,7 @@ def _is_free(trial: FrozenTrial, sampler: SamplerSpec) -> bool:
     """Whether the trial may be run whatever the others are: by chance it repeats none, or somebody wants it so."""
     fixed = trial.system_attrs.get("fixed_params", {})
     free = {name: d for name, d in trial.distributions.items() if name not in fixed}
-    return not free or (not sampler.repeats and any(math.isinf(_choices(given)) for given in free.values()))
+    return not free or (not sampler.can_repeat and any(math.isinf(_choices(given)) for given in free.values()))
 
 
 def _twin(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | None:

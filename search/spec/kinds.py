@@ -1,4 +1,4 @@
-"""Kinds of samplers and pruners: chosen by name, with options."""
+"""The base class of samplers and pruners, which a spec selects by name, with options."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from hpsearch.search.errors import nearest
+from hpsearch.search.errors import suggest_names
 
 
 def _no_switch(given: Any) -> Any:
-    """Make a word of what pydantic would take for 0 or 1."""
+    """Return a boolean as text, which pydantic would otherwise convert to 0 or 1."""
     return str(given).lower() if isinstance(given, bool) else given
 
 
-# From a flag it comes as a word.
+# Not strict: a flag gives it as text.
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValidator(_no_switch)]
 
 
 class Options(BaseModel):
-    """Settings that are what they are said to be: nothing is converted, nothing unknown is taken, nothing changes."""
+    """Immutable settings without type conversion; unknown names are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Kind(Options):
-    """One choice of a family, and its options. A subclass that gives `name` a default is a choice by that name.
+    """A sampler or pruner with its options. A subclass with a default for `name` is registered by that name.
 
     Attributes:
-        family: what is chosen, for messages; a direct subclass sets it.
-        kinds: the choices of the family by their names.
-        refused: why some that one might look for are none of them, by their names.
-        examples: of options that have to be given, by their names.
-        knows_several: whether it can be chosen where several metrics are optimised.
+        family: `sampler` or `pruner`, for messages; a direct subclass sets it.
+        kinds: the registered subclasses of the family, by name.
+        refused: reasons why well-known names are not supported, by name.
+        examples: example values of required options, by name.
+        can_be_multi_objective: whether it supports several metrics.
     """
 
     family: ClassVar[str]
     kinds: ClassVar[dict[str, type[Any]]]
     refused: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, str]] = {}
-    knows_several: ClassVar[bool] = True
+    can_be_multi_objective: ClassVar[bool] = True
     name: str
 
     @classmethod
@@ -56,10 +56,10 @@ class Kind(Options):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """Return a table of a name and options as the kind of that name, and a kind as it is.
+        """Return the registered class of a table's name, with the table's options; an instance is returned unchanged.
 
         Raises:
-            ValueError: it is none; one line names the option, its value and what is allowed.
+            ValueError: the name is unknown, or an option is invalid.
         """
         if isinstance(value, cls):
             return value
@@ -70,23 +70,23 @@ class Kind(Options):
         if kind is None:
             if (why := cls.refused.get(str(name))) is not None:
                 raise ValueError(f"{cls.family}: there is no {name!r}: {why}")
-            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{nearest(str(name), cls.kinds)}")
+            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{suggest_names(str(name), cls.kinds)}")
         try:
             return kind.model_validate(dict(value))
         except ValidationError as error:
             raise ValueError(kind._refusal(error.errors(include_url=False)[0])) from None
 
-    def for_several(self) -> None:
-        """Check that it knows several metrics.
+    def check_multi_objective(self) -> None:
+        """Check that it supports several metrics.
 
         Raises:
-            ValueError: it compares one number; one line says what else there is.
+            ValueError: it supports one metric only.
         """
-        if not self.knows_several:
-            others = ", ".join(sorted(name for name, kind in self.kinds.items() if kind.knows_several))
+        if not self.can_be_multi_objective:
+            others = ", ".join(sorted(name for name, kind in self.kinds.items() if kind.can_be_multi_objective))
             raise ValueError(
-                f"--{self.family} {self.name} knows one metric only: with --directions use one of {others}, or "
-                "optimise one --metric"
+                f"--{self.family} {self.name} supports a single metric; with --directions use one of {others}, or "
+                "optimize one --metric"
             )
 
     @classmethod
@@ -99,24 +99,24 @@ class Kind(Options):
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
             return f"{setting}: {cls.model_fields['name'].default} has no such option" + (
-                nearest(str(first["loc"][-1]), options) if options else "; it takes none"
+                suggest_names(str(first["loc"][-1]), options) if options else "; it takes none"
             )
-        return refusal(setting, first)
+        return format_validation_error(setting, first)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is set beside the name."""
+        """The options, without the name."""
         return self.model_dump(exclude={"name"})
 
 
-def refusal(setting: str, first: Mapping[str, Any]) -> str:
-    """Return pydantic's error as a sentence that names the setting, its value and the constraint."""
+def format_validation_error(setting: str, first: Mapping[str, Any]) -> str:
+    """Return a pydantic error as one line with the setting, its value and the constraint."""
     if first["type"] == "value_error":
         return f"{setting}: {first['ctx']['error']}"
     return f"{setting} is {first['input']!r}: {must(str(first['msg']))}"
 
 
 def must(message: str) -> str:
-    """Return a message with pydantic's words as part of a sentence: ``it must have at least 1 character``."""
+    """Return a pydantic message as a clause: ``it must have at least 1 character``."""
     said = re.sub(r"\b[A-Z]\w+ should (.+?)(, unable to .+| after validation, .+)?$", r"it must \1", message)
     return said.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")

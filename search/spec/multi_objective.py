@@ -13,7 +13,7 @@ Direction = Literal["maximize", "minimize"]
 
 # For several metrics: median compares one number, and where asha prunes tpe came to less than drawing at random does
 # (benchmarks/search_quality).
-USUAL = {"sampler": "curves", "pruner": "asha"}
+MULTI_OBJECTIVE_DEFAULTS = {"sampler": "freeze_thaw", "pruner": "asha"}
 
 _BOUND = re.compile(r"(<=|>=)\s*(\S+)")
 _NAMED_BOUND = re.compile(r"([^<>=]+?)\s*((?:<=|>=|<|>|=).*)")
@@ -38,7 +38,7 @@ class Bound:
         """Returns it as it is given: ``model_mb <= 10``."""
         return f"{self.metric} {self.sign} {self.limit:g}"
 
-    def told(self, value: float) -> str:
+    def format_violation(self, value: float) -> str:
         """In words, of a value that is out of bounds: ``model_mb 12.5, not <= 10``."""
         return f"{self.metric} {value:.6g}, not {self.sign} {self.limit:g}"
 
@@ -49,13 +49,13 @@ class Bound:
         return value - self.limit if self.sign == "<=" else self.limit - value
 
 
-def bounds_of(constraints: Mapping[str, str]) -> tuple[Bound, ...]:
+def make_bounds(constraints: Mapping[str, str]) -> tuple[Bound, ...]:
     """Return the bounds of constraints that were checked: ``{"model_mb": "<= 10"}``."""
     parts = ((metric, *text.split()) for metric, text in constraints.items())
     return tuple(Bound(metric, sign, float(limit)) for metric, sign, limit in parts)
 
 
-def constraints_given(given: Any) -> dict[str, str] | None:
+def parse_constraints(given: Any) -> dict[str, str] | None:
     """Return constraints as a table; None if there are none.
 
     Raises:
@@ -75,7 +75,7 @@ def _bound(metric: str, text: object) -> str:
     )
 
 
-def directions_given(given: Any) -> dict[str, Direction] | None:
+def parse_directions(given: Any) -> dict[str, Direction] | None:
     """Return directions as a table; None if there are none.
 
     Raises:
@@ -112,7 +112,7 @@ def _by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: str) ->
     return found
 
 
-def metrics_of(given: dict[str, Any]) -> dict[str, Any]:
+def resolve_metrics(given: dict[str, Any]) -> dict[str, Any]:
     """Return settings in which `metric` and `direction` are those of the first of several.
 
     Of one metric there are not several.
@@ -120,7 +120,7 @@ def metrics_of(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: they cannot be read, or `metric` is not the first of `directions`.
     """
-    ways = directions_given(given.get("directions"))
+    ways = parse_directions(given.get("directions"))
     if ways is None:
         return given
     metric, way = next(iter(ways.items()))

@@ -13,8 +13,8 @@ import yaml
 
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.spec.multi_objective import USUAL, constraints_given, metrics_of
-from hpsearch.search.spec.spec import BUDGETS, KEYS, MOST_TRIALS, StudySpec, parse_spec, typed
+from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS, parse_constraints, resolve_metrics
+from hpsearch.search.spec.spec import BUDGETS, KEYS, MAX_TRIALS, StudySpec, get_option_name, parse_spec
 
 if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
     from hpsearch.objectives.objective import BaseObjective
@@ -99,17 +99,21 @@ def check_settings(settings: dict[str, Any]) -> None:
     """
     if "finalists_of" in settings:
         raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in: dict[str, Any] = {"name": "x", "epochs": 1_000_000, "n_trials": _usual_trials(settings) or 1_000_000}
+    stand_in: dict[str, Any] = {
+        "name": "x",
+        "epochs": 1_000_000,
+        "n_trials": _count_configurations(settings) or 1_000_000,
+    }
     if not settings.get("directions"):
         stand_in |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
     known = dict(settings)
-    for key in USUAL.keys() & settings.keys():
+    for key in MULTI_OBJECTIVE_DEFAULTS.keys() & settings.keys():
         if isinstance(given := settings[key], dict):
             if "name" not in given:  # the kind is that of the stored study, or depends on the objective's metrics
                 del known[key]
             else:  # as do the metrics
                 known[key] = {name: value for name, value in given.items() if name != "metric"}
-    parse_spec({**stand_in, **_with_room(known)})
+    parse_spec({**stand_in, **_cap_n_trials(known)})
 
 
 def resolve(given: dict[str, Any], objective: BaseObjective, stored: StudySpec | None = None) -> StudySpec:
@@ -125,17 +129,17 @@ def resolve(given: dict[str, Any], objective: BaseObjective, stored: StudySpec |
     """
     if stored is None:
         metered = bool({"budget_epochs", "budget_seconds"} & given.keys())
-        trials = _usual_trials(given) or (MOST_TRIALS if metered else objective.n_trials)
+        trials = _count_configurations(given) or (MAX_TRIALS if metered else objective.n_trials)
         defaults = {"name": objective.name, "epochs": objective.epochs, "n_trials": trials}
-        return parse_spec({**defaults, **_with_room(given), **metrics_given(given, objective)})
+        return parse_spec({**defaults, **_cap_n_trials(given), **resolve_metric_settings(given, objective)})
     before = stored.model_dump()
     laid = {**before, **given}
     if given.get("directions") is not None:  # first, because the stored pruner may support one metric only
-        ways = {"directions": metrics_of({"directions": given["directions"]})["directions"]}
+        ways = {"directions": resolve_metrics({"directions": given["directions"]})["directions"]}
         _require_same(stored, differences(before, ways))
         if "metric" not in given:
             del laid["metric"], laid["direction"]
-    for key in USUAL.keys() & given.keys():
+    for key in MULTI_OBJECTIVE_DEFAULTS.keys() & given.keys():
         options = given[key]
         if isinstance(options, dict) and options.get("name", before[key]["name"]) == before[key]["name"]:
             laid[key] = {**before[key], **options}
@@ -144,7 +148,7 @@ def resolve(given: dict[str, Any], objective: BaseObjective, stored: StudySpec |
     return spec
 
 
-def metrics_given(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
+def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
     """Return metric, direction, directions and constraints: those that were given, else the objective's.
 
     Raises:
@@ -154,8 +158,10 @@ def metrics_given(given: dict[str, Any], objective: BaseObjective) -> dict[str, 
 
     ways = given.get("directions", dict(objective.directions) if "metric" not in given else None)
     with as_search_error():
-        asked = metrics_of({**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": ways})
-        constraints = constraints_given(given.get("constraints", dict(objective.constraints)))
+        asked = resolve_metrics(
+            {**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": ways}
+        )
+        constraints = parse_constraints(given.get("constraints", dict(objective.constraints)))
     metric = asked.setdefault("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     return {"direction": own_way, **asked, "constraints": constraints}
@@ -166,7 +172,7 @@ def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = 
     if not lines:
         return
     grown = [key for key in BUDGETS if spec and getattr(spec, key) not in (getattr(stored, key), None)]
-    option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
+    option = [f"{word}" for key in grown[:1] for word in (get_option_name(key), getattr(spec, key))]
     more = f"; its budget is changed by hpsearch extend {stored.name} {' '.join(option)}" if grown else ""
     raise SearchError(
         f"study {stored.name!r} exists with another spec ({'; '.join(lines)}): leave these settings out to go on with "
@@ -193,18 +199,18 @@ def _written(value: Any) -> str:
     return repr(value)
 
 
-def _usual_trials(settings: dict[str, Any]) -> int | None:
+def _count_configurations(settings: dict[str, Any]) -> int | None:
     """Return how many configurations the sampler has; None where their number is unbounded or unknown."""
     try:
-        return SamplerSpec.parse(settings["sampler"]).most() if "sampler" in settings else None
+        return SamplerSpec.parse(settings["sampler"]).max_trials() if "sampler" in settings else None
     except ValueError:  # reported when the settings are parsed
         return None
 
 
-def _with_room(settings: dict[str, Any]) -> dict[str, Any]:
+def _cap_n_trials(settings: dict[str, Any]) -> dict[str, Any]:
     """Return `settings` with at most as many trials as the sampler has configurations.
 
     Faults of a grid are reported before an excess of trials, and the grid is checked later, with the objective.
     """
-    trials, most = settings.get("n_trials"), _usual_trials(settings)
+    trials, most = settings.get("n_trials"), _count_configurations(settings)
     return {**settings, "n_trials": most} if most and isinstance(trials, int) and trials > most else settings

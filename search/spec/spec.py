@@ -10,22 +10,23 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
-from hpsearch.objectives.loading import current_reference
-from hpsearch.objectives.measured import value_of
-from hpsearch.search.errors import SearchError, nearest
+from hpsearch.former_names import current_spec
+from hpsearch.objectives.loading import normalize_reference
+from hpsearch.objectives.model_metrics import get_metric_value
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.stopping import Median
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.optuna import TPE
-from hpsearch.search.spec.kinds import Number, Options, refusal
+from hpsearch.search.spec.kinds import Number, Options, format_validation_error
 from hpsearch.search.spec.multi_objective import (
-    USUAL,
+    MULTI_OBJECTIVE_DEFAULTS,
     Bound,
     Direction,
-    bounds_of,
-    constraints_given,
-    directions_given,
-    metrics_of,
+    make_bounds,
+    parse_constraints,
+    parse_directions,
+    resolve_metrics,
 )
 from hpsearch.storage.urls import Addresses
 
@@ -37,7 +38,7 @@ KEYS = {flag: key for key, flag in FLAGS.items()}
 BUDGETS = ("n_trials", "budget_epochs", "budget_seconds")
 IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
 
-MOST_TRIALS = 1_000_000  # of a study; with a budget in epochs or seconds alone, it is what `n_trials` is
+MAX_TRIALS = 1_000_000  # of a study; with a budget in epochs or seconds alone, it is what `n_trials` is
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -71,7 +72,7 @@ def _folder(given: Any, info: ValidationInfo) -> Any:
             raise RuntimeError("an object store takes no files that grow" if folder else "it is empty")
         return os.path.normpath(Path(folder).expanduser().absolute())
     except RuntimeError as error:  # also ~user for a user that this machine does not have
-        setting = typed(str(info.field_name))
+        setting = get_option_name(str(info.field_name))
         raise ValueError(f"{setting} {folder!r}: give a folder that this machine sees ({error})") from None
 
 
@@ -82,7 +83,7 @@ def _project(given: Any) -> Any:
     return given
 
 
-def searched_by(name: str) -> str | None:
+def parse_parent_name(name: str) -> str | None:
     """Return the name of the study whose finalists a study of this name would hold; None if it is no such name."""
     match = re.fullmatch(rf"(.+){re.escape(FINALISTS)}(-\d+)?", name)
     return match[1] if match else None
@@ -113,7 +114,7 @@ class FinalistsOf(Options):
     refit: int | None = Field(default=None, ge=1)
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """What the study holds, for a person: ``the finalists of 'wine'``."""
         return f"the {'finalists' if self.refit is None else 'refit'} of {self.study!r}"
 
@@ -134,25 +135,26 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: Annotated[str, BeforeValidator(current_reference)] = Field(
+    objective: Annotated[str, BeforeValidator(normalize_reference)] = Field(
         min_length=1, description="digits or another built-in, package.module:Class or my_file.py"
     )
     metric: str = Field(min_length=1, description="Validation metric to optimize")
     direction: Direction = Field(description="maximize or minimize")
-    directions: Annotated[dict[str, Direction] | None, BeforeValidator(directions_given)] = Field(
+    directions: Annotated[dict[str, Direction] | None, BeforeValidator(parse_directions)] = Field(
         default=None,
         description="Several metrics instead of one, such as accuracy=maximize,latency_ms=minimize; the "
         "first one selects the best epoch of a trial",
     )
-    constraints: Annotated[dict[str, str] | None, BeforeValidator(constraints_given)] = Field(
+    constraints: Annotated[dict[str, str] | None, BeforeValidator(parse_constraints)] = Field(
         default=None, description="Bounds on a trial's metrics, such as model_mb<=10,accuracy>=0.9"
     )
-    n_trials: int = Field(ge=1, le=MOST_TRIALS, description="Budget: number of trials")
+    n_trials: int = Field(ge=1, le=MAX_TRIALS, description="Budget: number of trials")
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     warm_start: Annotated[list[str] | None, BeforeValidator(_study_names)] = Field(
         default=None,
-        description="Earlier studies in this database, separated by commas, whose trials inform the sampler curves",
+        description="Earlier studies in this database, separated by commas, whose trials inform the sampler "
+        "freeze_thaw",
     )
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
     default_first: bool = Field(
@@ -188,7 +190,7 @@ class StudySpec(Options):
         le=1_000_000_000,
         description="Budget: seconds of training, summed over all trials, after which no epoch starts",
     )
-    stop_when: Number | None = Field(
+    min_expected_gain: Number | None = Field(
         default=None,
         gt=0,
         description="Expected gain of the remaining budget, in units of the metric, below which the study stops early",
@@ -201,7 +203,7 @@ class StudySpec(Options):
     top_models: int = Field(
         default=5,
         ge=1,
-        le=MOST_TRIALS,
+        le=MAX_TRIALS,
         description="With --models top: number of best trials that keep one, judged when a trial ends",
     )
     tensorboard: Annotated[str | None, BeforeValidator(_folder)] = Field(
@@ -220,42 +222,46 @@ class StudySpec(Options):
         return self.direction == "maximize"
 
     @property
-    def several(self) -> bool:
+    def is_multi_objective(self) -> bool:
         """Whether more than one metric is optimised."""
         return self.directions is not None
 
     @property
-    def ways(self) -> dict[str, Direction]:
+    def direction_by_metric(self) -> dict[str, Direction]:
         """The metrics that are optimised, each with its direction, in the order of a trial's values."""
         return {self.metric: self.direction} if self.directions is None else self.directions
 
     @property
     def maximized(self) -> tuple[bool, ...]:
         """Of each of them, whether a higher value is better."""
-        return tuple(way == "maximize" for way in self.ways.values())
+        return tuple(way == "maximize" for way in self.direction_by_metric.values())
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
         """The constraints."""
-        return bounds_of(self.constraints or {})
+        return make_bounds(self.constraints or {})
 
-    def out_of_bounds(self, values: Mapping[str, float]) -> list[str]:
+    def list_violations(self, values: Mapping[str, float]) -> list[str]:
         """Return a line for each constraint that values break: ``model_mb 12.5, not <= 10``."""
-        return [bound.told(values[bound.metric]) for bound in self.bounds if bound.violation(values[bound.metric]) > 0]
+        return [
+            bound.format_violation(values[bound.metric])
+            for bound in self.bounds
+            if bound.violation(values[bound.metric]) > 0
+        ]
 
     @property
-    def also_reported(self) -> tuple[str, ...]:
+    def reported_metrics(self) -> tuple[str, ...]:
         """What a trial reports beside the metric: the others that are optimised, and those that have bounds."""
-        named = dict.fromkeys([*self.ways, *(bound.metric for bound in self.bounds)])
+        named = dict.fromkeys([*self.direction_by_metric, *(bound.metric for bound in self.bounds)])
         return tuple(name for name in named if name != self.metric)
 
-    def asked(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def select_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an epoch's record that the study optimises or bounds, by name.
 
         Raises:
             KeyError: one is missing; its argument is the name.
         """
-        return {name: value_of(metrics, name) for name in (self.metric, *self.also_reported)}
+        return {name: get_metric_value(metrics, name) for name in (self.metric, *self.reported_metrics)}
 
     @property
     def refit(self) -> int | None:
@@ -263,15 +269,15 @@ class StudySpec(Options):
         return None if self.finalists_of is None else self.finalists_of.refit
 
     @property
-    def budgets(self) -> str:
+    def budget_description(self) -> str:
         """All of them for a person: ``50 trials, 2000 epochs``."""
-        bounded = self.n_trials < MOST_TRIALS or not self.metered
+        bounded = self.n_trials < MAX_TRIALS or not self.has_epoch_or_time_budget
         parts = [f"{self.n_trials} trial{'s' if self.n_trials > 1 else ''}"] if bounded else []
         parts += [f"{self.budget_epochs} epochs"] if self.budget_epochs is not None else []
         return ", ".join(parts + ([f"{self.budget_seconds:g} s"] if self.budget_seconds is not None else []))
 
     @property
-    def metered(self) -> bool:
+    def has_epoch_or_time_budget(self) -> bool:
         """Whether the study has a budget in epochs or seconds beside the one in trials."""
         return self.budget_epochs is not None or self.budget_seconds is not None
 
@@ -281,21 +287,25 @@ class StudySpec(Options):
         """Name the first of several metrics as the metric, and the usual sampler and pruner where none is named."""
         if not isinstance(given, dict):
             return given
-        given = metrics_of(given)
-        usual = USUAL if given.get("directions") else {key: cls.model_fields[key].default.name for key in USUAL}
+        given = resolve_metrics(given)
+        usual = (
+            MULTI_OBJECTIVE_DEFAULTS
+            if given.get("directions")
+            else {key: cls.model_fields[key].default.name for key in MULTI_OBJECTIVE_DEFAULTS}
+        )
         kinds = {key: given.get(key, {}) for key in usual}
         return {**given, **{key: {"name": usual[key], **kinds[key]} for key in usual if isinstance(kinds[key], dict)}}
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Check the settings against each other, and complete the pruner."""
-        if self.several:
-            self.sampler.for_several()
-            self.pruner.for_several()
-            if self.stop_when is not None:
-                raise ValueError("--stop-when: what several metrics gain is no one number: leave it out")
-        known = [self.metric, *self.also_reported]
-        if (named := self.pruner.names_metric()) is not None and named not in known:
+        if self.is_multi_objective:
+            self.sampler.check_multi_objective()
+            self.pruner.check_multi_objective()
+            if self.min_expected_gain is not None:
+                raise ValueError("--min-expected-gain: what several metrics gain is no one number: leave it out")
+        known = [self.metric, *self.reported_metrics]
+        if (named := self.pruner.get_metric_name()) is not None and named not in known:
             raise ValueError(
                 f"pruner.metric {named!r} is none of the study's ({', '.join(known)}): name one of these, or add it to "
                 "--constraints"
@@ -307,13 +317,13 @@ class StudySpec(Options):
         return self
 
     def _check_warm_start(self, earlier: list[str]) -> None:
-        if not self.sampler.warm_starts:
-            can = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.warm_starts))
+        if not self.sampler.can_warm_start:
+            can = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.can_warm_start))
             raise ValueError(
                 f"--warm-start: the sampler {self.sampler.name} learns from its own study alone: "
                 f"use --sampler {can}, or leave --warm-start out"
             )
-        if self.several:
+        if self.is_multi_objective:
             raise ValueError("--warm-start: earlier studies tell of one metric, and this one has several: leave it out")
         if self.name in earlier:
             raise ValueError(f"--warm-start: {self.name} is the study itself: name earlier ones")
@@ -339,14 +349,14 @@ class Settings(Addresses, total=False):
     timeout: float | None
     budget_epochs: int | None
     budget_seconds: float | None
-    stop_when: float | None
+    min_expected_gain: float | None
     models: str | None
     top_models: int | None
     tensorboard: Path | str | None
     wandb: str | None
 
 
-def typed(setting: str) -> str:
+def get_option_name(setting: str) -> str:
     """Return what a user types for a setting: its flag, the argument's name, or its key in a spec file."""
     is_flag = setting in StudySpec.model_fields and setting not in IN_FILES_ONLY
     return FLAGS.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
@@ -361,7 +371,7 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
     known = set(StudySpec.model_fields)
     for key in map(str, values):
         if key not in known:
-            raise SearchError(f"unknown setting {key!r} in the study spec{nearest(key, known)}")
+            raise SearchError(f"unknown setting {key!r} in the study spec{suggest_names(key, known)}")
     version = values.get("version", SPEC_VERSION)
     if version != SPEC_VERSION:
         raise SearchError(
@@ -374,11 +384,20 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         raise SearchError(_first_line(error)) from None
 
 
+def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
+    """Validate a spec as a database has it, which an earlier version may have written.
+
+    Raises:
+        SearchError: a setting is invalid.
+    """
+    return parse_spec(current_spec(values))
+
+
 def _first_line(error: ValidationError) -> str:
     """Return pydantic's first error as one line that names the setting and its value."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
-    setting, value = typed(where), first["input"]
+    setting, value = get_option_name(where), first["input"]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
@@ -390,4 +409,4 @@ def _first_line(error: ValidationError) -> str:
         )
     if where.startswith("retry_on"):
         return f"retry_on: {value!r} is no list of 'lost', 'error', 'memory', such as [\"lost\", \"memory\"]"
-    return refusal(setting, first)
+    return format_validation_error(setting, first)

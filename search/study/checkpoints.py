@@ -11,11 +11,11 @@ import sqlalchemy as sa
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import CHECKPOINT_URL
-from hpsearch.storage.checkpoints.pointers import drop_pointers, ended
-from hpsearch.storage.checkpoints.store import Checkpoints, checkpoint_of
+from hpsearch.storage.checkpoints.pointers import drop_pointers, read_ended_trials
+from hpsearch.storage.checkpoints.store import CheckpointStore, get_checkpoint_path
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError
-from hpsearch.storage.files import size_of
+from hpsearch.storage.files import compute_folder_bytes
 from hpsearch.storage.urls import redact
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
         StorageError: the URL cannot be used.
     """
     given = url or study.attrs.get(CHECKPOINT_URL) or str(home / "checkpoints")
-    return StudyCheckpoints(Checkpoints(given), study.engine, study.study_id, folder=study.folder)
+    return StudyCheckpoints(CheckpointStore(given), study.engine, study.study_id, folder=study.folder)
 
 
 def note_checkpoints(study: StoredStudy, url: str) -> None:
@@ -61,7 +61,7 @@ class StudyCheckpoints:
         folder: of the study's files there; no other study's, whichever database that is in.
     """
 
-    def __init__(self, checkpoints: Checkpoints, engine: sa.Engine, study_id: int, *, folder: str) -> None:
+    def __init__(self, checkpoints: CheckpointStore, engine: sa.Engine, study_id: int, *, folder: str) -> None:
         self.files = checkpoints
         self.engine = engine
         self.study_id = study_id
@@ -94,12 +94,12 @@ class StudyCheckpoints:
         found = self.files.sizes(self.folder)  # before the database is asked: a trial may be tried again
         local = [path for name in _LOCAL for path in runs.glob(f"*/{name}")]
         numbers = {_number(path) for path in [*found, *map(str, local)]}
-        over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
+        over = retrying()(read_ended_trials, self.engine, self.study_id, numbers) if numbers else {}
         return (
             {
                 path: size
                 for path, size in found.items()
-                if (number := _number(path)) in over and checkpoint_of(path) not in over[number]
+                if (number := _number(path)) in over and get_checkpoint_path(path) not in over[number]
             },
             {path: size for path in local if _number(str(path)) in over and (size := _size(path)) is not None},
         )
@@ -128,7 +128,7 @@ class StudyCheckpoints:
 def _size(path: Path) -> int | None:
     """The bytes of a file, or of a folder's; None where another worker removed it meanwhile."""
     try:
-        return size_of(path) if path.is_dir() else path.stat().st_size
+        return compute_folder_bytes(path) if path.is_dir() else path.stat().st_size
     except FileNotFoundError:
         return None
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from hpsearch.search.study.study import StoredStudy, finalist_trials, runs_folder
+from hpsearch.search.study.study import StoredStudy, get_runs_folder, list_finalist_trials
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import size_of
+from hpsearch.storage.files import compute_folder_bytes
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.disk_usage import RunStorage
 from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
 
 KEEP_TOP = 5
 _BY_GC = "hpsearch gc removed its model and its best checkpoint"
@@ -67,7 +67,7 @@ def find_garbage(
     """
     found: list[Garbage] = []
     problems: list[str] = []
-    runs = runs_folder(home / "runs", study)
+    runs = get_runs_folder(home / "runs", study)
 
     searches: tuple[Callable[[], list[Garbage]], ...] = (
         lambda: [] if tracking is None else _models(study, tracking, keep_top),
@@ -103,15 +103,15 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
     stay = _best(study, keep_top)
     ended = study.best_trials(infeasible=True)
     surplus = [trial for trial in ended if RUN_ID in trial.user_attrs and trial.number not in stay]
-    runs = storage.untouched(str(study.attrs[RUN_ID])) if surplus else {}
+    runs = storage.list_runs_with_files(str(study.attrs[RUN_ID])) if surplus else {}
     needed = _needed_trials(study)
     candidates = {
         str(trial.user_attrs[RUN_ID]): trial
         for trial in surplus
         if trial.user_attrs[RUN_ID] in runs and trial.number not in needed
     }
-    registered = {version.run_id for version in registry.versions_of_runs(list(candidates))}
-    kept = {run_id: storage.look(runs[run_id]) for run_id in candidates if run_id not in registered}
+    registered = {version.run_id for version in registry.list_versions_of_runs(list(candidates))}
+    kept = {run_id: storage.inspect(runs[run_id]) for run_id in candidates if run_id not in registered}
     kept = {run_id: there for run_id, there in kept.items() if there.model_id or there.checkpoint_bytes}
     if not kept:
         return []
@@ -124,21 +124,21 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
             needed = _needed_trials(study)
             left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
             left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
-            links.mark(left.values(), REMOVED, _BY_GC)
+            links.set_attr_of_trials(left.values(), REMOVED, _BY_GC)
         freed = 0
         try:
             for run_id in list(left):
-                if not registry.versions_of_runs([run_id]):
+                if not registry.list_versions_of_runs([run_id]):
                     storage.remove(kept[run_id])
                     freed += kept[run_id].model_bytes + kept[run_id].checkpoint_bytes
                     del left[run_id]
         finally:
-            links.unmark(left.values(), REMOVED)
+            links.remove_attr_of_trials(left.values(), REMOVED)
         return freed
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in kept))
-    front = "the front and " if study.spec.several else ""
+    front = "the front and " if study.spec.is_multi_objective else ""
     what = f"models and best checkpoints beyond {front}the best {keep_top}"
     return [Garbage(study.spec.name, what, numbers, size, "MLflow", remove)]
 
@@ -149,14 +149,14 @@ def _best(study: StoredStudy, keep_top: int) -> set[int]:
     Those that break a constraint are, where no trial keeps to it.
     """
     best = study.best_trials() or study.best_trials(infeasible=True)
-    front = study.front() if study.spec.several else []
+    front = study.front() if study.spec.is_multi_objective else []
     return {trial.number for trial in [*best[:keep_top], *front]}
 
 
 def _needed_trials(study: StoredStudy) -> set[int]:
     """Return the trials that were ever finalists, or that the test set was opened for."""
-    needed = finalist_trials(study)
-    if (opening := read_opening(study.engine, study.study_id)) is not None:
+    needed = list_finalist_trials(study)
+    if (opening := read_test_evaluation(study.engine, study.study_id)) is not None:
         needed.add(opening.trial_number)
     # What is on its way to MLflow would find half of it gone.
     needed.update(trial.number for trial in study.trials() if TRACKING in trial.user_attrs)
@@ -212,10 +212,10 @@ def _folders(study: StoredStudy, what: str, folders: dict[int, list[Path]]) -> G
     def remove() -> int:
         alive = {trial.number for trial in study.trials() if not trial.state.is_finished()}
         gone = [path for number, some in folders.items() if number not in alive for path in some]
-        freed = sum(map(size_of, gone))
+        freed = sum(map(compute_folder_bytes, gone))
         for path in gone:
             shutil.rmtree(path, ignore_errors=True)
         return freed
 
-    size = sum(map(size_of, paths))
+    size = sum(map(compute_folder_bytes, paths))
     return Garbage(study.spec.name, what, tuple(sorted(folders)), size, "this machine", remove)

@@ -22,36 +22,36 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import MetricError, users_code
+from hpsearch.objectives.errors import MetricError, wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.search.console import command, steps
-from hpsearch.search.curves.earlier import EARLIER, Earlier
+from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.errors import SearchError, as_search_error
+from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.services import Services, find_services
-from hpsearch.search.spec.settings import metrics_given, resolve
-from hpsearch.search.spec.spec import StudySpec, searched_by
+from hpsearch.search.spec.settings import resolve, resolve_metric_settings
+from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import note_checkpoints
-from hpsearch.search.study.enqueue import Configurations, default_params, read_rows, require_room, waiting_trial
+from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
-from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study
-from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
-from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.database.locks import LockLostError, name_lock, still_held
+from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
+from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.storage.checkpoints.store import CheckpointStore
+from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.study_storage.studies import set_attrs_by
-from hpsearch.storage.trials.budget import open_spending
-from hpsearch.storage.trials.claims import running_now
+from hpsearch.storage.study_storage.studies import set_attrs_in
+from hpsearch.storage.trials.budget import create_spending
+from hpsearch.storage.trials.claims import count_running_trials
 from hpsearch.storage.urls import Addresses
 
 DRAWS = 50  # configurations by which a search space is known before there are trials: enough to see its branches
 
 
-def told_by_earlier(storage: PostgresStorage, spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
+def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
     """Return the system attributes of a new study by which its sampler knows what earlier studies tell.
 
     Their trials are taken as they are now, those that run or wait with what they have reported: nothing that becomes of
@@ -73,15 +73,15 @@ def told_by_earlier(storage: PostgresStorage, spec: StudySpec, objective: BaseOb
                 "name a study of the same parameters, or leave it out"
             )
     with as_search_error("--warm-start "):
-        told = Earlier.of(
+        told = WarmStartData.from_studies(
             found,
             distributions=distributions,
-            drawn=drawn,
+            sampled=drawn,
             direction=StudyDirection[spec.direction.upper()],
             epochs=spec.epochs,
             random=np.random.default_rng(spec.seed),
         )
-    return {EARLIER: told.to_json()}
+    return {WARM_START_KEY: told.to_json()}
 
 
 def search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution], list[dict[str, Any]]]:
@@ -92,7 +92,7 @@ def search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution],
     drawn = []
     for _ in range(DRAWS):
         trial = scratch.ask()
-        with users_code(f"{type(objective).__name__}.suggest"):
+        with wrap_user_errors(f"{type(objective).__name__}.suggest"):
             objective.configure(trial)
         distributions |= trial.distributions
         drawn.append(trial.params)
@@ -127,7 +127,7 @@ def create_or_join(
     settings: dict[str, Any],
     objective: BaseObjective,
     *,
-    rehearse: Callable[[BaseObjective, StudySpec], None],
+    sanity_check: Callable[[BaseObjective, StudySpec], None],
     check: Callable[[StudySpec], None] = lambda _: None,
     enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
@@ -137,7 +137,7 @@ def create_or_join(
         storage: where studies are kept.
         settings: that were given; the stored spec has the others, or the objective where the study is new.
         objective: that is searched.
-        rehearse: called before a study is created; raises where the objective cannot be searched.
+        sanity_check: called before a study is created; raises where the objective cannot be searched.
         check: called before a study is created or joined; raises where its spec cannot be run on this machine.
         enqueued: trials that are in a new study from its beginning; a study that is joined gets each once.
 
@@ -151,10 +151,10 @@ def create_or_join(
 
     @functools.cache  # once, however often a connection is cut
     def new_spec() -> StudySpec:
-        if (searched := searched_by(name)) is not None:
+        if (searched := parse_parent_name(name)) is not None:
             raise SearchError(
                 f"--name {name!r} is kept for the finalists of {searched!r}: train them with "
-                f"{command('finalists', searched)}, or choose another --name"
+                f"{format_command('finalists', searched)}, or choose another --name"
             )
         spec = _fitted(resolve(settings, objective), settings, objective)
         if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
@@ -163,7 +163,7 @@ def create_or_join(
                 "run to its end; raise it, or lower --epochs"
             )
         check(spec)
-        rehearse(objective, spec)
+        sanity_check(objective, spec)
         return spec
 
     def once() -> tuple[StoredStudy, bool]:
@@ -174,7 +174,7 @@ def create_or_join(
                 name_metric(storage, study.spec)
                 return study, True
             study = load_study(storage, name)
-            study.require_search("run them with {go_on}, or choose another --name")
+            study.require_search("run them with {resume_command}, or choose another --name")
             resolve(settings, objective, study.spec)
             check(study.spec)
         if enqueued:
@@ -188,7 +188,7 @@ def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective)
     """Return the spec of a new study with the sampler fitted to the objective's search space."""
     with as_search_error():
         sampler = spec.sampler.for_objective(objective)
-        n_trials = settings.get("n_trials", sampler.most() or spec.n_trials)
+        n_trials = settings.get("n_trials", sampler.max_trials() or spec.n_trials)
         sampler.for_trials(n_trials)
     return spec.model_copy(update={"sampler": sampler, "n_trials": n_trials})
 
@@ -201,17 +201,17 @@ def _created(
     lock: sa.Connection,
 ) -> StoredStudy:
     """Create the study with its attributes and first trials, in one transaction."""
-    earlier, trials = told_by_earlier(storage, spec, objective), _first_trials(spec, objective, enqueued)
+    earlier, trials = make_warm_start_attrs(storage, spec, objective), _first_trials(spec, objective, enqueued)
     folder = f"{spec.name}-{secrets.token_hex(8)}"
     release = version("hpsearch")
-    attrs = {SOURCE: source_hash(objective), FOLDER: folder, RELEASE: release, SPEC: spec.model_dump()}
+    attrs = {SOURCE_SHA256: source_hash(objective), FOLDER: folder, VERSION: release, SPEC: spec.model_dump()}
 
     def fill(connection: sa.Connection, study_id: int) -> None:
-        if spec.metered:
-            open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
-        set_attrs_by(connection, study_id, earlier, kind="system")
+        if spec.has_epoch_or_time_budget:
+            create_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
+        set_attrs_in(connection, study_id, earlier, kind="system")
 
-    still_held(lock)
+    check_lock_held(lock)
     directions = study_directions(spec)
     study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=fill)
     return StoredStudy(spec, storage, study_id)
@@ -223,25 +223,25 @@ def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[
     A grid lists what is run, and has no default.
     """
     if enqueued:
-        require_room(spec, len(enqueued))
-    default = default_params(objective) if spec.default_first and not spec.sampler.by_number else None
+        check_budget(spec, len(enqueued))
+    default = default_params(objective) if spec.default_first and not spec.sampler.is_indexed_by_trial else None
     if default is None:
         return list(enqueued)
     others = [trial for trial in enqueued if trial.system_attrs["fixed_params"] != default]
-    require_room(spec, 1 + len(others))
-    return [waiting_trial(default, "default"), *others]
+    check_budget(spec, 1 + len(others))
+    return [make_waiting_trial(default, "default"), *others]
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
     """Tell the dashboard what the values of a study are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names(list(spec.ways))
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names(list(spec.direction_by_metric))
 
 
 def study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
     """Return Optuna's directions of the metrics that a study optimises."""
-    return [optuna.study.StudyDirection[way.upper()] for way in spec.ways.values()]
+    return [optuna.study.StudyDirection[way.upper()] for way in spec.direction_by_metric.values()]
 
 
 def begin_search(
@@ -274,15 +274,17 @@ def begin_search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     checkpoint_url = where.get("checkpoint_url")
     if checkpoint_url is not None:
-        Checkpoints(checkpoint_url).check()
-    with steps(console) as tell:
+        CheckpointStore(checkpoint_url).check()
+    with show_steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
         enqueued = read_rows(enqueue, objective) if enqueue else []
         services = find_services(where, both=True, tracking_required=tracking_required, progress=tell)
         tell("opening the study")
         storage = open_storage(services.storage_url, application_name="hpsearch run")
-        study, created = create_or_join(storage, settings, objective, check=check, rehearse=rehearse, enqueued=enqueued)
+        study, created = create_or_join(
+            storage, settings, objective, check=check, sanity_check=sanity_check, enqueued=enqueued
+        )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
         start_clock(study)
         if checkpoint_url is not None:
@@ -292,7 +294,7 @@ def begin_search(
 
 def start_clock(study: StoredStudy) -> None:
     """Let the study's timeout begin, unless it has and trials are running."""
-    if STARTED_AT not in study.attrs or not running_now(study.engine, study.study_id):
+    if STARTED_AT not in study.attrs or not count_running_trials(study.engine, study.study_id):
         study.set_attr(STARTED_AT, time.time())
 
 
@@ -305,9 +307,11 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     reference = str(settings["objective"])
     objective = load_objective(reference)
     settings = {**settings, "objective": objective_reference(reference)}
-    spec = StudySpec.model_construct(**metrics_given(settings, objective))  # the rest may be that of a stored study
+    spec = StudySpec.model_construct(
+        **resolve_metric_settings(settings, objective)
+    )  # the rest may be that of a stored study
     with _metric_named(objective, spec):
-        judge_by_metrics(objective, spec)
+        set_metrics(objective, spec)
     _check_ways(objective, spec)
     return settings, objective
 
@@ -316,10 +320,10 @@ def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
     """Refuse to maximise what is better when it is lower, or the other way round, where that is known."""
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
-    known: dict[str, str] = {name: measured.direction for name, measured in MEASURED.items()}
+    known: dict[str, str] = {name: measured.direction for name, measured in MODEL_METRICS.items()}
     if isinstance(objective, Objective) and not overrides(objective, "metrics"):
         known |= DIRECTIONS
-    for name, way in spec.ways.items():
+    for name, way in spec.direction_by_metric.items():
         if known.get(name, way) != way:
             raise SearchError(f"--directions {name}={way}: it is better the other way round: use {name}={known[name]}")
 
@@ -333,13 +337,13 @@ def _metric_named(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
         wrong = error.metric
         if wrong == spec.metric == type(objective).metric:
             raise
-        own = "--directions" if spec.several else "--metric"
-        setting = own if wrong in spec.ways else "--constraints"
-        raise SearchError(f"{setting} {wrong!r} {error.why}") from None
+        own = "--directions" if spec.is_multi_objective else "--metric"
+        setting = own if wrong in spec.direction_by_metric else "--constraints"
+        raise SearchError(f"{setting} {wrong!r} {error.reason}") from None
 
 
 @kill_point("rehearse")
-def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
+def sanity_check(objective: BaseObjective, spec: StudySpec) -> None:
     """Run every part of the objective's code once, on values that the sampler might suggest.
 
     A typo is found here, before there is a study, rather than by a night's trials.
@@ -365,5 +369,5 @@ def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     scratch = optuna.create_study(
         sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
     )
-    with users_code(f"{type(objective).__name__}.suggest"):
+    with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         return objective.configure(scratch.ask())

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import PACE
-from hpsearch.storage.trials.history import TIMES, read_devices
+from hpsearch.storage.attributes import DEVICE_SPEED
+from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, read_devices
 
 _NAMED = 3  # trials that changed devices, of many
 _RATE, _EFFICIENCY = "samples_per_second_per_device", "scaling_efficiency"
@@ -33,14 +33,14 @@ class Devices:
     changed: dict[int, list[str]]
 
 
-def devices_of(study: StoredStudy) -> Devices | None:
+def summarize_devices(study: StoredStudy) -> Devices | None:
     """Return what the trials of a study were trained on; None where each had one device."""
     found = {
         number: [_kind(name) for name in names] for number, names in read_devices(study.engine, study.study_id).items()
     }
     if not any(_count(device) > 1 for devices in found.values() for device in devices):
         return None
-    paces = [trial.user_attrs[PACE] for trial in study.trials() if PACE in trial.user_attrs]
+    paces = [trial.user_attrs[DEVICE_SPEED] for trial in study.trials() if DEVICE_SPEED in trial.user_attrs]
     return Devices(
         trials=dict(Counter(devices[-1] for devices in found.values()).most_common()),
         rate=_median([pace[_RATE] for pace in paces if _RATE in pace]),
@@ -49,7 +49,7 @@ def devices_of(study: StoredStudy) -> Devices | None:
     )
 
 
-def pace_of(epochs: list[dict[str, float]]) -> dict[str, object]:
+def summarize_throughput(epochs: list[dict[str, float]]) -> dict[str, object]:
     """Return the attribute that tells how fast several devices trained a trial; nothing where one did.
 
     Args:
@@ -57,13 +57,13 @@ def pace_of(epochs: list[dict[str, float]]) -> dict[str, object]:
     """
     medians = {name: _median([each[name] for each in epochs if name in each]) for name in (_RATE, _EFFICIENCY)}
     told = {name: float(f"{value:.4g}") for name, value in medians.items() if value is not None}
-    return {PACE: told} if told else {}
+    return {DEVICE_SPEED: told} if told else {}
 
 
-def devices_line(devices: Devices) -> str:
+def format_devices(devices: Devices) -> str:
     """Return the devices, their pace and the trials that changed them, in a line."""
     several = len(devices.trials) > 1
-    parts = [", ".join(f"{kind} ({counted(n, 'trial')})" if several else kind for kind, n in devices.trials.items())]
+    parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if several else kind for kind, n in devices.trials.items())]
     parts += [] if devices.rate is None else [f"{_rate(devices.rate)} samples per second and device"]
     parts += [] if devices.efficiency is None else [f"scaling efficiency {devices.efficiency:.2f}"]
     parts += [
@@ -84,7 +84,7 @@ def _kind(device: str) -> str:
 
 
 def _count(device: str) -> int:
-    number, times, _ = device.partition(TIMES)
+    number, times, _ = device.partition(DEVICE_COUNT_SEPARATOR)
     return int(number) if times else 1
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.search_space import Given, NotInSpaceError, Written
-from hpsearch.search.console import command, counted
+from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, TextFixedTrial
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError, as_search_error
-from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import ORIGIN
-from hpsearch.storage.study_storage.creating import insert_missing_by
+from hpsearch.storage.study_storage.creating import insert_missing_in
 from hpsearch.storage.trials.budget import change_spec
 from hpsearch.storage.trials.history import read_attempts
 
@@ -35,9 +35,9 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
     """
     if not objective.defaults:
         return None
-    space = Given(objective.defaults)
+    space = FixedTrial(objective.defaults)
     try:
-        asked_for(objective, space)
+        validate_params(objective, space)
     except NotInSpaceError as error:
         raise ObjectiveError(
             f"{type(objective).__name__}.defaults: {error}; mend it, or run with --no-default-first"
@@ -45,21 +45,21 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
     return space.values
 
 
-def asked_for(objective: BaseObjective, space: Given) -> dict[str, Any]:
-    """Return what was given as the objective's search space has it.
+def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
+    """Return fixed parameters, validated against the objective's search space.
 
     Raises:
         NotInSpaceError: it does not have it.
         ObjectiveError: `suggest` failed.
     """
-    with users_code(f"{type(objective).__name__}.suggest"):
+    with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         objective.configure(space)
-    space.require_all_taken(objective.name)
+    space.require_all_used(objective.name)
     return {name: space.values[name] for name in space.given}
 
 
-def waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
-    """Return a trial that is to run `params`, and what they leave open as the sampler has it.
+def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
+    """Return a waiting trial with `params`; the sampler sets the others.
 
     Args:
         params: some or all parameters.
@@ -73,7 +73,7 @@ Configurations = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Path | str
 
 
 def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTrial]:
-    """Return the trials that a file or a program asks for, in its order.
+    """Return waiting trials for the given configurations, in order.
 
     Args:
         given: parameters by their names, a list of these, or a .csv file with the names above or .jsonl file of
@@ -86,7 +86,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
     """
     if not isinstance(given, str | Path):
         rows = [given] if isinstance(given, Mapping) else given
-        return _waiting("params", "configuration", enumerate(map(Given, rows), start=1), objective)
+        return _waiting("params", "configuration", enumerate(map(FixedTrial, rows), start=1), objective)
     path = Path(given)
     read = {".csv": _cells, ".jsonl": _objects}.get(path.suffix.lower())
     if read is None:
@@ -99,13 +99,15 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
         raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
 
 
-def _waiting(source: str, unit: str, rows: Iterable[tuple[int, Given]], objective: BaseObjective) -> list[FrozenTrial]:
-    """Return a waiting trial for each row; its origin is the name of the source and the place of the row."""
+def _waiting(
+    source: str, unit: str, rows: Iterable[tuple[int, FixedTrial]], objective: BaseObjective
+) -> list[FrozenTrial]:
+    """Return a waiting trial per row, with source and row as its origin."""
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
         with as_search_error(f"{where}: ", NotInSpaceError):
-            params = asked_for(objective, space)
+            params = validate_params(objective, space)
         if not params:
             raise SearchError(f"{where}: no parameter has a value")
         if same := next((before for earlier, before in found if earlier == params), None):
@@ -113,10 +115,10 @@ def _waiting(source: str, unit: str, rows: Iterable[tuple[int, Given]], objectiv
         found.append((params, place))
     if not found:
         raise SearchError(f"--enqueue {source}: has no configuration")
-    return [waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
+    return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
-def _cells(path: Path) -> Iterator[tuple[int, Given]]:
+def _cells(path: Path) -> Iterator[tuple[int, FixedTrial]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         try:
@@ -128,12 +130,12 @@ def _cells(path: Path) -> Iterator[tuple[int, Given]]:
                     raise _wrong(path, rows.line_num, f"{len(cells)} of {len(names)} columns have a cell")
                 if cells:
                     given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
-                    yield rows.line_num, Written(given)
+                    yield rows.line_num, TextFixedTrial(given)
         except csv.Error as error:
             raise _wrong(path, rows.line_num, str(error)) from None
 
 
-def _objects(path: Path) -> Iterator[tuple[int, Given]]:
+def _objects(path: Path) -> Iterator[tuple[int, FixedTrial]]:
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not text.strip():
             continue
@@ -143,7 +145,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Given]]:
             raise _wrong(path, line, f"no JSON: {error}") from None
         if not isinstance(given, dict):
             raise _wrong(path, line, f'{given!r} is no object such as {{"lr": 0.001}}')
-        yield line, Given(given)
+        yield line, FixedTrial(given)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,8 +160,8 @@ def _wrong(path: Path, line: int, why: str) -> SearchError:
     return SearchError(f"--enqueue {path}: line {line}: {why}")
 
 
-def waits_in_vain(study: StoredStudy) -> str | None:
-    """Say that enqueued trials wait in a study that stopped early, and what lets them run; None where none does."""
+def find_stopped_warning(study: StoredStudy) -> str | None:
+    """Return a warning if enqueued trials wait in a study that stopped early, else None."""
     if study.given_up is None:
         return None
     waiting = [trial._trial_id for trial in study.trials(TrialState.WAITING)]
@@ -168,18 +170,18 @@ def waits_in_vain(study: StoredStudy) -> str | None:
         return None
     name = study.spec.name
     return (
-        f"{counted(count, 'enqueued trial')} of {name!r} will not be run, for it stopped early: start it with "
-        f"{command('start', name)}"
+        f"{pluralize(count, 'enqueued trial')} of {name!r} will not be run, for it stopped early: start it with "
+        f"{format_command('start', name)}"
     )
 
 
-def require_room(spec: StudySpec, trials: int) -> None:
-    """Refuse more trials than the budget has, and any for a grid.
+def check_budget(spec: StudySpec, trials: int) -> None:
+    """Reject more trials than the budget has, and any trials for a grid.
 
     Raises:
         SearchError: one line with the remedy.
     """
-    if spec.sampler.by_number:
+    if spec.sampler.is_indexed_by_trial:
         raise SearchError(f"--enqueue: {spec.sampler.name} runs what its search_space lists: add the values there")
     if trials > spec.n_trials:
         raise SearchError(
@@ -199,17 +201,17 @@ def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
     made: list[int] = []
 
     def insert(connection: sa.Connection, spec: dict[str, Any]) -> None:
-        made.append(add(connection, study.study_id, parse_spec(spec), trials))
+        made.append(add(connection, study.study_id, parse_stored_spec(spec), trials))
 
     change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=insert)
     return made[-1]
 
 
 def add(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Sequence[FrozenTrial]) -> int:
-    """Do as `enqueue` does, in a transaction that has the study's lock."""
+    """Enqueue trials in a transaction that has the study's lock; return their number."""
     if not trials:
         return 0
-    new, total = insert_missing_by(connection, study_id, trials)
+    new, total = insert_missing_in(connection, study_id, trials)
     if new:
-        require_room(spec, total)
+        check_budget(spec, total)
     return new

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.storage.attributes import BROKEN
+from hpsearch.storage.attributes import VIOLATIONS
 from hpsearch.storage.rungs import fronts
-from hpsearch.storage.rungs.fronts import losses_of
+from hpsearch.storage.rungs.fronts import to_losses
 
 
 def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
@@ -26,7 +26,7 @@ def is_on_front(values: Sequence[float], others: Sequence[Sequence[float]], maxi
 
     Who is on the front when all have ended is on it at its own end.
     """
-    return 0 in fronts.front(losses_of([values, *others], maximize))
+    return 0 in fronts.find_front(to_losses([values, *others], maximize))
 
 
 def is_among_best(number: int, value: float, others: Mapping[int, float], *, top: int, maximize: bool) -> bool:
@@ -44,20 +44,20 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
     return number in best_first({**others, number: value}, maximize=maximize)[:top]
 
 
-def first_value(trial: FrozenTrial) -> float | None:
+def get_first_value(trial: FrozenTrial) -> float | None:
     """Return a trial's value: of several metrics that of the first, by which its best epoch was chosen."""
     values = trial.values
     return None if not values else float(values[0])
 
 
-def in_bounds(trial: FrozenTrial) -> bool:
+def is_feasible(trial: FrozenTrial) -> bool:
     """Whether a trial breaks no constraint."""
-    return not trial.user_attrs.get(BROKEN)
+    return not trial.user_attrs.get(VIOLATIONS)
 
 
 def _ended(trials: Iterable[FrozenTrial], *, infeasible: bool = False) -> list[FrozenTrial]:
     """Those that have run to their end within all bounds, or whatever their bounds, the earliest first."""
-    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and (infeasible or in_bounds(t))]
+    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and (infeasible or is_feasible(t))]
     return sorted(complete, key=lambda trial: trial.number)
 
 
@@ -71,7 +71,7 @@ def rank_trials(
     """
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) > 1:
-        order = fronts.best_first(losses_of([trial.values for trial in ended], maximize))
+        order = fronts.sort_by_crowding(to_losses([trial.values for trial in ended], maximize))
         return [ended[place] for place in order]
     return _by_first_metric(ended, maximize)
 
@@ -81,7 +81,9 @@ def _by_first_metric(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) ->
     return sorted(trials, key=lambda trial: (sign * trial.values[0], trial.number))
 
 
-def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False) -> list[FrozenTrial]:
+def find_pareto_front(
+    trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False
+) -> list[FrozenTrial]:
     """Return those that have run to their end within all bounds and that none dominates, by the first metric.
 
     Of one metric it is the best trial. With `infeasible` those count too that break a constraint.
@@ -89,5 +91,5 @@ def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasi
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) == 1:
         return _by_first_metric(ended, maximize)[:1]
-    members = [ended[place] for place in fronts.front(losses_of([trial.values for trial in ended], maximize))]
+    members = [ended[place] for place in fronts.find_front(to_losses([trial.values for trial in ended], maximize))]
     return _by_first_metric(members, maximize)

@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 
 from hpsearch.objectives.objective import BaseObjective, Objective
-from hpsearch.objectives.training.checks.smoke import SmokeResult, smoke
-from hpsearch.search.console import command
+from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
+from hpsearch.search.console import format_command
 from hpsearch.search.study.create import suggested
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import RUN_ID, SMOKE
+from hpsearch.storage.attributes import RUN_ID, SMOKE_TEST
 from hpsearch.storage.mlflow.client import Tracking
 
 _SECONDS = 60.0  # for a large model on a CPU this decides nothing, and says so
@@ -24,20 +24,20 @@ def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking 
     """
     if not isinstance(objective, Objective):
         return None  # nobody knows what one batch of an own loop is
-    told = study.attrs.get(SMOKE)
+    told = study.attrs.get(SMOKE_TEST)
     if told is None:
         spec = study.spec
-        result = smoke(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
+        result = run_smoke_test(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
         told = _told(result)
         if tracking is not None:
             with tempfile.TemporaryDirectory() as folder:
                 result.write(Path(folder))
                 for file in sorted(Path(folder).iterdir()):
                     tracking.log_file(str(study.attrs[RUN_ID]), file)
-        study.set_attr(SMOKE, told)
+        study.set_attr(SMOKE_TEST, told)
     if told.startswith("passed"):
         return None
-    return f"warning: smoke test {told}; look closer with: {command('smoke', study.spec.objective)}"
+    return f"warning: smoke test {told}; look closer with: {format_command('smoke', study.spec.objective)}"
 
 
 def _told(result: SmokeResult) -> str:

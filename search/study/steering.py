@@ -1,4 +1,4 @@
-"""What a person may do to a study from anywhere: stop it, start it again, extend it, give a failed trial another go."""
+"""Steer a study: stop, start, extend, and retry trials."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners.study_pruner import study_rungs
-from hpsearch.search.spec.spec import parse_spec, typed
+from hpsearch.search.pruners.study_pruner import make_rungs
+from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import add
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
-from hpsearch.storage.trials.budget import GivenUp, change_budgets, change_spec, spending_in, take_up
-from hpsearch.storage.trials.claims import running_now
-from hpsearch.storage.trials.reopening import go_on_again, reopen_trial, wait_again
+from hpsearch.storage.trials.budget import EarlyStop, cancel_early_stop, change_budgets, change_spec, read_spending_in
+from hpsearch.storage.trials.claims import count_running_trials
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials, requeue_pruned_at_rungs
 
 
 def stop_study(study: StoredStudy) -> str | None:
-    """Stop a study: no trial is handed out, and workers give theirs back after the epoch they are in.
+    """Stop a study: no trial is claimed, and workers release theirs after the current epoch.
 
     Returns:
         Who stopped it before, and when; None if it was not stopped.
     """
     if why := study.attrs.get(STOPPED):
         return str(why)
-    study.set_attr(STOPPED, f"by {whoami()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+    study.set_attr(STOPPED, f"by {get_user_and_host()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
 
 def start_study(study: StoredStudy) -> str | None:
-    """Let a study go on that was stopped, or gave the rest of its budget up.
+    """Start a study that was stopped or terminated early.
 
     Whether that is worth it is judged again after some more trials.
 
@@ -47,30 +47,30 @@ def start_study(study: StoredStudy) -> str | None:
         Who had stopped it, and when, or why it was given up; None if neither was so.
     """
     attrs = study.attrs
-    why, given_up = attrs.get(STOPPED), GivenUp.of(attrs)
+    why, given_up = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
     if why:
         study.set_attr(STOPPED, None)
     if given_up is not None:
         change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_go_on_with_rest, study))
     reasons = [str(why)] if why else []
-    reasons += [f"as {given_up.why}"] if given_up is not None else []
+    reasons += [f"as {given_up.reason}"] if given_up is not None else []
     return " and ".join(reasons) or None
 
 
 def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
-    """Take the rest of the budget up, in which who waited at a rung in vain may have a place again."""
-    spec = parse_spec(values)
-    if take_up(connection, study.study_id) and (rungs := study_rungs(spec)) is not None:
-        wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
+    """Restore the remaining budget; trials that were retired at a rung may pause there again."""
+    spec = parse_stored_spec(values)
+    if cancel_early_stop(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
+        requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
 
-def running_trials(study: StoredStudy) -> int:
-    """Return how many trials are run by a worker that seems alive."""
-    return running_now(study.engine, study.study_id)
+def count_running(study: StoredStudy) -> int:
+    """Return the number of trials with a valid lease."""
+    return count_running_trials(study.engine, study.study_id)
 
 
-def whoami() -> str:
-    """Return user and host, for a person to read."""
+def get_user_and_host() -> str:
+    """Return ``USER@HOST``."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry
@@ -79,8 +79,8 @@ def whoami() -> str:
 
 
 @dataclass(frozen=True)
-class Extended:
-    """A budget before and after, in trials unless `unit` says otherwise; how many trials were started, and enqueued."""
+class BudgetChange:
+    """A changed budget, in trials or `unit`, with the numbers of started and enqueued trials."""
 
     before: float
     after: float
@@ -94,7 +94,7 @@ _UNITS = {"n_trials": "trials", "budget_epochs": "epochs", "budget_seconds": "se
 
 def extend_study(
     study: StoredStudy, more: str, enqueued: Sequence[FrozenTrial] = (), *, setting: str = "n_trials"
-) -> Extended:
+) -> BudgetChange:
     """Change a budget of a study, running or not.
 
     Args:
@@ -107,13 +107,15 @@ def extend_study(
         SearchError: that is no such number, too large, or no more than was spent already; the study has no such
             budget, or no room in it for all that is enqueued; or they are finalists.
     """
-    flag, unit = typed(setting), _UNITS[setting]
+    flag, unit = get_option_name(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
-        instead = f": choose others with {command('finalists', of.study, '--new-set')}" if of.refit is None else ""
-        raise SearchError(f"study {study.spec.name!r} holds {of.what}, no more than were chosen{instead}")
+        instead = (
+            f": choose others with {format_command('finalists', of.study, '--new-set')}" if of.refit is None else ""
+        )
+        raise SearchError(f"study {study.spec.name!r} holds {of.description}, no more than were chosen{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")
-    changed: list[Extended] = []
+    changed: list[BudgetChange] = []
 
     def change(spec: dict[str, Any], started: int) -> dict[str, Any]:
         before = spec.get(setting)
@@ -129,33 +131,33 @@ def extend_study(
                 f"--trials {more}: {started} trials of {study.spec.name!r} are started already: "
                 "give a larger number, or +N for N more"
             )
-        changed.append(Extended(before, after, started, unit))
-        return parse_spec({**spec, setting: after}).model_dump()
+        changed.append(BudgetChange(before, after, started, unit))
+        return parse_stored_spec({**spec, setting: after}).model_dump()
 
     def then(connection: sa.Connection, values: dict[str, Any]) -> None:
-        spec = parse_spec(values)
-        take_up(connection, study.study_id)
+        spec = parse_stored_spec(values)
+        cancel_early_stop(connection, study.study_id)
         changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
-        if (rungs := study_rungs(spec)) is not None:
-            wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
-        if not spec.metered:
+        if (rungs := make_rungs(spec)) is not None:
+            requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
+        if not spec.has_epoch_or_time_budget:
             return
         if not change_budgets(connection, study.study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds):
             if setting == "n_trials":
                 return  # the other budget is spent, and stays as it is
-            spent = spending_in(connection, study.study_id)
+            spent = read_spending_in(connection, study.study_id)
             raise SearchError(
                 f"{flag} {more}: {study.spec.name!r} has spent {spent.epochs} epochs and {spent.seconds:.0f} seconds "
                 "already: give a larger number, or +N for N more"
             )
-        go_on_again(connection, study.study_id)
+        requeue_cut_trials(connection, study.study_id)
 
     change_spec(study.engine, study.study_id, change, then=then)
     return changed[-1]
 
 
 def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
-    """Make a failed or infeasible trial the next to be run, under its number and with its parameters.
+    """Queue a failed or infeasible trial to run next, with its number and parameters.
 
     Args:
         study: the study.
@@ -169,7 +171,7 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    rungs = study_rungs(study.spec)
+    rungs = make_rungs(study.spec)
     reopened, epoch = reopen_trial(study.engine, study.study_id, trial._trial_id, from_start=from_start, rungs=rungs)
     if not reopened:
         why = _why_not(find_trial(study, number))
@@ -184,7 +186,7 @@ def _why_not(trial: FrozenTrial) -> str:
 
 
 def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
-    """Return a trial of the study as it is now.
+    """Return a trial of the study.
 
     Raises:
         SearchError: there is none of that number.

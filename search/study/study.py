@@ -15,24 +15,24 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.loading import load_objective, source_hash
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.training.trainer import device_named
-from hpsearch.search.console import command
-from hpsearch.search.errors import SearchError, nearest
-from hpsearch.search.services import Services, why_away
-from hpsearch.search.spec.spec import StudySpec, parse_spec
-from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
+from hpsearch.objectives.training.trainer import resolve_device
+from hpsearch.search.console import format_command
+from hpsearch.search.errors import SearchError, suggest_names
+from hpsearch.search.services import Services, probe_tracking
+from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
+from hpsearch.search.study.ranking import find_pareto_front, rank_trials
+from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.budget import GivenUp, Spending, done, read_spending
+from hpsearch.storage.trials.budget import EarlyStop, Spending, format_progress, read_spending
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.trials.history import read_finalist_studies
 
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """A study together with the spec stored in it."""
+    """A study with its stored spec."""
 
     spec: StudySpec
     storage: PostgresStorage
@@ -40,45 +40,45 @@ class StoredStudy:
 
     @property
     def engine(self) -> sa.Engine:
-        """The database that the study is kept in."""
+        """The database of the study."""
         return self.storage.engine
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """The study's user attributes as they are now."""
+        """The study's user attributes, read from the database."""
         return self.storage.get_study_user_attrs(self.study_id)
 
     @property
     def budget(self) -> int:
-        """How many trials the study may have by now: it is extended while others have it open."""
+        """The current budget in trials, read from the database, because `extend` may change it."""
         return int(self.attrs[SPEC]["n_trials"])
 
     @property
-    def given_up(self) -> GivenUp | None:
-        """That the rest of the budget was given up, and why; None while it was not."""
-        return GivenUp.of(self.attrs)
+    def given_up(self) -> EarlyStop | None:
+        """The record of an early termination; None if there is none."""
+        return EarlyStop.from_attrs(self.attrs)
 
     @property
     def spending(self) -> Spending | None:
-        """What is spent of its budgets in epochs and seconds; None where it has none."""
-        return read_spending(self.engine, self.study_id) if self.spec.metered else None
+        """The used epochs and seconds; None without such a budget."""
+        return read_spending(self.engine, self.study_id) if self.spec.has_epoch_or_time_budget else None
 
     def is_spent(self, finished: int) -> bool:
-        """Whether the budget is, in trials, epochs or seconds, or its rest given up, with so many trials ended."""
+        """Return whether a budget is spent or the study terminated early, after `finished` trials."""
         attrs = self.attrs
-        budget, given_up = int(attrs[SPEC]["n_trials"]), GivenUp.of(attrs)
+        budget, given_up = int(attrs[SPEC]["n_trials"]), EarlyStop.from_attrs(attrs)
         last = budget if given_up is None else min(budget, given_up.started)
-        return finished >= last or ((spending := self.spending) is not None and spending.over)
+        return finished >= last or ((spending := self.spending) is not None and spending.is_exhausted)
 
-    def done(self, finished: int) -> str:
-        """Return for a person what is spent, with so many trials that have ended: ``12 of 50 trials``."""
+    def format_progress(self, finished: int) -> str:
+        """Return the progress after `finished` trials as text: ``12 of 50 trials``."""
         if (spending := self.spending) is None:
             return f"{finished} of {self.budget} trials"
-        return done(finished, self.budget, spending).replace("/", " of ")
+        return format_progress(finished, self.budget, spending).replace("/", " of ")
 
     @property
-    def out_of_time(self) -> bool:
-        """Whether the study's time is up: nothing new is begun."""
+    def is_timed_out(self) -> bool:
+        """Whether the timeout is over, after which no trial starts."""
         if self.spec.timeout is None:
             return False
         started = self.attrs.get(STARTED_AT)
@@ -86,47 +86,51 @@ class StoredStudy:
 
     @property
     def folder(self) -> str:
-        """The name of the study's folders, for run directories and checkpoints; no other study has it."""
+        """The unique name of the study's folders of run directories and checkpoints."""
         # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     @property
-    def go_on(self) -> str:
-        """The command that runs what is left of the study."""
+    def resume_command(self) -> str:
+        """The command that continues the study."""
         if (of := self.spec.finalists_of) is not None:
-            return command("finalists", of.study) if of.refit is None else command("promote", of.study, "--refit")
-        return command("run", self.spec.objective, "--name", self.spec.name)
+            return (
+                format_command("finalists", of.study)
+                if of.refit is None
+                else format_command("promote", of.study, "--refit")
+            )
+        return format_command("run", self.spec.objective, "--name", self.spec.name)
 
     def require_search(self, remedy: str) -> None:
         """Reject a study that holds the finalists, or the refit, of another.
 
         Args:
-            remedy: what to do instead; ``{study}`` is the name of the other study, ``{go_on}`` the command to continue.
+            remedy: the alternative; ``{study}`` is the other study, ``{resume_command}`` the command that continues it.
 
         Raises:
             SearchError: it holds finalists or a refit.
         """
         if (of := self.spec.finalists_of) is not None:
-            instead = remedy.format(study=of.study, go_on=self.go_on)
-            raise SearchError(f"study {self.spec.name!r} holds {of.what}: {instead}")
+            instead = remedy.format(study=of.study, resume_command=self.resume_command)
+            raise SearchError(f"study {self.spec.name!r} holds {of.description}: {instead}")
 
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
 
     def objective(self) -> BaseObjective:
-        """Load the study's objective, which reports all metrics that the study optimises or bounds.
+        """Load the study's objective and set the metrics that it reports.
 
         Raises:
             ObjectiveError: it cannot be loaded, or does not have such a metric.
         """
         objective = load_objective(self.spec.objective)
-        judge_by_metrics(objective, self.spec)
+        set_metrics(objective, self.spec)
         return objective
 
     def source_warning(self, objective: BaseObjective) -> str | None:
-        """Return a warning when the objective's code is no longer what the study was created with."""
-        if self.attrs.get(SOURCE, source_hash(objective)) == source_hash(objective):
+        """Return a warning if the objective's code has changed since the study was created."""
+        if self.attrs.get(SOURCE_SHA256, source_hash(objective)) == source_hash(objective):
             return None
         return (
             f"the code of {self.spec.objective} has changed since study {self.spec.name!r} was created: "
@@ -134,7 +138,7 @@ class StoredStudy:
         )
 
     def open(self) -> optuna.Study:
-        """Return Optuna's study with the spec's pruner; the sampler is set anew for each trial."""
+        """Return Optuna's study with the spec's pruner; the sampler is set per trial."""
         return optuna.load_study(
             study_name=self.spec.name,
             storage=self.storage,
@@ -143,16 +147,16 @@ class StoredStudy:
         )
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return all trials, or those in the given states, without the deep copy that `study.trials` makes."""
+        """Return the trials in the given states, by default all, without a deep copy."""
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
 
     def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return the trials that have run to their end within all bounds, the best one first; see `rank_trials`."""
+        """Return the feasible completed trials, the best first; see `rank_trials`."""
         return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
     def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return those that no other dominates, the best by the first metric first; of one metric the best alone."""
-        return front_of(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
+        """Return the Pareto front, the best by the first metric first; with one metric the best trial."""
+        return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
 
 def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
@@ -164,33 +168,33 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     study_id = find_study(storage, name)
     if study_id is None:
         names = [s.study_name for s in storage.get_all_studies()]
-        hint = nearest(name, names) if names else "; there are none yet"
+        hint = suggest_names(name, names) if names else "; there are none yet"
         raise SearchError(f"no study {name!r}{hint}")
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
         raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch; choose another name")
-    return StoredStudy(parse_spec(stored), storage, study_id)
+    return StoredStudy(parse_stored_spec(stored), storage, study_id)
 
 
 def find_study(storage: PostgresStorage, name: str) -> int | None:
-    """Return the number of the study of that name, if there is one."""
+    """Return the id of a study; None if it does not exist."""
     try:
         return storage.get_study_id_from_name(name)
     except KeyError:
         return None
 
 
-def finalist_trials(study: StoredStudy) -> set[int]:
-    """Return the numbers of the trials of a study that were ever finalists."""
+def list_finalist_trials(study: StoredStudy) -> set[int]:
+    """Return the numbers of the trials that are or were finalists."""
     numbers: set[int] = set()
-    for name in finalist_studies(study.engine, study.study_id):
+    for name in read_finalist_studies(study.engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of
         numbers.update(of.trials if of is not None else ())
     return numbers
 
 
-def parent_of(chosen: StoredStudy) -> StoredStudy:
-    """Return the study whose finalists, or whose refit, a study holds.
+def load_parent_study(chosen: StoredStudy) -> StoredStudy:
+    """Return the search of a study of finalists or of a refit.
 
     Raises:
         SearchError: it was deleted.
@@ -205,7 +209,7 @@ def parent_of(chosen: StoredStudy) -> StoredStudy:
         whose = "finalists" if of.refit is None else "refit"
         raise SearchError(
             f"study {of.study!r}, whose {whose} {chosen.spec.name!r} holds, was deleted: "
-            f"delete them too: {command('delete', chosen.spec.name)}"
+            f"delete them too: {format_command('delete', chosen.spec.name)}"
         )
     return parent
 
@@ -215,7 +219,7 @@ _CARRIED = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
 
 
 def open_attempt_dir(runs: Path, claim: Claim) -> Path:
-    """Make the directory of an attempt, with the logs of the one before it, where this machine has them."""
+    """Create the directory of an attempt, with the logs of the previous attempt on this machine."""
     folder = runs / f"{claim.number:04d}-{claim.attempt}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -228,73 +232,73 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
     return folder
 
 
-def remove_earlier(runs: Path, claim: Claim) -> None:
-    """Remove the directories of the attempts before this one: the trial has ended."""
+def remove_earlier_attempts(runs: Path, claim: Claim) -> None:
+    """Remove the directories of earlier attempts of an ended trial."""
     for earlier in range(1, claim.attempt):
         shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
 
 
-def runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
+def get_runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
     """Return the folder of a study's run directories on this machine."""
     return runs_dir / study.folder
 
 
-def outbox_folder(home: Path, study: StoredStudy) -> Path:
-    """Return the folder of what this machine has for MLflow of a study."""
+def get_outbox_folder(home: Path, study: StoredStudy) -> Path:
+    """Return the folder of a study's journals on this machine."""
     return home / "outbox" / study.folder
 
 
-def report_path(services: Services, study: StoredStudy) -> Path:
-    """Return where the report of a study is written by default."""
+def get_report_path(services: Services, study: StoredStudy) -> Path:
+    """Return the default path of a study's report."""
     return services.home / "reports" / f"{study.spec.name}.html"
 
 
-def known_tracking_uri(services: Services, study: StoredStudy) -> str | None:
-    """Return the address of the study's tracking server; None where nobody has named one yet."""
+def find_tracking_uri(services: Services, study: StoredStudy) -> str | None:
+    """Return the URI of the study's tracking server; None if it is not known yet."""
     return services.tracking_uri or study.attrs.get(TRACKING_URI)
 
 
-def tracking_uri_of(services: Services, study: StoredStudy) -> str:
-    """Return the address of the study's tracking server.
+def get_tracking_uri(services: Services, study: StoredStudy) -> str:
+    """Return the URI of the study's tracking server.
 
     Raises:
         SearchError: nobody has named one.
     """
-    if (uri := known_tracking_uri(services, study)) is None:
+    if (uri := find_tracking_uri(services, study)) is None:
         raise SearchError(f"study {study.spec.name!r} names no tracking server: give --tracking-uri")
     return uri
 
 
-def tracking_of(services: Services, study: StoredStudy) -> Tracking:
-    """Return the study's tracking server, which answers.
+def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
+    """Return a client of the study's tracking server, after a health check.
 
     Raises:
         SearchError: nobody has named one.
         StorageError: it does not answer.
     """
-    uri = tracking_uri_of(services, study)
+    uri = get_tracking_uri(services, study)
     check_server(uri)
     return services.open_tracking(uri)
 
 
-def with_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
+def resolve_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
     """Return the services with the study's tracking server, and why it does not answer, if it does not.
 
     Raises:
         SearchError: nobody has named one.
         StorageError: its address is wrong, or it is `required` and does not answer.
     """
-    uri = tracking_uri_of(services, study)
-    return replace(services, tracking_uri=uri, tracking_away=why_away(uri, required=required))
+    uri = get_tracking_uri(services, study)
+    return replace(services, tracking_uri=uri, tracking_error=probe_tracking(uri, required=required))
 
 
 def check_release(study: StoredStudy) -> None:
-    """Refuse to train trials of a study that a release of another series made.
+    """Reject a study that was created by a release of another series.
 
     Raises:
         SearchError: it names both.
     """
-    made, own = study.attrs.get(RELEASE), version("hpsearch")
+    made, own = study.attrs.get(VERSION), version("hpsearch")
     if made is not None and _series(made) != _series(own):
         raise SearchError(
             f"study {study.spec.name!r} was made by hpsearch {made}, whose trials may come to other numbers than those "
@@ -303,29 +307,29 @@ def check_release(study: StoredStudy) -> None:
 
 
 def _series(release: str) -> list[str]:
-    """What changes when numbers may: the first part, and before 1.0 the second one as well."""
+    """Return the parts of a version within which seeds are stable: the first, before 1.0 also the second."""
     parts = release.split(".")
     return parts[:2] if parts[0] == "0" else parts[:1]
 
 
-def judge_by_metrics(objective: BaseObjective, spec: StudySpec) -> None:
-    """Let the objective report all metrics that the study optimises or bounds.
+def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
+    """Set the metrics that the objective optimizes and reports.
 
     Raises:
         ObjectiveError: it does not have such a metric.
     """
-    objective.judge_by(spec.metric, spec.direction)
-    objective.also_report(spec.also_reported)
+    objective.set_metric(spec.metric, spec.direction)
+    objective.set_reported_metrics(spec.reported_metrics)
 
 
 def require_measurable(spec: StudySpec, device: str | None) -> None:
-    """Refuse to train where each trial would fail, for what a study asks for cannot be measured.
+    """Reject a device on which the study's metrics cannot be measured.
 
     Raises:
         SearchError: it cannot on that device.
         ObjectiveError: there is no such device.
     """
-    if "peak_memory_mb" in spec.also_reported and (kind := device_named(device).type) != "cuda":
+    if "peak_memory_mb" in spec.reported_metrics and (kind := resolve_device(device).type) != "cuda":
         raise SearchError(
             f"study {spec.name!r} asks for peak_memory_mb, which is measured on CUDA devices, and here it would be "
             f"trained on {kind}: train it where there is a GPU, or search by model_mb or parameters"

@@ -7,42 +7,44 @@ from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import counted
-from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.console import pluralize
+from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import front_of, in_bounds
+from hpsearch.search.study.ranking import find_pareto_front, is_feasible
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import BROKEN, INFEASIBLE, RUNG, TRACKING
-from hpsearch.storage.rungs.rungs import read_rungs
+from hpsearch.storage.attributes import INFEASIBLE, RUNG, TRACKING, VIOLATIONS
+from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
 _MOST = 12  # of the front's trials in a text
 
 
-def told_values(spec: StudySpec, trial: FrozenTrial) -> str:
+def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
     """Return a trial's values for a person: ``accuracy 0.9871, latency_ms 1.92``."""
     values = trial.values or ()
-    return ", ".join(f"{name} {value:.4g}" for name, value in zip(spec.ways, values, strict=False))
+    return ", ".join(f"{name} {value:.4g}" for name, value in zip(spec.direction_by_metric, values, strict=False))
 
 
-def broken_bounds(spec: StudySpec, trial: FrozenTrial) -> list[str]:
+def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
     """Return a line for each constraint that a finished trial breaks: ``model_mb 12.5, not <= 10``."""
     if not spec.constraints or not trial.state.is_finished():
         return []
-    if lines := trial.user_attrs.get(BROKEN):
+    if lines := trial.user_attrs.get(VIOLATIONS):
         return [str(line) for line in lines]
     # One that was pruned while it waited at a rung was settled by another: by how much is there, as Optuna has it.
     over = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}
     return [
-        bound.told(bound.limit + by if bound.sign == "<=" else bound.limit - by) for bound, by in over.items() if by > 0
+        bound.format_violation(bound.limit + by if bound.sign == "<=" else bound.limit - by)
+        for bound, by in over.items()
+        if by > 0
     ]
 
 
-def front_lines(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
+def format_front(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     """Return the front as lines of plain text, a line for each trial, the best by the first metric first."""
     many = f"{len(front)} trials that no other dominates" if len(front) > 1 else "1 trial"
     lines = [f"front: {many}"]
-    rows = [("trial", *spec.ways)]
+    rows = [("trial", *spec.direction_by_metric)]
     rows += [(str(trial.number), *(f"{value:.6g}" for value in trial.values)) for trial in front[:_MOST]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -51,7 +53,7 @@ def front_lines(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     return lines
 
 
-def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:
+def compute_run_seconds(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:
     """Return for how long each finished trial was run, by its id: without the time that it waited at rungs."""
     paused = [trial._trial_id for trial in trials if RUNG in trial.user_attrs]
     found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration is not None}
@@ -59,13 +61,13 @@ def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, 
     return found | {trial_id: sum(each.seconds for each in made) for trial_id, made in attempts.items()}
 
 
-def rung_lines(study: StoredStudy) -> list[str]:
+def format_rungs(study: StoredStudy) -> list[str]:
     """Return a line for each rung that a trial has reached; none where no trial waits at rungs."""
-    if (rungs := study_rungs(study.spec)) is None:
+    if (rungs := make_rungs(study.spec)) is None:
         return []
     lines = []
-    for at in read_rungs(study.engine, study.study_id):
-        epochs = counted(rungs.epochs[at.rung], "epoch")
+    for at in read_rung_counts(study.engine, study.study_id):
+        epochs = pluralize(rungs.epochs[at.rung], "epoch")
         waiting = f", {at.waiting} {'waits' if at.waiting == 1 else 'wait'}" if at.waiting else ""
         pruned = f", {at.pruned} {'was' if at.pruned == 1 else 'were'} pruned" if at.pruned else ""
         lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached it, {at.promoted} went on{waiting}{pruned}")
@@ -112,7 +114,7 @@ def summarise(study: StoredStudy) -> Summary:
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    ran = seconds_run(study, pruned)
+    ran = compute_run_seconds(study, pruned)
     saved_epochs, saved_seconds = 0, 0.0
     for trial in pruned:
         done = len(trial.intermediate_values)
@@ -127,8 +129,8 @@ def summarise(study: StoredStudy) -> Summary:
         failed=len(by_state[TrialState.FAIL]),
         running=len(by_state[TrialState.RUNNING]),
         waiting=len(by_state[TrialState.WAITING]),
-        front=tuple(front_of(trials, study.spec.maximized)),
-        out_of_bounds=sum(not in_bounds(t) for t in by_state[TrialState.COMPLETE]),
+        front=tuple(find_pareto_front(trials, study.spec.maximized)),
+        out_of_bounds=sum(not is_feasible(t) for t in by_state[TrialState.COMPLETE]),
         epochs_run=sum(len(t.intermediate_values) for t in trials),
         epochs_saved=saved_epochs,
         untracked=sum(TRACKING in t.user_attrs for t in trials),

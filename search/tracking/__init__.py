@@ -1,1 +1,1 @@
-"""Tracking: the runs of a study and of its trials in MLflow, written to the outbox or made again."""
+"""Tracking: log the runs of a study and its trials to MLflow through the outbox, and rebuild missing ones."""

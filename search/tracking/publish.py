@@ -13,21 +13,21 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
-from hpsearch.search.finalists.table import Finalists, counting_set
-from hpsearch.search.finalists.text import confirmation_lines, optimism, ranked
-from hpsearch.search.report.show import foreseen_line, promotion_lines
+from hpsearch.search.finalists.table import Finalists, find_effective_set
+from hpsearch.search.finalists.text import compute_optimism, format_confirmation, rank_finalists
+from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import first_value
-from hpsearch.search.study.study import StoredStudy, finalist_trials, load_study, parent_of
-from hpsearch.search.study.summary import Summary, format_value, rung_lines, summarise
+from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_parent_study, load_study
+from hpsearch.search.study.summary import Summary, format_rungs, format_value, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error, is_away
+from hpsearch.storage.mlflow.health import describe_error, is_retryable
 from hpsearch.storage.mlflow.tag_names import (
     FINALIST,
     FINALIST_RANK,
@@ -38,33 +38,33 @@ from hpsearch.storage.mlflow.tag_names import (
     WINNER,
     WINNER_RUN_ID,
 )
-from hpsearch.storage.records.test_openings import Opening, read_opening
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
+from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
 
 ARTIFACT = "finalists.json"
 
 
-def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
-    """Write the finalists' table and the test scores to the runs in MLflow. Safe to call again, and at once."""
+def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
+    """Log the finalists' results and the test scores to MLflow. Safe to repeat, also concurrently."""
     runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in study.trials() if RUN_ID in trial.user_attrs}
-    counting = counting_set(study)
+    counting = find_effective_set(study)
     if counting is not None and not counting[1].pending:
-        _tell_finalists(study, *counting, runs, tracking)
-    opening = read_opening(study.engine, study.study_id)
+        _log_finalists(study, *counting, runs, tracking)
+    opening = read_test_evaluation(study.engine, study.study_id)
     if opening is not None and opening.scores is not None and (run := _scored_run(study, opening, runs)):
         _annotate(
             tracking,
             run,
-            tags={TEST_OPENED: opening.told, TEST_CONFIRMED: str(opening.finalists is not None).lower()},
+            tags={TEST_OPENED: opening.description, TEST_CONFIRMED: str(opening.finalists is not None).lower()},
             metrics={f"test_{name}": value for name, value in opening.scores.items()},
             at=opening.opened_at.timestamp(),
         )
 
 
-def _scored_run(study: StoredStudy, opening: Opening, runs: dict[int, str]) -> str | None:
-    """Return the run whose model was scored on the test set: the trial's, or that of its refit."""
+def _scored_run(study: StoredStudy, opening: TestEvaluation, runs: dict[int, str]) -> str | None:
+    """Return the run whose model was scored on the test set: the run of the trial or of its refit."""
     if opening.refit is None:
         return runs.get(opening.trial_number)
     with suppress(SearchError):  # somebody deleted the refit
@@ -74,20 +74,22 @@ def _scored_run(study: StoredStudy, opening: Opening, runs: dict[int, str]) -> s
     return None
 
 
-def _tell_finalists(
+def _log_finalists(
     study: StoredStudy, chosen: StoredStudy, found: Finalists, runs: dict[int, str], tracking: Tracking
 ) -> None:
     ended = max(t.datetime_complete.timestamp() for t in chosen.trials() if t.datetime_complete is not None)
     parent = str(study.attrs[RUN_ID])
     tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
-    front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.several else {}
-    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
-    for rank, row in enumerate(ranked(study, found), 1):
+    front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.is_multi_objective else {}
+    tracking.annotate_run(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
+    for rank, row in enumerate(rank_finalists(study, found), 1):
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
-        figures |= {f"finalist_mean_{name}": mean for name, mean in zip(study.spec.ways, row.means, strict=False)}
+        figures |= {
+            f"finalist_mean_{name}": mean for name, mean in zip(study.spec.direction_by_metric, row.means, strict=False)
+        }
         if row.trial == found.winner and found.expected is not None:
             figures |= {
                 "expected": found.expected.mean,
@@ -101,24 +103,26 @@ def _tell_finalists(
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
-    for number in finalist_trials(study) - {row.trial for row in found.rows}:
+    for number in list_finalist_trials(study) - {row.trial for row in found.rows}:
         if number in runs:
             _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
 
 
 def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
-    """Write to a trial's run. One that somebody deleted must not keep the others from being told."""
+    """Annotate a trial's run; a run that was deleted must not prevent the annotation of the others."""
     try:
-        tracking.annotate(run, tags=tags, metrics=metrics, at=at)
-    except Exception as error:  # what is away is raised again; MLflow refuses by several types
-        if is_away(error):
+        tracking.annotate_run(run, tags=tags, metrics=metrics, at=at)
+    except Exception as error:  # MLflow's client rejects requests with several types of errors
+        if is_retryable(error):
             raise
-        log.warning("run %s is not told: %s", run, describe_error(error))
+        log.warning("run %s: results not logged (%s)", run, describe_error(error))
 
 
 def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
-    """Return the table as plain values, for a file."""
-    rows = [{**dataclasses.asdict(row), "optimism": optimism(study, row)} for row in ranked(study, found)]
+    """Return the finalists' table as JSON values."""
+    rows = [
+        {**dataclasses.asdict(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)
+    ]
     return {
         "study": study.spec.name,
         "metric": f"val_{study.spec.metric}",
@@ -127,19 +131,19 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "seeds": list(found.seeds),
         "winner": found.winner,
         "tie": list(found.tie),
-        **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.several else {}),
+        **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.is_multi_objective else {}),
         "standard_error_of_difference": found.error,
-        "fresh_divisions": found.divided,
+        "fresh_divisions": found.is_resplit,
         "expected": None if found.expected is None else dataclasses.asdict(found.expected),
         "rows": rows,
     }
 
 
-_MOST = 20  # trials of a front
+_TOP = 20  # trials of a front
 
 
 def write_note(study: StoredStudy, summary: Summary) -> None:
-    """Write the study's note in the dashboard."""
+    """Write the note of the study in the Optuna dashboard."""
     from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
 
     optuna_study = optuna.load_study(study_name=study.spec.name, storage=study.storage)
@@ -147,35 +151,35 @@ def write_note(study: StoredStudy, summary: Summary) -> None:
 
 
 def study_note(study: StoredStudy, summary: Summary) -> str:
-    """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
+    """Return the note of the study in Markdown; the dashboard renders links only in notes, not in attributes."""
     spec = study.spec
     lines = [
-        f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.done(summary.finished)}.",
+        f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.format_progress(summary.finished)}.",
         "",
-        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{command('top', spec.name)}`",
+        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{format_command('top', spec.name)}`",
     ]
-    if spec.several and summary.front:
+    if spec.is_multi_objective and summary.front:
         lines += ["", "Front, the trials that no other dominates:", "", *_front_table(spec, summary.front)]
     elif (best := summary.best) is not None:
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
-        lines += ["", f"Best: {_linked(best)}, val {spec.metric} {first_value(best):.4f} with {params}."]
+        lines += ["", f"Best: {_linked(best)}, val {spec.metric} {get_first_value(best):.4f} with {params}."]
     if summary.out_of_bounds:
         bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
-        lines += ["", f"{counted(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
-    for line in confirmation_lines(study):
+        lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
+    for line in format_confirmation(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
-    rungs = rung_lines(study)
-    rungs += [best_open] if (best_open := foreseen_line(study)) else []
+    rungs = format_rungs(study)
+    rungs += [best_open] if (best_open := format_best_forecast(study)) else []
     lines += ["", *(f"- {line}" for line in rungs)] if rungs else []
-    promoted = [line for line in promotion_lines(study) if line]
+    promoted = [line for line in format_promotions(study) if line]
     lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)
 
 
 def _ways(spec: StudySpec) -> str:
-    if not spec.several:
+    if not spec.is_multi_objective:
         return f"{spec.direction} val {spec.metric}"
-    return " and ".join(f"{way} {name}" for name, way in spec.ways.items())
+    return " and ".join(f"{way} {name}" for name, way in spec.direction_by_metric.items())
 
 
 def _linked(trial: FrozenTrial) -> str:
@@ -184,17 +188,19 @@ def _linked(trial: FrozenTrial) -> str:
 
 
 def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
-    head = [f"| trial | {' | '.join(spec.ways)} |", f"|---|{'---|' * len(spec.ways)}"]
-    shown = [
-        f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_MOST]
-    ]
-    return head + shown + ([f"| and {len(front) - _MOST} more | {'| ' * len(spec.ways)}"] if len(front) > _MOST else [])
+    head = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * len(spec.direction_by_metric)}"]
+    shown = [f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_TOP]]
+    return (
+        head
+        + shown
+        + ([f"| and {len(front) - _TOP} more | {'| ' * len(spec.direction_by_metric)}"] if len(front) > _TOP else [])
+    )
 
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
-    """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
+    """Log the result to the parent run and to the dashboard's note; end the run if the budget is spent.
 
-    Safe to call more than once, and from several processes: each writes the same.
+    Safe to repeat, also from several processes.
     """
     tags = {
         tag_names.TRIALS: f"{summary.finished} of {study.budget}",
@@ -204,34 +210,34 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tag_names.FAILED: str(summary.failed),
     }
     metrics: dict[str, float] = {}
-    if summary.best is not None and (value := first_value(summary.best)) is not None:
+    if summary.best is not None and (value := get_first_value(summary.best)) is not None:
         metrics[f"best_val_{study.spec.metric}"] = value
         tags[tag_names.BEST_TRIAL] = str(summary.best.number)
         tags[tag_names.BEST_RUN_ID] = str(summary.best.user_attrs.get(RUN_ID, ""))
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         tags[tag_names.FRONT] = json.dumps(
-            {t.number: dict(zip(study.spec.ways, t.values, strict=True)) for t in summary.front}
+            {t.number: dict(zip(study.spec.direction_by_metric, t.values, strict=True)) for t in summary.front}
         )
     if study.spec.constraints:
         tags[tag_names.OUT_OF_BOUNDS] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)
     end_open_runs(study, tracking)
-    if study.spec.several:
+    if study.spec.is_multi_objective:
         _tag_front(study, summary, tracking)
-    tell_confirmation(study, tracking)
+    log_confirmation(study, tracking)
     tracking.end_study_run(
         parent,
         tags=tags,
         metrics=metrics,
         step=summary.finished,
-        finished=study.is_spent(summary.finished),
+        is_finished=study.is_spent(summary.finished),
     )
     write_note(study, summary)
 
 
 def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
-    """Tag the runs of the front's trials, by which the MLflow UI finds them, and no longer those that were on it."""
-    tagged = tracking.tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
+    """Tag the runs of the trials on the Pareto front for searches in the MLflow UI, and untag all others."""
+    tagged = tracking.find_tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
     on_front = {str(trial.user_attrs[RUN_ID]) for trial in summary.front if RUN_ID in trial.user_attrs}
     for run in on_front - tagged:
         tracking.log(run, tags={ON_FRONT: "true"})
@@ -240,19 +246,19 @@ def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None
 
 
 def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
-    """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
-    left = tracking.open_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
+    """End the open runs of finished trials, whose workers died before they could end them in MLflow."""
+    left = tracking.find_running_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
     for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
-            outcome = Outcome.of_trial(trial.state.name, infeasible=bool(trial.user_attrs.get(INFEASIBLE)))
+            outcome = Outcome.from_trial_state(trial.state.name, infeasible=bool(trial.user_attrs.get(INFEASIBLE)))
             reason = str(trial.user_attrs.get(REASON, ""))
-            tracking.end_trial_run(left[trial.number], outcome, reason, at=int(time.time() * 1000))
+            tracking.end_trial_run(left[trial.number], outcome, reason, end_ms=int(time.time() * 1000))
 
 
 def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
-    """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it.
+    """Close a study whose budget is spent; in a fleet without `run`, the last worker calls this.
 
-    Finalists have no run of their own: when they are done, the study that they are of has more to tell.
+    Finalists have no parent run of their own, so their end updates the run of their search.
     """
     summary = summarise(study)
     if not study.is_spent(summary.finished):
@@ -260,23 +266,23 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
     try:
         if study.spec.finalists_of is not None:
             end_open_runs(study, tracking)
-            study = parent_of(study)
+            study = load_parent_study(study)
             summary = summarise(study)
         close_study(study, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
-        log.warning("the end of study %s did not reach MLflow: %s", study.spec.name, describe_error(error))
+        log.warning("study %s: result not logged to MLflow (%s)", study.spec.name, describe_error(error))
 
 
 def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
-    """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
+    """Set the run of a study with new work to RUNNING, and update its tags."""
     if study.spec.finalists_of is not None:
         return  # the run is that of the search, which is over
-    tracking.reopen(open_parent_run(study, tracking))
+    tracking.reopen_run(open_parent_run(study, tracking))
     close_study(study, summarise(study), tracking)
 
 
 def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
-    """Show a trial's run, which its next attempt goes on with, as one that is still to be run."""
+    """Set the run of a trial to SCHEDULED until the next attempt resumes it."""
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
-        tracking.schedule(str(run_id))
+        tracking.schedule_run(str(run_id))

@@ -1,7 +1,7 @@
-"""A trial whose machine never came back to tell MLflow of it: told by another, from the checkpoint that was kept.
+"""Rebuild the MLflow run of a trial whose machine was lost, from the trial's last checkpoint.
 
-The last checkpoint of a COMPLETE trial stays in the store until its model has arrived. It holds the trial's epochs and
-its best weights, so that no winner is ever without a model.
+The last checkpoint of a COMPLETE trial stays in the store until MLflow has its model. It contains the trial's epochs
+and best weights, so that every winner has a model.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.fit import result_of
+from hpsearch.objectives.fit import rebuild_result
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.errors import USER_ERRORS, SearchError
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.tracker import Tracker
@@ -31,20 +31,20 @@ from hpsearch.storage.errors import StoredCheckpointError
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
 
 
 def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the COMPLETE trials that MLflow does not have all of yet."""
-    # As the database has it now: finished trials are read once, and what they said of MLflow then may be over.
-    pending = RunLinks(study.engine).pending(study.study_id)
+    """Return the COMPLETE trials with records that MLflow does not have yet."""
+    # Read from the database, because the cached attributes of finished trials may be out of date.
+    pending = RunLinks(study.engine).list_pending_trials(study.study_id)
     return [trial for trial in study.trials() if trial._trial_id in pending]
 
 
-def needed(study: StoredStudy) -> list[int]:
-    """Return the trials that must not be without a model: the best; of a refit all, for one of them is taken later."""
+def list_trials_requiring_model(study: StoredStudy) -> list[int]:
+    """Return the trials that must have a model: the best one; all of a refit, one of which is chosen later."""
     if study.spec.refit is not None:
         return [trial.number for trial in study.trials(TrialState.COMPLETE)]
     best = summarise(study).best
@@ -60,35 +60,33 @@ def resend(
     objective: BaseObjective | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
-    """Write journals for trials that no machine seems to send; ship them as any other.
-
-    Those that this machine has in its outbox are left alone.
+    """Write new journals for trials with missing records, except for those in the outbox of this machine.
 
     Args:
         study: the study.
-        tracker: takes the journals.
-        checkpoints: of the study.
-        only: numbers of the trials to look at; all unless given.
-        objective: of the study; loaded when it is needed, unless given.
-        tell: is told what is being done.
+        tracker: receives the journals.
+        checkpoints: the checkpoints of the study.
+        only: the numbers of the trials to resend; None for all.
+        objective: the objective of the study; None to load it when it is needed.
+        tell: called with each step, as text.
 
     Returns:
-        A line for each trial that cannot be told of.
+        One line per trial that could not be resent.
     """
     problems = []
     for trial in pending_trials(study):
-        if (only is not None and trial.number not in only) or tracker.outbox.has(f"{trial.number:04d}-"):
+        if (only is not None and trial.number not in only) or tracker.outbox.has_journal(f"{trial.number:04d}-"):
             continue
-        tell(f"making the model of trial {trial.number} again from its checkpoint")
+        tell(f"rebuilding the model of trial {trial.number} from its checkpoint")
         try:
             if objective is None:
                 objective = study.objective()
             _resend(study, tracker, checkpoints, objective, trial)
         except (*USER_ERRORS, checkpoint.CheckpointError, StoredCheckpointError) as error:
-            if trial not in pending_trials(study):  # its machine has sent it meanwhile, and removed the checkpoint
+            if trial not in pending_trials(study):  # its machine has sent it and removed the checkpoint
                 continue
             problems.append(f"trial {trial.number}: {describe_error(error)}")
-            log.warning("MLflow is not told of %s", problems[-1])
+            log.warning("not resent to MLflow: %s", problems[-1])
     return problems
 
 
@@ -113,12 +111,12 @@ def _resend(
 def _result(
     study: StoredStudy, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial, folder: Path
 ) -> RunResult:
-    """Return what the trial's training came to, from its last checkpoint.
+    """Return the training result of a trial from its last checkpoint.
 
     Raises:
-        SearchError: there is none that has the trial's best epoch.
-        StorageError: the store does not answer.
-        ObjectiveError: today's code does not fit it.
+        SearchError: no checkpoint contains the trial's best epoch.
+        StorageError: the checkpoint store does not answer.
+        ObjectiveError: the current code is incompatible with the checkpoint.
     """
     pointers = read_pointers(study.engine, trial._trial_id)
     if not pointers:
@@ -127,7 +125,7 @@ def _result(
     checkpoints.files.get(next(iter(pointers.values())), last)
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
-    if best["value"] != first_value(trial):
-        raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {first_value(trial):.6g}")
+    if best["value"] != get_first_value(trial):
+        raise SearchError(f"its last checkpoint has best value {best['value']:.6g}, not {get_first_value(trial):.6g}")
     checkpoint.write(folder / "best.pt", best)
-    return result_of(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")
+    return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

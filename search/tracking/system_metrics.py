@@ -1,4 +1,4 @@
-"""The machine's load while a trial runs: MLflow's own monitors, sampled into the trial's journal."""
+"""System metrics of a trial: MLflow's monitors, sampled into the trial's journal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INTERVAL = 10.0  # seconds, as MLflow's
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and, where there is one, the GPU, under the names that the MLflow UI draws.
+    """Samples CPU, memory, disk, network and GPU, under the names that the MLflow UI plots.
 
-    MLflow's `SystemMetricsMonitor` does it with a thread that talks to the server itself, and loses what it cannot say.
+    MLflow's own `SystemMetricsMonitor` sends samples directly to the server and loses them if it is unavailable.
     """
 
     def __init__(self, interval: float = INTERVAL) -> None:
@@ -31,7 +31,7 @@ class SystemMetrics:
         self._thread: threading.Thread | None = None
 
     def start(self, journal: Journal, *, since: float) -> None:
-        """Sample into a journal, at steps that are seconds since `since` (unix seconds)."""
+        """Start sampling into a journal; the step of a sample is the seconds since `since` (unix seconds)."""
         self.stop()
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -40,7 +40,7 @@ class SystemMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -55,7 +55,7 @@ class SystemMetrics:
                     monitor.collect_metrics()
                     values |= monitor.aggregate_metrics()
                     monitor.clear_metrics()
-                except Exception as error:  # a driver that went away says nothing about the trial
+                except Exception as error:  # a failing driver must not fail the trial
                     log.debug("no system metrics of %s: %s", type(monitor).__name__, error)
             named = {f"system/{name}": float(value) for name, value in values.items()}
             journal.append(journal_records.Metrics(max(int(now - since), 0), now, named))

@@ -15,60 +15,60 @@ from optuna.trial import TrialState
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reproducibility.environment import environment
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.result import Exported, RunResult
-from hpsearch.objectives.training.trainer import device_named
+from hpsearch.objectives.training.result import ExportableModel, RunResult
+from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import in_bounds, is_among_best, is_on_front
+from hpsearch.search.study.ranking import is_among_best, is_feasible, is_on_front
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.tracker import Tracker, pruning_tags
 from hpsearch.storage.attributes import PENDING
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
 from hpsearch.storage.mlflow import model, tag_names
-from hpsearch.storage.mlflow.model import keep_weights
+from hpsearch.storage.mlflow.model import write_checkpoint_model
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
 
 
 def write_model(
-    exported: Callable[[], Exported], folder: Path, *, checkpoint: Path | None, objective: str, number: int
+    exported: Callable[[], ExportableModel], folder: Path, *, checkpoint: Path | None, objective: str, number: int
 ) -> dict[str, str]:
-    """Export the model, or else keep its checkpoint, and return the tags that say why.
+    """Export the model, or store its checkpoint if the export fails; return tags with the reason of the failure.
 
     Args:
-        exported: makes what there is to export.
-        folder: where to; replaced when it exists.
-        checkpoint: the trial's `best.pt`, where there is one.
-        objective: reference of the objective.
-        number: the trial's.
+        exported: returns the model to export.
+        folder: the output folder, which is replaced if it exists.
+        checkpoint: the trial's `best.pt`; None if there is none.
+        objective: the reference of the objective.
+        number: the number of the trial.
 
     Raises:
-        OSError: there is no room.
-        Exception: it cannot be exported, and there is no checkpoint; whatever ``torch.export`` says of it.
+        OSError: the disk is full.
+        Exception: ``torch.export`` failed, and there is no checkpoint.
     """
     try:
         model.export_model(*exported(), folder)
         return {}
-    except Exception as error:  # whatever torch.export says of it
+    except Exception as error:  # torch.export raises errors of many types
         if isinstance(error, OSError) or checkpoint is None:
             raise
-        why = told(error)
-    log.warning("trial %d: its model cannot be exported: it is its checkpoint (%s)", number, why)
-    keep_weights(checkpoint, folder, objective=objective, why=why)
-    return {tag_names.WEIGHTS_ONLY: why}
+        reason = first_line(error)
+    log.warning("trial %d: torch.export failed (%s); storing the checkpoint instead of a model", number, reason)
+    write_checkpoint_model(checkpoint, folder, objective=objective, reason=reason)
+    return {tag_names.WEIGHTS_ONLY: reason}
 
 
 def model_record(
     spec: StudySpec, number: int, params: Mapping[str, Any], best: EpochRecord, tags: Mapping[str, str]
 ) -> journal_records.Model:
-    """Return what MLflow is told of the model of trial `number`, which is of its `best` epoch."""
+    """Return the journal record of a trial's model, with the metrics of its best epoch."""
     return journal_records.Model(
-        name=f"{spec.name.replace('.', '_')}-trial-{number}",  # MLflow refuses dots
+        name=f"{spec.name.replace('.', '_')}-trial-{number}",  # MLflow rejects dots
         step=best.epoch,
         at=best.timestamp,
         metrics=best.metrics,
@@ -78,21 +78,21 @@ def model_record(
 
 
 def run_params(spec: StudySpec, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a trial's run, and of its model: those that were suggested, and the study's own."""
+    """Return the parameters of a trial's run and model: the suggested ones, the seed and the number of epochs."""
     return {**params, "seed": spec.seed, "epochs": spec.epochs}
 
 
-def told(error: Exception) -> str:
-    """Return the first line of what an exporter says: the rest is where it was in torch."""
+def first_line(error: Exception) -> str:
+    """Return type and first line of an error of the exporter, without its stack of torch calls."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first[:200]}"
 
 
-_LONGEST_DIGEST = 36  # characters that MLflow takes for a dataset's
+_MAX_DIGEST = 36  # characters of a dataset's digest in MLflow
 
 
 class TrialTracking:
-    """The tracking of one attempt at a trial. A server that is away costs the trial nothing."""
+    """The tracking of one attempt at a trial. Training does not wait for any server."""
 
     def __init__(self, tracker: Tracker, study: StoredStudy, claim: Claim) -> None:
         self._tracker = tracker
@@ -105,22 +105,24 @@ class TrialTracking:
 
     @property
     def journal(self) -> Journal:
-        """The attempt's journal, which `open` begins."""
+        """Return the journal of the attempt, which `open` creates."""
         assert self._journal is not None
         return self._journal
 
     def open(self, *, resumed: bool | None = None) -> None:
-        """Begin the journal; the run exists a moment later, where the server answers.
+        """Create the journal; the MLflow run is created in the background.
 
         Args:
-            resumed: whether the trial may have a run already; by default, from its second attempt on.
+            resumed: whether the trial may have a run already; None for whether the claim is not the first attempt.
         """
         claim, tags = self._claim, {}
         if self._spec.finalists_of is not None:
             trial, seed = self._spec.finalists_of.assignment(claim.number)
             of = tag_names.FINALIST_OF if self._spec.refit is None else tag_names.REFIT_OF
             tags = {of: str(trial), tag_names.SEED: str(seed)}
-        self._journal = self._tracker.begin(claim, resumed=claim.resumed if resumed is None else resumed, **tags)
+        self._journal = self._tracker.open_journal(
+            claim, resumed=claim.is_resumed if resumed is None else resumed, **tags
+        )
         if self._tracker.system_metrics is not None:
             started = self._storage.get_trial(claim.trial_id).datetime_start
             since = started.timestamp() if started else time.time()
@@ -128,76 +130,76 @@ class TrialTracking:
 
     @kill_point("log params")
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Log the suggested parameters of the trial, which its model has too."""
+        """Log the suggested parameters of the trial and its model."""
         self._params = run_params(self._spec, params)
         self.journal.append(journal_records.Params(self._params))
         self._tracker.sender.wake()
 
     def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
-        """Log an epoch's metrics at its own time (unix seconds), by which a repetition changes nothing."""
+        """Log the metrics of an epoch, at unix seconds `timestamp`. Safe to repeat with the same time."""
         self.journal.append(journal_records.Epoch(epoch, timestamp, metrics))
         self._tracker.sender.wake()
 
     def log_file(self, path: Path) -> None:
-        """Keep a file of the run directory for the run's artifacts."""
-        if self.journal.keep(path):
-            self.journal.append(journal_records.Files())
+        """Log a file of the run directory as an artifact."""
+        if self.journal.store_artifact(path):
+            self.journal.append(journal_records.Artifacts())
 
     @kill_point("publish run")
     def publish(self, result: RunResult, files: list[Path]) -> bool:
-        """Write down what the trial made: its files, a complete one's best value, and its model where one is wanted.
+        """Log the results of the trial: files, the best values of a completed trial, and the model if required.
 
-        It comes before the trial is settled: a worker that dies in between finds the trial at its last checkpoint
-        and publishes again, where the reverse order would leave a winner without a model.
+        Called before the trial is settled: if the worker dies in between, the next attempt resumes from the last
+        checkpoint and publishes again. The reverse order could leave a winner without a model.
 
         Returns:
-            Whether the trial's last checkpoint is to be kept until all of it has arrived.
+            Whether the trial's last checkpoint must be kept until MLflow has all records.
         """
         journal = self.journal
-        if journal.lost:  # on a full disk; the state has every epoch
-            journal.lost = 0
+        if journal.lost_records:  # the disk was full; the training state has every epoch
+            journal.lost_records = 0
             for record in result.history:
                 self.log_epoch(record.epoch, record.timestamp, record.metrics)
         if result.status == "completed" and self._spec.refit is None:
-            # Of these alone: by this name people sort for whom to promote, and a pruned trial has no model. What a
-            # refit scores is of samples that it is trained on, and would be the first of all.
+            # Only for these: users sort runs by this metric to promote one. A pruned trial has no model, and a refit
+            # is scored on samples of its training set, so that it would always be first.
             last = result.history[-1]
-            asked = self._spec.also_reported
+            asked = self._spec.reported_metrics
             named = {key: value for key, value in result.best_metrics.items() if key.startswith("val_") or key in asked}
             best = {f"best_{key}": value for key, value in named.items()}
             best["best_epoch"] = float(result.best_epoch)
-            if result.fresh is not None:
-                best[f"cross_fitted_val_{self._spec.metric}"] = result.fresh.value
+            if result.resplit_score is not None:
+                best[f"cross_fitted_val_{self._spec.metric}"] = result.resplit_score.value
             journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         if result.resume_note:
             journal.append(journal_records.Tags({tag_names.RESUMED: result.resume_note}))
-        # Of a finalist only numbers count: the run of the search, or a refit, is what is promoted.
+        # A finalist needs no model: the trial of the search, or a refit, is promoted.
         confirms = self._spec.finalists_of is not None and self._spec.refit is None
         whole = result.status == "completed" and not confirms
         if not self._keep(files, result.best_path if whole else None):
-            # The checkpoint in the store has all of it.
-            journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))
+            # The checkpoint in the store contains all of it.
+            journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for its files and its model"))
         elif result.has_model and self._leaves_model(result, whole=whole):
             self._log_model(result)
-        journal.append(journal_records.Published())
+        journal.append(journal_records.ArtifactsComplete())
         return whole
 
     def _leaves_model(self, result: RunResult, *, whole: bool) -> bool:
-        """Whether the trial is one of those that leave a registrable model, by the spec."""
+        """Return whether the spec requires a registrable model of this trial."""
         if self._spec.models != "top":
             return self._spec.models == "all" or (whole and self._spec.models == "complete")
         if not whole:
             return False
-        # Of two that end together neither sees the other, and both may leave one; none of the best goes without.
+        # Two trials that end at the same time may both store a model, but the best ones always do.
         spec, complete = self._spec, self._study.trials(TrialState.COMPLETE)
-        best = spec.asked(result.best_metrics)
-        if spec.out_of_bounds(best):
+        best = spec.select_metrics(result.best_metrics)
+        if spec.list_violations(best):
             return False
-        if spec.several:
-            others = [trial.values for trial in complete if trial.values and in_bounds(trial)]
-            return is_on_front([best[name] for name in spec.ways], others, spec.maximized)
-        ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and in_bounds(trial)}
+        if spec.is_multi_objective:
+            others = [trial.values for trial in complete if trial.values and is_feasible(trial)]
+            return is_on_front([best[name] for name in spec.direction_by_metric], others, spec.maximized)
+        ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and is_feasible(trial)}
         return is_among_best(
             self._claim.number,
             result.best_value,
@@ -207,13 +209,13 @@ class TrialTracking:
         )
 
     def _keep(self, files: list[Path], best: Path | None) -> bool:
-        """Keep the run's files and its best checkpoint; return whether there was room for all of it."""
+        """Store the run's files and its best checkpoint as artifacts; return whether there was space for all of it."""
         if not self._tracker.outbox.has_room():
-            log.warning("trial %d: the outbox is full: its files and its model are not kept", self._claim.number)
+            log.warning("trial %d: outbox full; files and model are not stored", self._claim.number)
             return False
-        kept = [self.journal.keep(path) for path in files]
-        kept += [self.journal.keep(best, folder="checkpoints")] if best is not None else []
-        self.journal.append(journal_records.Files())
+        kept = [self.journal.store_artifact(path) for path in files]
+        kept += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []
+        self.journal.append(journal_records.Artifacts())
         return all(kept)
 
     def _log_data(self, result: RunResult) -> None:
@@ -221,9 +223,9 @@ class TrialTracking:
             return
         sha256, samples = result.data_digest
         source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": sha256}
-        data = journal_records.Data(
+        data = journal_records.Dataset(
             name=self._spec.objective.rpartition(":")[2],
-            digest=sha256[:_LONGEST_DIGEST],
+            digest=sha256[:_MAX_DIGEST],
             source=json.dumps(source),
             profile=json.dumps({"validation_samples": samples}),
         )
@@ -234,18 +236,18 @@ class TrialTracking:
     def _log_model(self, result: RunResult) -> None:
         try:
             tags = write_model(
-                result.exported,
-                self.journal.model,
+                result.exportable_model,
+                self.journal.model_folder,
                 checkpoint=result.best_path,
                 objective=self._spec.objective,
                 number=self._claim.number,
             )
         except OSError as error:
-            log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
-            self.journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its model"))
+            log.warning("trial %d: could not save the model (%s)", self._claim.number, error)
+            self.journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for its model"))
             return
-        except Exception as error:  # whatever torch.export says of it
-            reason = f"no model: it cannot be exported ({told(error)})"
+        except Exception as error:  # torch.export raises errors of many types
+            reason = f"no model: torch.export failed ({first_line(error)})"
             log.warning("trial %d: %s", self._claim.number, reason)
             self.journal.append(journal_records.Problem(reason))
             return
@@ -253,44 +255,44 @@ class TrialTracking:
         self.journal.append(model_record(self._spec, self._claim.number, self._params, best, tags))
 
     def tag_bounds(self, lines: list[str]) -> None:
-        """Note in the run which constraints the trial breaks."""
+        """Tag the run with the violated constraints."""
         self.journal.append(journal_records.Tags({tag_names.OUT_OF_BOUNDS: "; ".join(lines)}))
 
     def tag_pruning(self, record: dict[str, object]) -> None:
-        """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
+        """Tag the run with the pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
         self.journal.append(pruning_tags(record))
 
     def pending(self) -> str:
-        """Return what to note at the trial until all of it is in MLflow."""
-        if refused := self.journal.places[MLFLOW].position.refused:
-            return f"refused: {refused}"
+        """Return the TRACKING attribute of the trial until MLflow has all records."""
+        if rejection := self.journal.cursors[MLFLOW].position.rejection:
+            return f"refused: {rejection}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
 
     @kill_point("finish run")
     def finish(self, outcome: Outcome, reason: str, *, kept: bool = False, at: int | None = None) -> None:
-        """End the run as its trial ended. It ends there once all that was logged has arrived.
+        """End the run with the outcome of the trial, after all other records.
 
         Args:
-            outcome: how the trial ended.
-            reason: why, for a person.
-            kept: whether the trial's last checkpoint was kept until then.
-            at: when, in unix milliseconds; now, unless given.
+            outcome: the outcome of the trial.
+            reason: the reason, as text for users.
+            kept: whether the trial's last checkpoint is kept until MLflow has all records.
+            at: the end in unix milliseconds; None for now.
         """
         at = int(time.time() * 1000) if at is None else at
         self._close(journal_records.End(outcome, reason, at, kept))
 
     def leave(self) -> None:
-        """Leave the run open for the trial's next attempt."""
-        self._close(journal_records.Leave())
+        """Close the journal and leave the run open for the trial's next attempt."""
+        self._close(journal_records.Released())
 
     def _close(self, last: journal_records.Record) -> None:
         if self._tracker.system_metrics is not None:
             self._tracker.system_metrics.stop()
         self.journal.append(last)
-        self._tracker.sender.wake(at_once=True)
+        self._tracker.sender.wake(is_urgent=True)
 
     def abandon(self, reason: str) -> None:
-        """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""
+        """Close the journal of a lost trial: the run ends as cancelled, unless another attempt owns it."""
         if self._journal is None:
             return
         try:
@@ -307,17 +309,17 @@ _VERSIONS = ("python", "torch", "numpy", "scikit-learn", "torchmetrics", "pytorc
 
 
 def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
-    """Return tags for the runs of a worker: commit, versions, device. `config.yaml` of a run has all of it.
+    """Return tags for the runs of a worker: commit, versions, device. The `config.yaml` of a run has more details.
 
     Raises:
-        ObjectiveError: there is no such device.
+        ObjectiveError: the device does not exist.
     """
     source = inspect.getsourcefile(type(objective))
-    found = environment(device_named(device), Path(source).resolve() if source else None)
+    found = environment(resolve_device(device), Path(source).resolve() if source else None)
     tags = {
         tag_names.VERSIONS: ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
         tag_names.DEVICE: str(found["device_name"]),
-        tag_names.DEVICES: str(current().world),  # that train a trial together
+        tag_names.DEVICES: str(current_ranks().world_size),  # that train a trial together
         tag_names.OBJECTIVE_SHA256: str(found["source_sha256"] or ""),
     }
     if sha := found.get("git_sha"):

@@ -1,4 +1,4 @@
-"""One attempt of a worker at a trial: training session, epoch reports and the verdict after each epoch."""
+"""One attempt of a worker at a trial: training, epoch reports and the end of the trial."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.objectives.training.result import RunResult
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
-from hpsearch.search.samplers.suggest import division_seed, suggest, training_seed
-from hpsearch.search.study.devices import pace_of
-from hpsearch.search.study.study import open_attempt_dir, remove_earlier
+from hpsearch.search.samplers.suggest import get_resplit_seed, suggest, training_seed
+from hpsearch.search.study.devices import summarize_throughput
+from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
-from hpsearch.search.worker.ranks import Job, fit_together
-from hpsearch.search.worker.session import TrialSession, violations
-from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
+from hpsearch.search.worker.ranks import Job, fit_on_all_ranks
+from hpsearch.search.worker.session import TrialSession, measure_violations
+from hpsearch.storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
-from hpsearch.storage.rungs.rungs import Standing
+from hpsearch.storage.rungs.rungs import RungRank
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.settle import Ended, Outcome
+from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 
 
 class Attempt:
-    """Runs the trial of a claim in this process.
+    """Execution of a claimed trial in this process.
 
     Raises:
-        CheckpointStoreError: the run directory cannot be made, and the trial was given back.
+        CheckpointStoreError: the run directory cannot be created; the trial was released.
     """
 
     def __init__(self, context: WorkerContext, claim: Claim) -> None:
@@ -51,34 +51,37 @@ class Attempt:
         try:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)
         except OSError as error:  # a full disk costs no attempt
-            context.claims.settle(claim, Outcome.RELEASED)
+            context.claims.finish_attempt(claim, Outcome.RELEASED)
             raise CheckpointStoreError(f"{context.runs_dir}: no run directory can be made: {error.strerror}") from error
 
-    def run(self) -> Ended | None:
-        """Run the trial; return how it ended, or None where that is left to another attempt.
+    def run(self) -> TrialEnd | None:
+        """Run the trial; return its end, or None if another attempt continues it.
 
         Raises:
-            CheckpointStoreError: the store is away; the trial was given back.
-            RankLostError: a process that trains with this one is gone; the trial was left to others.
-            Exception: one of `SERVICE_ERRORS`: the database is away.
+            CheckpointStoreError: the checkpoint store is unavailable; the trial was released.
+            RankLostError: a rank is gone; the trial was left to other workers.
+            Exception: one of `SERVICE_ERRORS`: the database is unavailable.
         """
         log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
         context = self._context
         try:
-            with context.lease.renewing(self._claim), context.storage.owned(self._claim.trial_id, self._claim.attempt):
-                context.pulse.attempt(partial(context.claims.expire, self._claim))
+            with (
+                context.lease.renewing(self._claim),
+                context.storage.hold_trial(self._claim.trial_id, self._claim.attempt),
+            ):
+                context.watchdog.watch(partial(context.claims.expire_lease, self._claim))
                 return self._run()
         except ClaimLostError as lost:
             self._abandon(lost)
             return None
         except RankLostError:  # as if this process had died: others go on, and it counts as an attempt
-            context.claims.expire(self._claim)
+            context.claims.expire_lease(self._claim)
             self._tracked.leave()
             raise
         finally:
-            context.pulse.rest()
+            context.watchdog.stop_watching()
 
-    def _run(self) -> Ended | None:
+    def _run(self) -> TrialEnd | None:
         try:
             result = self._train()
         except NonFiniteError as error:
@@ -96,7 +99,7 @@ class Attempt:
             return self._fail(error)
         if result.status != "stopped":
             return self._settle(result)
-        if isinstance(standing := result.verdict.reason, Standing):  # this attempt has ended with that
+        if isinstance(standing := result.verdict.reason, RungRank):  # this attempt has ended with that
             self._tracked.leave()
             place = (standing.rung, standing.rank, standing.reached)
             log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
@@ -117,24 +120,26 @@ class Attempt:
             epochs=spec.epochs,
             seed=training_seed(spec, self._claim.number),
             split_seed=spec.seed,
-            division=division_seed(spec, self._claim.number),
+            division=get_resplit_seed(spec, self._claim.number),
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
-        return fit_together(current(), context.objective, job, session=self._session, device=context.options.device)
+        return fit_on_all_ranks(
+            current_ranks(), context.objective, job, session=self._session, device=context.options.device
+        )
 
-    def _settle(self, result: RunResult) -> Ended:
-        """Publish what was trained to its end, or pruned, and end the trial."""
+    def _settle(self, result: RunResult) -> TrialEnd:
+        """Publish a complete or pruned training, and end the trial."""
         session = self._session
         assert session is not None
         session.keep_best()
         kept = self._tracked.publish(result, session.files)
-        pace = pace_of([record.metrics for record in result.history])
+        pace = summarize_throughput([record.metrics for record in result.history])
         spec = self._context.spec
         if isinstance(decision := result.verdict.reason, Decision):
             grounds = decision.record()
             self._tracked.tag_pruning(grounds)
-            last = spec.asked(result.history[-1].metrics)
+            last = spec.select_metrics(result.history[-1].metrics)
             attrs = {PRUNING: grounds, **pace}
             ended = self._end(
                 Outcome.PRUNED, decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
@@ -142,26 +147,26 @@ class Attempt:
         else:
             value, told = result.best_value, pace
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
-            if result.fresh is not None:
-                value, reason = result.fresh.value, f"{result.fresh.told(spec.metric)}; {reason}"
-                told = {**pace, FRESH: result.fresh.record()}
+            if result.resplit_score is not None:
+                value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
+                told = {**pace, FRESH: result.resplit_score.record()}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 told = {**pace, REFIT: {"train_loss": loss}}
-                reason = f"train loss {loss:.6g} after {counted(len(result.history), 'epoch')} on train and validation"
-            best = {**spec.asked(result.best_metrics), spec.metric: value}
-            vector = [best[name] for name in spec.ways]
+                reason = f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and val"
+            best = {**spec.select_metrics(result.best_metrics), spec.metric: value}
+            vector = [best[name] for name in spec.direction_by_metric]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
         session.kept.forget(but_last=kept)
-        remove_earlier(self._context.runs_dir, self._claim)
+        remove_earlier_attempts(self._context.runs_dir, self._claim)
         return ended
 
-    def _infeasible(self, error: Exception) -> Ended:
-        """End a configuration that diverged or does not fit: the sampler learns from it."""
+    def _infeasible(self, error: Exception) -> TrialEnd:
+        """End a trial that diverged or ran out of memory; the sampler uses it."""
         value = self._session.last_value if self._session else None
         return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
 
-    def _fail(self, error: BaseException) -> Ended | None:
+    def _fail(self, error: BaseException) -> TrialEnd | None:
         reason = " ".join(_as_text(f"{type(error).__name__}: {error}").split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", self._claim.number, traceback.format_exc())
@@ -172,16 +177,16 @@ class Attempt:
         return None if self._retry("error", reason) else self._end(Outcome.FAILED, reason)
 
     def _retry(self, kind: str, reason: str) -> bool:
-        """Give the trial back for another attempt, where the spec allows one after such an end."""
+        """Release the trial for another attempt if the spec allows one after this error."""
         spec = self._context.spec
-        if kind not in spec.retry_on or self._context.claims.failures(self._claim) >= spec.retries:
+        if kind not in spec.retry_on or self._context.claims.count_failures(self._claim) >= spec.retries:
             return False
         self._give_back(Outcome.FAILED, {REASON: reason})
         log.warning("trial %d: given back after %s", self._claim.number, reason)
         return True
 
     def _give_back(self, outcome: Outcome, attrs: dict[str, object] | None = None) -> None:
-        self._context.claims.settle(self._claim, outcome, retry=True, attrs=attrs)
+        self._context.claims.finish_attempt(self._claim, outcome, retry=True, attrs=attrs)
         self._tracked.leave()
 
     def _end(
@@ -193,31 +198,31 @@ class Attempt:
         attrs: Mapping[str, object] | None = None,
         kept: bool = False,
         metrics: Mapping[str, float] | None = None,
-    ) -> Ended:
+    ) -> TrialEnd:
         # What `study.tell` does, but for the sampler's `after_trial`: constraints are written here.
         spec = self._context.spec
-        out_of_bounds = [] if metrics is None else spec.out_of_bounds(metrics)
+        out_of_bounds = [] if metrics is None else spec.list_violations(metrics)
         if out_of_bounds:
             untold = [line for line in out_of_bounds if line not in reason]
             reason += f"; out of bounds: {', '.join(untold)}" if untold else ""
             self._tracked.tag_bounds(out_of_bounds)
-        attrs = {REASON: reason, TRACKING: self._tracked.pending(), BROKEN: out_of_bounds or None, **(attrs or {})}
+        attrs = {REASON: reason, TRACKING: self._tracked.pending(), VIOLATIONS: out_of_bounds or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
-        system = {} if metrics is None else violations(spec, metrics)
-        self._context.claims.settle(self._claim, outcome, value=value, attrs=attrs, system=system)
+        system = {} if metrics is None else measure_violations(spec, metrics)
+        self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)
         log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
         self._tracked.finish(outcome, reason, kept=kept)
-        return Ended(outcome, reason)
+        return TrialEnd(outcome, reason)
 
     def _abandon(self, lost: ClaimLostError) -> None:
-        """Leave the trial, which is somebody else's by now, without a trace of this attempt."""
+        """Stop working on a trial that another attempt owns, and remove the traces of this attempt."""
         log.warning("%s: letting go of it", lost)
-        self._context.claims.let_go(self._claim)
+        self._context.claims.release(self._claim)
         if self._session is not None:
             self._session.kept.abandon()
         self._tracked.abandon(str(lost))
 
 
 def _as_text(message: str) -> str:
-    """Return what an exception says without what neither a file nor a database takes: NUL, and halves of characters."""
+    """Return the text without NUL and surrogates, which files and the database reject."""
     return message.replace("\0", "").encode("utf-8", "backslashreplace").decode()

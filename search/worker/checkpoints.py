@@ -1,4 +1,4 @@
-"""A trial's checkpoints: kept where any machine finds them, brought back by its next attempt, removed at its end."""
+"""A trial's checkpoints: stored for all machines, restored by the next attempt, removed at the end of the trial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.storage.checkpoints.pointers import read_pointers
-from hpsearch.storage.checkpoints.store import Stored, checkpoint_of, is_file, part_of
+from hpsearch.storage.checkpoints.store import StoredFile, get_checkpoint_path, get_part_path, is_identical
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
 from hpsearch.storage.trials.claims import Claim
@@ -48,10 +48,10 @@ class TrialCheckpoints:
         self._files = files
         self._claim = claim
         self._folder = f"{study.folder}/{claim.number:04d}"
-        self._known: dict[int, Stored] = {}  # by epoch: those in the database, as far as this attempt knows
+        self._known: dict[int, StoredFile] = {}  # by epoch: those in the database, as far as this attempt knows
         self._parts: dict[str, list[str]] = {}  # of a checkpoint, both by their paths in the store
         self._failing = False
-        self.pending: Stored | None = None
+        self.pending: StoredFile | None = None
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Save the state after an epoch and put it into the store.
@@ -70,7 +70,7 @@ class TrialCheckpoints:
                 self._files.write_best(state)
             self._put_last(f"{epoch:04d}", state)
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Save a mid-epoch state and put it into the store, in place of the state after the epoch before."""
         epoch = len(state["history"]) - 1
         with self._failure_costs_the_checkpoint(epoch):
@@ -146,9 +146,7 @@ class TrialCheckpoints:
             self._begin_from(state)
             return state
         if self._known:
-            log.warning(
-                "trial %d: none of its checkpoints can be used: starting from its beginning", self._claim.number
-            )
+            log.warning("trial %d: no checkpoint is usable; starting from the first epoch", self._claim.number)
         self._files.remove(self._files.last_path, self._files.previous_path, self._files.best_path)
         return None
 
@@ -164,16 +162,16 @@ class TrialCheckpoints:
             self._warn(len(state["history"]) - 1, error)
 
     @kill_point("fetch checkpoint")
-    def _bring(self, stored: Stored) -> None:
+    def _bring(self, stored: StoredFile) -> None:
         for path in (self._files.last_path, self._files.previous_path):
-            if is_file(path, stored):
+            if is_identical(path, stored):
                 path.replace(self._files.last_path)
                 return
         _waiting(self._study.files.get, stored, self._files.last_path)
 
-    def _bring_parts(self, stored: Stored, state: dict[str, Any]) -> None:
+    def _bring_parts(self, stored: StoredFile, state: dict[str, Any]) -> None:
         for local, part in _parts(stored.path, state).items():
-            if not is_file(path := self._files.shards / local, part):
+            if not is_identical(path := self._files.shards / local, part):
                 _waiting(self._study.files.get, part, path)
 
     def _sweep(self) -> None:
@@ -181,8 +179,8 @@ class TrialCheckpoints:
         try:
             found = self._study.files.find(self._folder)
             known = {stored.path for stored in self._known.values()}
-            self._parts = {of: [p for p in found if p != of and checkpoint_of(p) == of] for of in known}
-            left = [p for p in found if checkpoint_of(p) not in known and _attempt(p) <= self._claim.attempt]
+            self._parts = {of: [p for p in found if p != of and get_checkpoint_path(p) == of] for of in known}
+            left = [p for p in found if get_checkpoint_path(p) not in known and _attempt(p) <= self._claim.attempt]
             self._study.files.remove(left)
         except CheckpointStoreError as error:
             log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._claim.number, error)
@@ -212,11 +210,11 @@ class TrialCheckpoints:
             log.warning("trial %d: an old checkpoint stays for now: %s", self._claim.number, error)
 
 
-def _parts(path: str, state: dict[str, Any]) -> dict[str, Stored]:
+def _parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
     """What of a state is not in the file at `path`: where it is below the folder of parts, and in the store."""
     manifest = state.get("shards", {"folder": "", "files": {}})
     folder = PurePosixPath(manifest["folder"]).name
-    return {f"{folder}/{name}": Stored(part_of(path, name), **of) for name, of in manifest["files"].items()}
+    return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **of) for name, of in manifest["files"].items()}
 
 
 def _attempt(path: str) -> int:

@@ -1,4 +1,4 @@
-"""What all parts of a worker share, built once when it joins its study."""
+"""Services and settings that all parts of a worker share."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.errors import as_search_error
-from hpsearch.search.process import GracefulShutdown, StopEvent, stop_worker_on_signals, watch_fleet
-from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
+from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import (
     check_release,
+    get_runs_folder,
     load_study,
     require_measurable,
-    runs_folder,
-    with_tracking,
+    resolve_tracking,
 )
-from hpsearch.search.tracking.tracker import Tracker, check_readers
+from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.search.worker.watchdog import Pulse
+from hpsearch.search.worker.watchdog import Watchdog
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.lease import LeaseKeeper
-from hpsearch.storage.trials.register import Register
+from hpsearch.storage.trials.register import WorkerRegistration
 
 log = logging.getLogger(__name__)
 
@@ -42,27 +42,27 @@ class WorkerContext:
     """A worker in its study.
 
     Args:
-        name: of the study.
-        options: of the worker.
-        stop: whether it is to stop; by default SIGTERM and SIGINT set it.
+        name: name of the study.
+        options: options of the worker.
+        stop: event that stops the worker; None stands for SIGTERM and SIGINT.
 
     Attributes:
         study: the study.
-        sampled: the same, opened by Optuna for its sampler.
-        objective: what is trained.
+        sampled: the same study, opened by Optuna for its sampler.
+        objective: objective to train.
         claims: gives trials to the worker.
         lease: renews the lease of the trial that runs.
         pruner: decides on pruning.
-        rungs: at which trials wait; None where they do not.
+        rungs: epochs at which trials pause; None without rungs.
         tracking: the tracking server.
         tracker: logs the trials.
         checkpoints: of the study.
         runs_dir: folder of the study's run directories on this machine.
         register: the worker's row in the study.
         shutdown: whether it is to stop, and the seconds that are left then.
-        pulse: beats while the worker makes progress.
-        fleet_gone: whether the fleet that started it has ended; None if no fleet did.
-        failed_before: failed trials at the start of the fleet; None if unknown.
+        watchdog: beats while the worker makes progress.
+        is_fleet_gone: whether the fleet that started it has ended; None if no fleet did.
+        failed_at_start: failed trials at the start of the fleet; None if unknown.
 
     Raises:
         SearchError: no such study, or it names no tracking server and none was given.
@@ -76,14 +76,14 @@ class WorkerContext:
         self.options, self.study = options, load_study(storage, name)
         study, spec = self.study, self.study.spec
         check_release(study)
-        check_readers(spec)
-        services = with_tracking(services, study, required=options.tracking_required)
-        if away := services.tracking_away:
+        check_trackers(spec)
+        services = resolve_tracking(services, study, required=options.tracking_required)
+        if away := services.tracking_error:
             log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective()
         with as_search_error(f"study {name!r} cannot be joined here: "):
-            spec.sampler.get_ready()
+            spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
             log.warning(warning)
         self.tracking = services.open_tracking()
@@ -96,24 +96,32 @@ class WorkerContext:
             tags=run_tags(self.objective, options.device),
             system_metrics=options.system_metrics,
         )
-        self.runs_dir = runs_folder(services.home / "runs", study)
+        self.runs_dir = get_runs_folder(services.home / "runs", study)
         self.sampled = as_sampled(study.open(), partial(read_epoch_values, study.engine, study.study_id))
-        self.rungs = study_rungs(spec)
-        metered = spec.epochs if spec.metered else None
+        self.rungs = make_rungs(spec)
+        metered_epochs = spec.epochs if spec.has_epoch_or_time_budget else None
         self.claims = Claims(
-            study.engine, study.study_id, worker=worker_name(), lease=options.lease, rungs=self.rungs, metered=metered
+            study.engine,
+            study.study_id,
+            worker=worker_name(),
+            lease=options.lease,
+            rungs=self.rungs,
+            metered_epochs=metered_epochs,
         )
         self.lease = LeaseKeeper(self.claims)
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)
-        self.register = Register(study.engine, study.study_id, worker_identity(options.device, options.world))
-        self.pulse = Pulse(Path(options.heartbeat) if options.heartbeat else None, stall=options.stall)
-        self.fleet_gone: Callable[[], bool] | None = None
-        self.failed_before: int | None = None
+        identity = worker_identity(options.device, options.world)
+        self.registration = WorkerRegistration(study.engine, study.study_id, identity)
+        self.watchdog = Watchdog(
+            Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor
+        )
+        self.is_fleet_gone: Callable[[], bool] | None = None
+        self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
             # A rank's parent is what started it: that one looks after the fleet.
-            self.fleet_gone = watch_fleet(int(fleet)) if current().alone else lambda: False
+            self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current_ranks().is_single_process else lambda: False
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
-            self.failed_before = int(failed) if failed else None
+            self.failed_at_start = int(failed) if failed else None
         self.shutdown = GracefulShutdown(
             stop or stop_worker_on_signals(), grace=options.grace, max_time=options.max_time
         )
@@ -134,8 +142,8 @@ class WorkerContext:
         return None if self.options.save_every is None else 60 * self.options.save_every
 
     def is_stopping(self) -> bool:
-        """Whether the worker is to stop; it stops with its fleet."""
-        if not self.shutdown.has_begun and self.fleet_gone is not None and self.fleet_gone():
+        """Return whether the worker should stop; it stops with its fleet."""
+        if not self.shutdown.has_begun and self.is_fleet_gone is not None and self.is_fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
             self.shutdown.begin()
         return self.shutdown.has_begun

@@ -9,42 +9,43 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from hpsearch.storage.trials.process_identity import process_name
-from hpsearch.storage.trials.register import Identity
+from hpsearch.storage.trials.register import WorkerIdentity
 
 
 def worker_name(pid: int | None = None) -> str:
-    """Return ``host:pid-mark``, by default of this process.
+    """Return ``host:pid-mark`` of a process, by default this one.
 
-    The mark tells apart what containers call alike: it is of the machine's boot, the container and the process's start.
+    The mark is a hash of the machine's boot, the container and the process start: containers may share host names and
+    pids.
     """
     pid = pid or os.getpid()
     mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
     return f"{socket.gethostname()}:{pid}-{mark}"
 
 
-def worker_identity(device: str | None, devices: int = 1) -> Identity:
-    """Return this process's, where it trains on `device`; a GPU where there is one, unless given.
+def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
+    """Return the identity of this process.
 
     Args:
-        device: of this process.
-        devices: such ones that train each trial together.
+        device: its device; None stands for a GPU if there is one.
+        devices: number of such devices that train each trial together.
     """
-    engine, job = engine_of(os.environ)
-    on = device or default_device()
+    engine, job = detect_engine(os.environ)
+    on = device or get_default_device()
     if devices > 1:
         on = f"{devices} x {on.partition(':')[0]}"
-    return Identity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
+    return WorkerIdentity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
 
 
-def default_device() -> str:
-    """Return where trials are trained unless it is said."""
+def get_default_device() -> str:
+    """Return the device for trials without `--device`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engine_of(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return what started a process of this environment, and what that calls it."""
+def detect_engine(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return the engine that started a process with this environment, and the engine's job id."""
     given = environment.get
     if job := given("SLURM_JOB_ID"):
         array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")

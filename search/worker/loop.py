@@ -1,4 +1,4 @@
-"""A worker: claim a trial, run it, take the next, until the budget is spent or it is told to stop."""
+"""The loop of a worker: claim a trial, run it, repeat until the budget is spent or the worker is stopped."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import time
 import optuna
 
 from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
-from hpsearch.search.study.stop_when import Rest
+from hpsearch.search.study.terminator import Terminator
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.storage.attributes import RUNG
-from hpsearch.storage.trials.claims import Claim, Lost, Nothing, Retired, Stopped
-from hpsearch.storage.trials.settle import Ended, Outcome
+from hpsearch.storage.trials.claims import Claim, NoTrialAvailable, PrunedTrial, RetriesExhausted, StudyStopped
+from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
-# A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
-ENOUGH_FAILURES = 3  # of the whole fleet since it began
+# A bug in the objective fails every trial; without a limit, it would use up the budget in minutes.
+MAX_FAILURES = 3  # of the fleet since its start
 
 
 class Worker:
-    """Runs trials of one study in this process."""
+    """Loop over the trials of one study."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._rest = None if context.spec.stop_when is None else Rest(context.study, context.sampled)
+        self._terminator = (
+            None if context.spec.min_expected_gain is None else Terminator(context.study, context.sampled)
+        )
         self._left = context.options.max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
-        self._failed_before = context.failed_before  # trials, when this worker or its fleet began
+        self._failed_before = context.failed_at_start  # trials, when this worker or its fleet began
 
     def work(self) -> int:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
@@ -43,25 +45,25 @@ class Worker:
             self._failed_before = len(self._failed())
         with self._context.lease:
             while not self._context.is_stopping() and self._left != 0:
-                self._context.pulse.beat()
-                self._context.register.seen()
-                ended: Ended | None
-                if self._rest is not None and (given_up := self._rest.given_up()):
-                    log.info("no new trial is begun: %s", given_up.why)
-                match self._context.claims.claim(open_new=not self._context.study.out_of_time):
-                    case Stopped(why):
+                self._context.watchdog.beat()
+                self._context.registration.send_heartbeat()
+                ended: TrialEnd | None
+                if self._terminator is not None and (given_up := self._terminator.stop_early()):
+                    log.info("no new trial is begun: %s", given_up.reason)
+                match self._context.claims.claim(open_new=not self._context.study.is_timed_out):
+                    case StudyStopped(why):
                         log.info("the study was stopped: %s", why)
                         return EXIT_DONE
-                    case Nothing(running=0):
+                    case NoTrialAvailable(running=0):
                         return EXIT_DONE
-                    case Nothing(running=running):
+                    case NoTrialAvailable(running=running):
                         if self._idle_too_long(running):
                             return EXIT_DONE
                         self._wait()
                         continue
-                    case Retired() as retired:
+                    case PrunedTrial() as retired:
                         ended = self._retired(retired)
-                    case Lost() as lost:
+                    case RetriesExhausted() as lost:
                         ended = self._lost(lost)
                     case Claim() as claim:
                         self._idle, self._idle_since = 0, math.inf
@@ -74,27 +76,27 @@ class Worker:
     def _any_left(self) -> bool:
         """Whether there is a reason to start a worker again; a database that does not answer is one."""
         try:
-            return self._context.claims.any_left(open_new=not self._context.study.out_of_time)
+            return self._context.claims.has_trials_left(open_new=not self._context.study.is_timed_out)
         except SERVICE_ERRORS:
             return True
 
-    def _lost(self, lost: Lost) -> Ended:
+    def _lost(self, lost: RetriesExhausted) -> TrialEnd:
         log.error("trial %d: FAIL, %s", lost.number, lost.reason)
-        self._context.tracker.settled(lost)
-        return Ended(Outcome.LOST, lost.reason)
+        self._context.tracker.end_run_without_worker(lost)
+        return TrialEnd(Outcome.LOST, lost.reason)
 
-    def _retired(self, retired: Retired) -> Ended:
+    def _retired(self, retired: PrunedTrial) -> TrialEnd:
         """Tell of a trial that waited in vain, and remove what it would have gone on from where it never will."""
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
-        self._context.tracker.settled(retired)
-        if not retired.cut:
+        self._context.tracker.end_run_without_worker(retired)
+        if not retired.is_cut:
             self._context.checkpoints.forget_trial(retired.number)
-        return Ended(Outcome.PRUNED, retired.reason)
+        return TrialEnd(Outcome.PRUNED, retired.reason)
 
-    def _hopeless(self, last: Ended) -> bool:
+    def _hopeless(self, last: TrialEnd) -> bool:
         """Whether trials only fail, whichever worker runs them: another would as well."""
         failed = len(self._failed()) - (self._failed_before or 0)
-        if failed < ENOUGH_FAILURES or self._any_finished():
+        if failed < MAX_FAILURES or self._any_finished():
             return False
         log.error("giving up: %d trials failed and none has finished; the last: %s", failed, last.reason)
         return True
@@ -109,10 +111,10 @@ class Worker:
     def _idle_too_long(self, running: int) -> bool:
         self._idle_since = min(self._idle_since, time.monotonic())
         idle = time.monotonic() - self._idle_since
-        patience = self._context.options.leave_when_idle
+        patience = self._context.options.idle_timeout
         if patience is None or idle < patience:
             return False
-        log.info("nothing to take for %.0f s, while others run %d trials: leaving", idle, running)
+        log.info("no trial to claim for %.0f s, while other workers run %d trials; exiting", idle, running)
         return True
 
     def _wait(self) -> None:

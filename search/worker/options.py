@@ -8,25 +8,25 @@ from typing import Any, Self, TypedDict
 from pydantic import Field, ValidationError, model_validator
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.kinds import Number, Options, refusal
+from hpsearch.search.spec.kinds import Number, Options, format_validation_error
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.urls import Addresses
 
-MOST_DEVICES = 1024
-GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
+MAX_DEVICES = 1024
+DEFAULT_GRACE_SECONDS = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
 
 # Options of one worker, which a fleet does not pass on by the environment.
-SINGLE = {"device", "tracking_required", "leave_when_idle", "max_trials", "max_time", "heartbeat", "nodes"}
+PER_WORKER_OPTIONS = {"device", "tracking_required", "idle_timeout", "max_trials", "max_time", "heartbeat", "nodes"}
 
 
-class Working(TypedDict, total=False):
+class FleetWorkerOptions(TypedDict, total=False):
     """How the workers of a fleet run: see `WorkerOptions`."""
 
     devices: int
     collective_timeout: float | None
     grace: float
     save_every: float | None
-    stall: float | None
+    stall_factor: float | None
     lease: float
     system_metrics: bool
 
@@ -45,13 +45,13 @@ class WorkerOptions(Options):
     devices: int = Field(
         default=1,
         ge=1,
-        le=MOST_DEVICES,
+        le=MAX_DEVICES,
         description="Devices of this machine that train each trial together, one process per device",
     )
     nodes: int = Field(
         default=1,
         ge=1,
-        le=MOST_DEVICES,
+        le=MAX_DEVICES,
         description="Machines that train each trial together, each with --devices; start this command on "
         "all of them, by srun or with MASTER_ADDR and MASTER_PORT set",
     )
@@ -61,7 +61,7 @@ class WorkerOptions(Options):
         description="Seconds in which all devices of a trial must reach each step  [default: half of --lease]",
     )
     grace: Number = Field(
-        default=GRACE,
+        default=DEFAULT_GRACE_SECONDS,
         ge=0,
         description="Seconds from SIGTERM to the kill; if the epoch cannot finish in time, the worker "
         "writes a mid-epoch checkpoint",
@@ -72,14 +72,14 @@ class WorkerOptions(Options):
         description="Minutes between mid-epoch checkpoints of long epochs  [default: none, only at the "
         "end of each epoch]",
     )
-    leave_when_idle: Number | None = Field(
+    idle_timeout: Number | None = Field(
         default=None,
         ge=0,
         description="Exit after N seconds without a trial to run while other workers run theirs",
     )
     max_trials: int | None = Field(default=None, ge=1, description="Exit after N trials")
     max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds, as after SIGTERM")
-    stall: Number | None = Field(
+    stall_factor: Number | None = Field(
         default=None,
         gt=1,
         description="Restart a worker and release its trial when a step takes N times as long as its "
@@ -125,7 +125,7 @@ class WorkerOptions(Options):
             return validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise SearchError(refusal(flag_of(str(first["loc"][0])), first)) from None
+            raise SearchError(format_validation_error(format_flag(str(first["loc"][0])), first)) from None
 
     @property
     def world(self) -> int:
@@ -144,16 +144,16 @@ class WorkerOptions(Options):
 
     def environment(self) -> dict[str, str]:
         """Return environment variables for a worker command: unlike in arguments, a password is not visible in them."""
-        given = self.model_dump(exclude=SINGLE, exclude_none=True)
+        given = self.model_dump(exclude=PER_WORKER_OPTIONS, exclude_none=True)
         said = {name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)}
-        return {variable_of(name): "1" if value is True else str(value) for name, value in said.items()}
+        return {format_variable(name): "1" if value is True else str(value) for name, value in said.items()}
 
 
-def flag_of(name: str) -> str:
+def format_flag(name: str) -> str:
     """Return the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
-def variable_of(name: str) -> str:
+def format_variable(name: str) -> str:
     """Return the environment variable of an option."""
     return f"HPSEARCH_{name.upper()}"

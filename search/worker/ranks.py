@@ -1,4 +1,4 @@
-"""A worker of several processes: rank 0 is the worker, the others train what it trains."""
+"""A worker of several processes: rank 0 is the worker, the other ranks train with it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hpsearch.objectives.training.ranks import RankLostError, Ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.study import judge_by_metrics
+from hpsearch.search.study.study import set_metrics
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training that rank 0 tells the others to join.
+    """Training that rank 0 broadcasts to the other ranks.
 
     Attributes:
-        trial, attempt: their numbers.
-        spec: of the study; it names the objective and its metrics.
-        config: as the objective's `suggest` made it.
-        plan: its epochs, seeds and data.
+        trial, attempt: numbers of the trial and its attempt.
+        spec: spec of the study, with the objective and its metrics.
+        config: return value of the objective's `suggest`.
+        plan: epochs, seeds and data of the run.
     """
 
     trial: int
@@ -38,33 +38,33 @@ class Job:
     plan: RunPlan
 
 
-def fit_together(
+def fit_on_all_ranks(
     ranks: Ranks, objective: BaseObjective, job: Job, *, session: Session, device: str | None
 ) -> RunResult:
-    """Train on rank 0, and on all others; alone it is `fit`.
+    """Train on all ranks; with one process, call `fit`.
 
     Raises:
-        RankLostError: a rank is gone or does not answer: this process has to end.
-        Exception: what `fit` raised, on this rank or another.
+        RankLostError: a rank is gone or does not answer: this process has to exit.
+        Exception: an error of `fit`, on any rank.
     """
-    _tell(ranks, job)
-    with ranks.together():
+    _broadcast(ranks, job)
+    with ranks.fail_together():
         return fit(objective, job.config, job.plan, session=session, device=device)
 
 
-def follow(ranks: Ranks, *, device: str | None) -> int:
-    """Train what rank 0 says, job after job, until it says that it leaves; return its exit code.
+def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
+    """Train the jobs of rank 0 until it sends an exit code, and return that code.
 
     Raises:
-        RankLostError: a rank is gone, or does not answer.
+        RankLostError: a rank is gone or does not answer.
     """
     loaded: dict[str, BaseObjective] = {}
-    while isinstance(job := _next(ranks), Job):
+    while isinstance(job := _receive_job(ranks), Job):
         try:
-            with ranks.together():
+            with ranks.fail_together():
                 name = job.spec.objective
                 objective = loaded[name] = loaded.get(name) or load_objective(name)
-                judge_by_metrics(objective, job.spec)
+                set_metrics(objective, job.spec)
                 fit(objective, job.config, job.plan, device=device)
         except RankLostError:
             raise
@@ -74,23 +74,23 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
 
 
 @kill_point("receive job")
-def _next(ranks: Ranks) -> Job | int:
+def _receive_job(ranks: Ranks) -> Job | int:
     """What rank 0 says, on the others."""
-    return _tell(ranks, 0)
+    return _broadcast(ranks, 0)
 
 
-def _tell(ranks: Ranks, said: Job | int) -> Job | int:
+def _broadcast(ranks: Ranks, said: Job | int) -> Job | int:
     """What rank 0 says between two trials, where no error can be but that a rank is gone."""
     try:
-        return ranks.told(said)
+        return ranks.broadcast_object(said)
     except (RuntimeError, ValueError) as error:
         raise RankLostError(f"a rank is gone: {error}") from error
 
 
-def dismiss(ranks: Ranks, code: int) -> None:
-    """Tell the others, which wait for a job, that there is none, and with which exit code to leave.
+def stop_followers(ranks: Ranks, code: int) -> None:
+    """Send the exit code to the other ranks, which wait for a job.
 
     Raises:
         RankLostError: a rank is gone.
     """
-    _tell(ranks, code)
+    _broadcast(ranks, code)

@@ -1,4 +1,4 @@
-"""The session of a trial: checkpoints any machine finds, reports with the verdict after each epoch."""
+"""The session of a trial: stored checkpoints, and a report with a verdict after each epoch."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, suggest_names
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.session import Curve, Due, Verdict
+from hpsearch.objectives.training.session import Curve, MidEpochAction, Verdict
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.context import WorkerContext
-from hpsearch.storage.rungs.rungs import Standing
-from hpsearch.storage.trials.claims import Claim, Reported
+from hpsearch.storage.rungs.rungs import RungRank
+from hpsearch.storage.trials.claims import Claim, ReportResult
 
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-_ASKED = 0.05  # seconds between two looks at what is due: a step may take less than a tenth of a millisecond
-_MARGIN = 2.0  # seconds that are kept free before a kill
+_CHECK_INTERVAL_SECONDS = 0.05  # a step may take less than 0.1 ms
+_KILL_MARGIN_SECONDS = 2.0  # reserve before the process is killed
 
 
-NO_ROOM = "the budget has no room for its next epoch"
+BUDGET_EXHAUSTED = "the budget has no room for its next epoch"
 
 
-def where(state: dict[str, Any]) -> str:
-    """Return after which epoch, and step of the next, a state is."""
+def describe_position(state: dict[str, Any]) -> str:
+    """Return the epoch and step of a state, as text."""
     within = state.get("within")
     return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
 
 
 class TrialSession:
-    """The session of a trial: checkpoints go where any machine finds them, reports to Optuna and MLflow."""
+    """Session of a trial, with checkpoints in the study's store, and reports to Optuna and MLflow."""
 
     def __init__(
         self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
@@ -59,77 +59,80 @@ class TrialSession:
         self._saving = 0.0  # seconds that the last epoch's took
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
+        """Return the newest state whose epoch the study has, from any machine; None to start from scratch."""
         state = self.kept.restore()
         if state is not None:
-            self.saved = where(state)
+            self.saved = describe_position(state)
             log.info("trial %d: goes on %s", self._claim.number, self.saved)
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        """Save the state and store it; it counts once its epoch is reported."""
         began = time.monotonic()
         self.kept.save(state, best=best)
-        self.saved = where(state)
+        self.saved = describe_position(state)
         self._saving = time.monotonic() - began
 
-    def due(self, left: Callable[[], float]) -> Due:
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
         """Leave the epoch where it would not end before the worker is killed; else save as often as was asked for."""
         now = time.monotonic()
         if now < self._ask_at:
-            return Due.NOTHING
-        self._ask_at = now + _ASKED
-        self._context.pulse.beat()
-        if self._context.is_stopping() and left() + 2 * self._saving + _MARGIN > self._context.shutdown.seconds_left():
-            return Due.LEAVE
-        return Due.SAVE if self._files.is_due(self._context.save_every_seconds) else Due.NOTHING
+            return MidEpochAction.NONE
+        self._ask_at = now + _CHECK_INTERVAL_SECONDS
+        self._context.watchdog.beat()
+        if (
+            self._context.is_stopping()
+            and left() + 2 * self._saving + _KILL_MARGIN_SECONDS > self._context.shutdown.seconds_left()
+        ):
+            return MidEpochAction.SAVE_AND_STOP
+        return MidEpochAction.SAVE if self._files.is_due(self._context.save_every_seconds) else MidEpochAction.NONE
 
-    def save_within(self, state: dict[str, Any]) -> None:
+    def save_mid_epoch(self, state: dict[str, Any]) -> None:
         """Save, and let the state count: the trial goes on from there, on any machine.
 
         Raises:
             ClaimLostError: the trial is no longer this worker's.
         """
-        self.kept.save_within(state)
+        self.kept.save_mid_epoch(state)
         if self.kept.pending is not None:  # else the store was away, and the trial would resume from before
             epoch = len(state["history"]) - 1
-            self._context.claims.keep(self._claim, epoch, self.kept.pending)
+            self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.kept.pending)
             self.kept.committed(epoch)
-            self.saved = where(state)
+            self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
+        """Report an epoch once; return the verdict of the pruner, the rungs, the budget or the stop signal.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's; nothing was written.
+            ClaimLostError: another attempt owns the trial; nothing was written.
         """
-        # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
+        # First of all, because a worker that lost its trial must not change runs or files.
         spec = self._context.spec
         metrics = self._asked(record)
-        vector = [metrics[name] for name in spec.ways] if spec.several else None
+        vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
         reported = self._report(record.epoch, metrics[spec.metric], vector)
-        self._context.pulse.beat()
-        if not reported.counted:
-            return Verdict.PAUSE.because(NO_ROOM)  # also after the last epoch: it is not written
+        self._context.watchdog.beat()
+        if not reported.is_counted:
+            return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)  # also after the last epoch: it is not written
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
-        stopped = reported.stopped or self._context.is_stopping()
+        stopped = reported.is_stopped or self._context.is_stopping()
         if record.epoch < max(self.curve.values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
-        # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
+        # A trial is not pruned after its last epoch: a full curve is worth more to the sampler.
         if record.epoch < spec.epochs - 1:
-            best = self._asked(self.curve.best_until(record.epoch))
+            best = self._asked(self.curve.best_up_to(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
             decision = self._context.pruner(
-                trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.ways]
+                trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.direction_by_metric]
             )
             if decision.prune:
-                return Verdict.PRUNE.because(decision)
+                return Verdict.PRUNE.with_reason(decision)
             standing = self._reach_rung(record.epoch, best)
-            if standing is not None and not standing.promoted:
-                return Verdict.PAUSE.because(standing)
-            if not reported.room:
-                return Verdict.PAUSE.because(NO_ROOM)
+            if standing is not None and not standing.is_promoted:
+                return Verdict.PAUSE.with_reason(standing)
+            if not reported.has_room:
+                return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
     def _asked(self, record: EpochRecord) -> dict[str, float]:
@@ -139,58 +142,60 @@ class TrialSession:
             ObjectiveError: one is missing; one line names it and the ones that were reported.
         """
         try:
-            return self._context.spec.asked(record.metrics)
+            return self._context.spec.select_metrics(record.metrics)
         except KeyError as missing:
             there = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
-            raise ObjectiveError(f"metric {missing} is not reported{nearest(str(missing.args[0]), there)}") from None
+            raise ObjectiveError(
+                f"metric {missing} is not reported{suggest_names(str(missing.args[0]), there)}"
+            ) from None
 
-    def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> Standing | None:
+    def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
         """Return where the trial stands if `epoch` is that of a rung; `best` are the metrics of its best epoch."""
         rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
             return None
-        value = [best[name] for name in spec.ways] if spec.several else best[spec.metric]
+        value = [best[name] for name in spec.direction_by_metric] if spec.is_multi_objective else best[spec.metric]
         rung = rungs.epochs.index(epoch + 1)
-        return self._context.claims.reach(self._claim, rung, value, system=violations(spec, best))
+        return self._context.claims.report_rung(self._claim, rung, value, system=measure_violations(spec, best))
 
-    def _report(self, epoch: int, value: float, vector: list[float] | None) -> Reported:
+    def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
         reported = self._context.claims.report(self._claim, epoch, value, self.kept.pending, metrics=vector)
-        if reported.counted:
+        if reported.is_counted:
             self.kept.committed(epoch)
             self.curve.values.setdefault(epoch, value)
         return reported
 
     @property
     def last_value(self) -> float | list[float] | None:
-        """What the last epoch reported, which is the value of a pruned trial; None before the first.
+        """The value of the last epoch, which is the value of a pruned trial; None before the first.
 
-        Of several metrics also where this attempt, which began anew, has not come so far again.
+        With several metrics, also None if this attempt restarted and has not reached that epoch again.
         """
         values, spec = self.curve.values, self._context.spec
         if not values:
             return None
         last = max(values)
-        if not spec.several:
+        if not spec.is_multi_objective:
             return values[last]
         if last >= self.curve.next_epoch or not math.isfinite(values[last]):
             return None
         metrics = self._asked(self.curve.history[last])
-        return [metrics[name] for name in spec.ways]
+        return [metrics[name] for name in spec.direction_by_metric]
 
     def log(self, path: Path) -> None:
-        """Note a file that the run made; it is uploaded when the trial ends."""
+        """Record a file of the run; it is uploaded when the trial ends."""
         self.files.append(path)
 
     def keep_best(self) -> None:
-        """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
+        """Sync the best checkpoint to disk, so that it survives a power failure after the trial is finished."""
         self._files.sync_best()
 
     def report_non_finite(self, epoch: int) -> None:
-        """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
-        ways = self._context.spec.ways
+        """Report NaN at `epoch`, so that the sampler learns that the configuration is infeasible."""
+        ways = self._context.spec.direction_by_metric
         self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)
 
 
-def violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each bound is broken, as system attributes that Optuna's samplers and dashboard read."""
+def measure_violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
+    """Return the violation of each bound, as the system attributes that Optuna's samplers and dashboard read."""
     return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.bounds}

@@ -1,4 +1,4 @@
-"""The pulse of a worker: a file for probes, and a watchdog that ends a process which gets on no more."""
+"""Watchdog of a worker: a heartbeat file for probes, and a thread that ends a process without progress."""
 
 from __future__ import annotations
 
@@ -11,71 +11,76 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpsearch.search.process import EXIT_AWAY
+from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
-LEAST = 60.0  # seconds below which no pause is too long: a machine may be busy with something else
-_TOUCHED = 1.0  # seconds between two touches of the file
+MIN_PAUSE_SECONDS = 60.0  # shorter pauses are never a stall: the machine may be busy
+_TOUCH_INTERVAL_SECONDS = 1.0  # of the heartbeat file
 
 
-class Pulse:
-    """Beats with each sign that the worker gets on: a step, a report, a look for work.
+class Watchdog:
+    """Monitor of a worker's progress: steps, reports and claims.
 
-    Before the first step of an attempt nothing is judged: nobody knows how long data take to prepare.
+    Pauses before the first step of an attempt are not judged, because preparing data may take any time.
 
     Args:
-        heartbeat: a file that is touched then, at most each second.
-        stall: how many times the longest pause of the attempt so far makes one too long; None looks after nothing.
+        heartbeat: file to touch on progress, at most once per second.
+        stall_factor: multiple of the attempt's longest pause after which the worker is stalled; None disables the
+            thread.
     """
 
-    def __init__(self, heartbeat: Path | None = None, *, stall: float | None = None) -> None:
-        self._file, self._stall = heartbeat, stall
-        self._touched_at = -_TOUCHED
+    def __init__(self, heartbeat: Path | None = None, *, stall_factor: float | None = None) -> None:
+        self._file, self._stall_factor = heartbeat, stall_factor
+        self._touched_at = -_TOUCH_INTERVAL_SECONDS
         self._last = time.monotonic()
         self._longest = 0.0
         self._beats = 0
-        self._give_back: Callable[[], None] | None = None
-        self._watch: threading.Thread | None = None
+        self._release: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
         if heartbeat is not None:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
 
     def beat(self) -> None:
-        """Take note of a sign of life."""
+        """Record progress."""
         now = time.monotonic()
-        if self._beats:  # what comes before the first step, such as compiling, is no measure
+        if self._beats:  # the pause before the first step, such as compiling, does not count
             self._longest = max(self._longest, now - self._last)
         self._beats += 1
         self._last = now
-        if self._file is not None and now - self._touched_at >= _TOUCHED:
+        if self._file is not None and now - self._touched_at >= _TOUCH_INTERVAL_SECONDS:
             self._touched_at = now
             self._file.touch()
 
-    def attempt(self, give_back: Callable[[], None]) -> None:
-        """Begin to look after an attempt; `give_back` leaves its trial to others."""
+    def watch(self, release: Callable[[], None]) -> None:
+        """Start monitoring an attempt; `release` makes its trial available to other workers."""
         self._beats, self._longest, self._last = 0, 0.0, time.monotonic()
-        self._give_back = give_back
-        if self._stall is not None and self._watch is None:
-            self._watch = threading.Thread(target=self._look, name="stall", daemon=True)
-            self._watch.start()
+        self._release = release
+        if self._stall_factor is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="stall", daemon=True)
+            self._thread.start()
 
-    def rest(self) -> None:
-        """The attempt is over."""
-        self._give_back = None
+    def stop_watching(self) -> None:
+        """Stop monitoring the attempt."""
+        self._release = None
 
-    def _look(self) -> None:
-        assert self._stall is not None
+    def _run(self) -> None:
+        assert self._stall_factor is not None
         while True:
-            time.sleep(min(1.0, LEAST / 4))  # it looks for what does not come: nothing could wake it
-            give_back, pause = self._give_back, time.monotonic() - self._last
-            if give_back is None or not self._beats or pause <= max(LEAST, self._stall * self._longest):
+            time.sleep(min(1.0, MIN_PAUSE_SECONDS / 4))  # it looks for what does not come: nothing could wake it
+            release, pause = self._release, time.monotonic() - self._last
+            if (
+                release is None
+                or not self._beats
+                or pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest)
+            ):
                 continue
             log.error(
-                "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",
+                "no step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting",
                 *(pause, self._longest),
             )
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             try:
-                give_back()
+                release()
             finally:
-                os._exit(EXIT_AWAY)
+                os._exit(EXIT_UNAVAILABLE)

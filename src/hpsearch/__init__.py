@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpsearch.objectives.custom_loop.loop_objective import LoopObjective as LoopObjective
     from hpsearch.objectives.errors import ObjectiveError as ObjectiveError
     from hpsearch.objectives.loading import BUILTIN as BUILTIN
     from hpsearch.objectives.loading import load_objective as load_objective
@@ -19,15 +20,14 @@ if TYPE_CHECKING:
     from hpsearch.objectives.loading import source_hash as source_hash
     from hpsearch.objectives.objective import BaseObjective as BaseObjective
     from hpsearch.objectives.objective import Objective as Objective
-    from hpsearch.objectives.own_loop.loop_objective import LoopObjective as LoopObjective
     from hpsearch.objectives.training.config import TrainConfig as TrainConfig
     from hpsearch.objectives.training.data.dataset import Batch as Batch
     from hpsearch.objectives.training.data.dataset import Dataset as Dataset
-    from hpsearch.objectives.training.data.division import Blocks as Blocks
     from hpsearch.objectives.training.data.preprocess import Standardize as Standardize
-    from hpsearch.objectives.training.data.samplers import ByLength as ByLength
+    from hpsearch.objectives.training.data.samplers import LengthGroupedSampler as LengthGroupedSampler
     from hpsearch.objectives.training.data.samples import fingerprint_files as fingerprint_files
-    from hpsearch.objectives.training.data.samples import padded as padded
+    from hpsearch.objectives.training.data.samples import pad_collate as pad_collate
+    from hpsearch.objectives.training.data.split_rows import Blocks as Blocks
     from hpsearch.objectives.training.data.splits import Splits as Splits
     from hpsearch.objectives.training.evaluation.evaluate import evaluate as evaluate
     from hpsearch.objectives.training.evaluation.metrics import Metrics as Metrics
@@ -52,13 +52,13 @@ _NAMES_BY_MODULE = {
     "objectives.errors": ("ObjectiveError",),
     "objectives.loading": ("BUILTIN", "load_objective", "objective_reference", "source_hash"),
     "objectives.objective": ("BaseObjective", "Objective"),
-    "objectives.own_loop.loop_objective": ("LoopObjective",),
+    "objectives.custom_loop.loop_objective": ("LoopObjective",),
     "objectives.training.config": ("TrainConfig",),
     "objectives.training.data.dataset": ("Batch", "Dataset"),
-    "objectives.training.data.division": ("Blocks",),
+    "objectives.training.data.split_rows": ("Blocks",),
     "objectives.training.data.preprocess": ("Standardize",),
-    "objectives.training.data.samplers": ("ByLength",),
-    "objectives.training.data.samples": ("fingerprint_files", "padded"),
+    "objectives.training.data.samplers": ("LengthGroupedSampler",),
+    "objectives.training.data.samples": ("fingerprint_files", "pad_collate"),
     "objectives.training.data.splits": ("Splits",),
     "objectives.training.evaluation.evaluate": ("evaluate",),
     "objectives.training.evaluation.metrics": ("Metrics", "classification"),
@@ -80,10 +80,10 @@ __all__ = list(MODULES)
 def __getattr__(name: str) -> object:
     if name in MODULES:
         return getattr(importlib.import_module(MODULES[name]), name)
-    from hpsearch.objectives.errors import nearest
+    from hpsearch.objectives.errors import suggest_names
 
     error = ImportError if _is_from_import(sys._getframe(1)) else AttributeError
-    raise error(f"module {__name__!r} has no attribute {name!r}; {nearest(name, list(MODULES))}")
+    raise error(f"module {__name__!r} has no attribute {name!r}; {suggest_names(name, list(MODULES))}")
 
 
 def _is_from_import(frame: FrameType) -> bool:

@@ -1,1 +1,1 @@
-"""Backup: all that a search needs to go on elsewhere, in one file, taken while it runs, and put back."""
+"""Backup of studies, MLflow and checkpoints to one file while searches run, and restore."""

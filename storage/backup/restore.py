@@ -1,4 +1,4 @@
-"""Restore a backup into new or existing services."""
+"""Restore of a backup into empty services."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from typing import Any
 
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, PENDING, RUN_ID, RUN_URL, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import archive, backup
-from hpsearch.storage.backup.archive import Manifest, Reader, Unpacked
-from hpsearch.storage.backup.dumps import count, find_programs, put_back, session
+from hpsearch.storage.backup.archive import ArchiveReader, Manifest, UnpackedArchive
+from hpsearch.storage.backup.dumps import count_rows, find_programs, open_session, restore_dump
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import MIGRATIONS, known_revisions, migrate
-from hpsearch.storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
+from hpsearch.storage.database.schema import PARTIAL_RESTORE_QUERY, RESTORE_SCHEMA
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import sha256
-from hpsearch.storage.home import home_dir
+from hpsearch.storage.files import compute_sha256
+from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.urls import redact
 
 
-def check_known(manifest: Manifest) -> None:
-    """Reject a backup whose tables are of a newer version than is installed.
+def check_schema_revisions(manifest: Manifest) -> None:
+    """Check that the installed packages support the table revisions of the backup.
 
     Raises:
-        StorageError: with the version that made the backup.
+        StorageError: a revision is newer than the installed package.
     """
     import mlflow
     import optuna
 
-    # What is installed has its migrations in these folders.
-    places = (
+    # The installed packages have their migrations in these folders.
+    packages = (
         ("hpsearch", manifest.schema, MIGRATIONS),
         ("Optuna", manifest.optuna_schema, Path(optuna.__file__).parent / "storages" / "_rdb" / "alembic"),
         ("MLflow", manifest.mlflow_schema, Path(mlflow.__file__).parent / "store" / "db_migrations"),
     )
-    for name, found, scripts in places:
+    for name, found, scripts in packages:
         if found is not None and found not in known_revisions(scripts):
             raise StorageError(
                 f"the backup is of a newer {name} (schema {found}; made by hpsearch {manifest.hpsearch}): "
@@ -54,7 +54,7 @@ def check_known(manifest: Manifest) -> None:
 
 
 def upgrade_mlflow(url: str) -> None:
-    """Bring MLflow's tables to the installed version, as ``mlflow db upgrade`` does, which takes a password openly."""
+    """Upgrade MLflow's tables, like ``mlflow db upgrade``, which would show the password in its command line."""
     from mlflow.store.db.utils import _upgrade_db
 
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -67,19 +67,19 @@ def upgrade_mlflow(url: str) -> None:
 
 Progress = Callable[[str], None]
 
-_STUDIES = ("studies",)
-_MLFLOW = ("runs", "registered_models")
+_STUDY_TABLES = ("studies",)
+_MLFLOW_TABLES = ("runs", "registered_models")
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What was put back, and what the restored studies still refer to outside of it.
+class RestoreResult:
+    """Result of a restore.
 
     Attributes:
-        manifest: of the backup.
-        tracking_uri: the MLflow server that has the runs now; None where nobody has named it.
-        checkpoints: studies whose checkpoints are in a place of their own, and where.
-        left_out: how many files of artifacts the backup knows of and does not hold.
+        manifest: manifest of the backup.
+        tracking_uri: address of the MLflow server that has the runs now; None if unknown.
+        checkpoints: studies with another checkpoint URL, which is not part of the backup: name and URL.
+        left_out: number of artifact files that are in the index only.
     """
 
     manifest: Manifest
@@ -98,169 +98,170 @@ def restore(  # noqa: PLR0913 a keyword for each flag
     home: str | None = None,
     dashboard: Sequence[str],
     progress: Progress = lambda _: None,
-) -> Restored:
-    """Put a backup back where there are no studies, no runs and no registered models.
+) -> RestoreResult:
+    """Restore a backup into services without studies, runs and registered models.
 
     Args:
-        file: what `backup` wrote.
-        owner_url: Postgres of the studies, as its owner; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
-            Without it the embedded stack takes it, which is started.
-        artifacts: folder of MLflow's artifacts, for services of one's own.
-        tracking_uri: address of one's own MLflow server; by default what the studies say.
-        ui_url: where browsers reach the MLflow server, where that is not where workers do.
-        home: folder of the embedded stack and of checkpoints; by default the user's.
-        dashboard: command of the embedded stack's dashboard.
-        progress: is told what is being done, a line at a time.
+        file: backup file.
+        owner_url: owner's URL of the study database; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
+            None for the embedded stack, which is started.
+        artifacts: folder of MLflow's artifacts, for external services.
+        tracking_uri: address of the external MLflow server; None to keep the stored one.
+        ui_url: address of the MLflow server for browsers; None if it is the same.
+        home: folder of the embedded stack and of the checkpoints; None for the default.
+        dashboard: command line of the dashboard of the embedded stack.
+        progress: callback for progress lines.
 
     Raises:
-        StorageError: the file is no whole backup that this version can read, or there is something already; nothing
-            was changed. Or a service fails meanwhile.
+        StorageError: the file is damaged or not supported, or the services are not empty, and nothing was changed; or
+            a service fails during the restore.
     """
     file = file.expanduser().absolute()
-    with Reader.opened(file) as reader:
+    with ArchiveReader.open(file) as reader:
         manifest = reader.manifest
-        check_known(manifest)
-        programs = find_programs(_major(manifest.dumped_by), why="the backup")
-        folder = home_dir(home).resolve()
-        backup.check_choice(owner_url, artifacts)
-        services = partial(_empty_services, folder, owner_url, artifacts, manifest, progress)
+        check_schema_revisions(manifest)
+        programs = find_programs(_parse_major_version(manifest.dumped_by), why="the backup")
+        folder = prepare_home(home).resolve()
+        backup.check_service_options(owner_url, artifacts)
+        services = partial(_open_empty_services, folder, owner_url, artifacts, manifest, progress)
         if owner_url is not None or backup.has_stack(folder):
             with services():
-                pass  # a mistake is reported before the file is read
+                pass  # report a mistake before the file is read
         try:
-            with backup.temporary_folder(folder, "restore") as workshop:
+            with backup.temporary_folder(folder, "restore") as temporary:
                 progress(f"reading {file.name}")
-                unpacked = reader.unpack(workshop, progress=progress)
-                with services() as (where, held):
+                unpacked = reader.unpack(temporary, progress=progress)
+                with services() as (locations, held):
                     if held is not None:
                         held.stop_services()
-                    others = _put_all(unpacked, where, programs, progress)
+                    external_checkpoints = _restore_all(unpacked, locations, programs, progress)
         except OSError as error:
-            raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is not whole") from None
+            raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is incomplete") from None
     if owner_url is None:
         tracking_uri = stack.up(folder, dashboard=dashboard, progress=progress).tracking_uri
-        where = backup.embedded_places(folder, studies_only=not manifest.with_mlflow)
+        locations = backup.find_embedded_locations(folder, studies_only=not manifest.has_mlflow)
     if tracking_uri is not None:
-        with _cursors(where) as (studies, mlflow):
-            readdress(studies, mlflow, tracking_uri=tracking_uri, ui_url=ui_url or tracking_uri)
-    return Restored(manifest, tracking_uri, others, sum(not entry.held for entry in unpacked.index))
+        with _open_cursors(locations) as (studies, mlflow):
+            rewrite_mlflow_urls(studies, mlflow, tracking_uri=tracking_uri, ui_url=ui_url or tracking_uri)
+    return RestoreResult(manifest, tracking_uri, external_checkpoints, sum(not entry.held for entry in unpacked.index))
 
 
-def _major(version: str) -> int:
+def _parse_major_version(version: str) -> int:
     return int(version.split(".", maxsplit=1)[0])
 
 
 @contextmanager
-def _empty_services(
+def _open_empty_services(
     folder: Path, owner_url: str | None, artifacts: str | None, manifest: Manifest, progress: Progress
-) -> Iterator[tuple[backup.Places, EmbeddedStack | None]]:
-    """Yield the services, which are empty, with the embedded stack if it is theirs; only this process may stop it.
+) -> Iterator[tuple[backup.Locations, EmbeddedStack | None]]:
+    """Yield the locations of empty services, and the locked embedded stack (None for external services).
 
     Raises:
-        StorageError: they hold anything, are older than those of the backup, or have no folder for its artifacts.
+        StorageError: a service is not empty, is older than that of the backup, or the artifacts have no local folder.
     """
-    studies_only = not manifest.with_mlflow
-    with nullcontext() if owner_url is not None else stack.held(folder, progress=progress) as held:
+    studies_only = not manifest.has_mlflow
+    with nullcontext() if owner_url is not None else stack.lock(folder, progress=progress) as held:
         if owner_url is None:
-            where = backup.embedded_places(folder, studies_only=studies_only)
+            locations = backup.find_embedded_locations(folder, studies_only=studies_only)
         else:
-            where = backup.own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
-        if manifest.files and where.artifacts is None:
+            locations = backup.find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+        if manifest.files and locations.artifacts is None:
             raise StorageError(
-                "--artifacts is missing: the backup has the files of MLflow's artifacts; give their folder, as "
-                "'serve mlflow' has it"
+                "--artifacts is missing: the backup contains artifact files; give the folder of MLflow's artifacts, as "
+                "for 'serve mlflow'"
             )
-        if manifest.files and where.artifacts_folder is None:
-            raise StorageError(f"--artifacts {artifacts!r} is no folder: the files can be put into one alone")
-        _check_empty(where, manifest)
-        yield where, held
+        if manifest.files and locations.artifacts_folder is None:
+            raise StorageError(f"--artifacts {artifacts!r} is not a local folder: give one for the artifact files")
+        _check_empty(locations, manifest)
+        yield locations, held
 
 
-def _check_empty(where: backup.Places, manifest: Manifest) -> None:
-    """Reject databases that hold anything, and servers older than the backup's.
+def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
+    """Check that the databases are empty, or contain an interrupted restore, and that no server is too old.
 
     Raises:
-        StorageError: with the numbers of rows. What a restore that was cut off has left is no reason.
+        StorageError: a database has rows, or its server is older than that of the backup.
     """
     found: list[str] = []
     was_cut_off = False
-    for database, tables in ((where.studies, _STUDIES), (where.mlflow, _MLFLOW)):
+    for database, tables in ((locations.studies, _STUDY_TABLES), (locations.mlflow, _MLFLOW_TABLES)):
         if database is None:
             continue
-        with session(*database) as cursor:
-            here = cursor.connection.server_version // 10_000
-            if here < _major(manifest.postgres):
+        with open_session(*database) as cursor:
+            server_version = cursor.connection.server_version // 10_000
+            if server_version < _parse_major_version(manifest.postgres):
                 raise StorageError(
-                    f"the archive is of Postgres {manifest.postgres}, and the server is of Postgres {here}: "
-                    "use a newer one"
+                    f"the backup is from Postgres {manifest.postgres}, and the server is Postgres {server_version}: "
+                    "use a newer server"
                 )
-            was_cut_off = was_cut_off or _was_cut_off(cursor)
-            numbers = {table: count(cursor, table) for table in tables}
+            was_cut_off = was_cut_off or _is_partial_restore(cursor)
+            numbers = {table: count_rows(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
     if found and not was_cut_off:
-        place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies.url)
-        what = "give --home, or set HPSEARCH_HOME to another folder" if where.embedded else "give empty databases"
-        raise StorageError(f"{place} is not empty ({', '.join(found)}): nothing is overwritten; {what}")
+        place = f"the stack in {str(locations.home)!r}" if locations.is_embedded else redact(locations.studies.url)
+        fix = "give --home, or set HPSEARCH_HOME to another folder" if locations.is_embedded else "give empty databases"
+        raise StorageError(f"{place} is not empty ({', '.join(found)}): nothing is overwritten; {fix}")
 
 
-def _was_cut_off(cursor: Any) -> bool:
-    """Whether an earlier restore into this database was cut off: the content that it left is replaced."""
-    cursor.execute(IS_RESTORED_BY_HALF)
+def _is_partial_restore(cursor: Any) -> bool:
+    """Whether an earlier restore into this database was interrupted, so that its content is replaced."""
+    cursor.execute(PARTIAL_RESTORE_QUERY)
     return bool(cursor.fetchone()[0])
 
 
-def _put_all(
-    unpacked: Unpacked, where: backup.Places, programs: Binaries, progress: Progress
+def _restore_all(
+    unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: Progress
 ) -> Sequence[tuple[str, str]]:
-    """Put files and databases in place, what is referred to first; return the places of studies' own checkpoints."""
-    with session(*where.studies) as cursor:
-        again = _was_cut_off(cursor)
-        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORING}")
-    moves = [(source, where.checkpoints / path) for path, source in unpacked.held(archive.CHECKPOINTS)]
-    if (artifacts := where.artifacts_folder) is not None:
-        moves += [(source, artifacts / path) for path, source in unpacked.held(archive.ARTIFACTS)]
+    """Restore files, then databases; return the studies with other checkpoint URLs: name and URL."""
+    with open_session(*locations.studies) as cursor:
+        again = _is_partial_restore(cursor)
+        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
+    moves = [(source, locations.checkpoints / path) for path, source in unpacked.iterate_files(archive.CHECKPOINTS)]
+    if (artifacts := locations.artifacts_folder) is not None:
+        moves += [(source, artifacts / path) for path, source in unpacked.iterate_files(archive.ARTIFACTS)]
     if not again:
-        _check_free(moves)
-    progress(f"putting {len(moves)} files in place")
+        _check_targets(moves)
+    progress(f"restoring {len(moves)} files")
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(source, target)
-    if where.mlflow is not None:
+    if locations.mlflow is not None:
         progress("restoring MLflow's database")
         dump = unpacked.folder / archive.MLFLOW_DUMP
-        put_back(dump, where.mlflow.url, must_be_empty=() if again else _MLFLOW, programs=programs)
-        upgrade_mlflow(where.mlflow.url)
+        restore_dump(dump, locations.mlflow.url, must_be_empty=() if again else _MLFLOW_TABLES, programs=programs)
+        upgrade_mlflow(locations.mlflow.url)
     progress("restoring the studies")
     dump = unpacked.folder / archive.STUDIES_DUMP
-    put_back(dump, where.studies.url, must_be_empty=() if again else _STUDIES, programs=programs)
-    migrate(where.studies.url, setting=where.studies.setting)
-    with _cursors(where) as (studies, mlflow):
+    restore_dump(dump, locations.studies.url, must_be_empty=() if again else _STUDY_TABLES, programs=programs)
+    migrate(locations.studies.url, setting=locations.studies.setting)
+    with _open_cursors(locations) as (studies, mlflow):
         release_trials(studies)
         if mlflow is not None:
             reconcile(studies, mlflow)
-        others = forget_home(studies, unpacked.manifest.home)
-        studies.execute(f"DROP SCHEMA {RESTORING}")
-    return others
+        external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
+        studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
+    return external_checkpoints
 
 
-def _check_free(moves: Sequence[tuple[Path, Path]]) -> None:
-    """Refuse to replace a file by another one."""
+def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Check that no existing file would be overwritten by a different one; raises StorageError."""
     for source, target in moves:
-        if os.path.lexists(target) and not (target.is_file() and sha256(target) == sha256(source)):
-            raise StorageError(f"{str(target)!r} is there already and is another file: nothing is overwritten")
+        if os.path.lexists(target) and not (target.is_file() and compute_sha256(target) == compute_sha256(source)):
+            raise StorageError(f"{str(target)!r} exists with other content: move it away; nothing is overwritten")
 
 
 @contextmanager
-def _cursors(where: backup.Places) -> Iterator[tuple[Any, Any]]:
-    """Yield a cursor on each database, the second None where MLflow's is left out; what is written is committed."""
-    with session(*where.studies) as studies, session(*where.mlflow) if where.mlflow else nullcontext() as mlflow:
+def _open_cursors(locations: backup.Locations) -> Iterator[tuple[Any, Any]]:
+    """Yield cursors on the study database and MLflow's (None if not included), committed at the end."""
+    mlflow_session = open_session(*locations.mlflow) if locations.mlflow else nullcontext()
+    with open_session(*locations.studies) as studies, mlflow_session as mlflow:
         yield studies, mlflow
 
 
-_RUN_PAGE = "/#/experiments/"  # what follows a server's address in that of a run's page
+_RUN_PAGE = "/#/experiments/"  # path of a run's page
 
-# As a worker does that gives its trial back: it costs no retry, and who claims next goes on with it. The workers of
-# the old place are told of as gone: nothing here is theirs.
+# Like a worker that releases its trial: it costs no retry, and the next worker resumes the trial. The workers of the
+# original database are marked as gone.
 _RELEASE = """
     WITH ended AS (
         UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = 'released' WHERE ended_at IS NULL
@@ -273,11 +274,11 @@ _RELEASE = """
 
 
 def release_trials(cursor: Any) -> None:
-    """Give back the trials that were running: their workers are elsewhere."""
+    """Release the trials that were running, because their workers do not use this database."""
     cursor.execute(_RELEASE)
 
 
-# Of trials whose run MLflow received whole after the snapshot of the studies.
+# For trials whose run was completely uploaded to MLflow after the snapshot of the studies.
 _NOTE_ARRIVED = """
     WITH arrived AS (
         SELECT DISTINCT ON (t.trial_id) t.trial_id, r.run_id, r.model
@@ -297,14 +298,14 @@ _NOTE_ARRIVED = """
 
 
 def reconcile(studies: Any, mlflow: Any) -> None:
-    """Bring the two databases in line: MLflow's was read a moment after that of the studies.
+    """Reconcile the two databases, because the snapshot of MLflow is slightly newer than that of the studies.
 
-    Runs of trials that began in between are marked as deleted, for the trials of these numbers are still to come. What
-    MLflow got whole in between is noted so: its checkpoint may be gone, and nobody will send it again.
+    Runs of trials that started in between are marked as deleted, because these trial numbers will be used again. Runs
+    that were completed in between are recorded as uploaded, because no worker will send them again.
 
     Args:
-        studies: a cursor on the database of the studies.
-        mlflow: one on MLflow's.
+        studies: cursor on the study database.
+        mlflow: cursor on MLflow's database.
     """
     studies.execute(
         """
@@ -349,14 +350,14 @@ def reconcile(studies: Any, mlflow: Any) -> None:
     studies.execute(_NOTE_ARRIVED, {"runs": json.dumps(finished), **keys})
 
 
-def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
-    """Let links lead to the MLflow server that has the runs now, wherever they are shown.
+def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
+    """Rewrite the stored links to MLflow for the server that has the runs now.
 
     Args:
-        studies: a cursor on the database of the studies.
-        mlflow: one on MLflow's, where that was restored.
-        tracking_uri: the server's address.
-        ui_url: where browsers reach it.
+        studies: cursor on the study database.
+        mlflow: cursor on MLflow's database; None if it was not restored.
+        tracking_uri: address of the server.
+        ui_url: address of the server for browsers.
     """
     studies.execute(
         "UPDATE study_user_attributes SET value_json = %s WHERE key = %s",
@@ -377,7 +378,7 @@ def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: st
         (studies, "study_system_attributes", "value_json", "text"),
         (studies, "hpsearch_promotions", "evidence", "jsonb"),
     ]
-    if mlflow is not None:  # the pages of promoted versions; the cast cuts them at MLflow's limit
+    if mlflow is not None:  # descriptions of promoted versions; the cast cuts them at MLflow's limit
         columns.append((mlflow, "model_versions", "description", "varchar(5000)"))
     for (base,) in studies.fetchall():
         old = f"{base}{_RUN_PAGE}"
@@ -385,22 +386,22 @@ def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: st
             continue
         for cursor, table, column, kind in columns:
             cursor.execute(
-                f"UPDATE {table} SET {column} = replace({column}::text, %s, %s)::{kind} "  # noqa: S608 names of ours
+                f"UPDATE {table} SET {column} = replace({column}::text, %s, %s)::{kind} "  # noqa: S608 constant names
                 f"WHERE strpos({column}::text, %s) > 0",
                 (old, new, old),
             )
 
 
-def forget_home(studies: Any, home: str) -> list[tuple[str, str]]:
-    """Let studies whose checkpoints lay in the old home have them in this one, where they were put.
+def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:
+    """Remove checkpoint URLs of the old home folder, so that these studies use the current one.
 
     Returns:
-        The other studies that name a place for their checkpoints: name and URL.
+        The studies with another checkpoint URL: name and URL.
     """
-    places = [f"{head}{home}/checkpoints" for head in ("", "file://")]
+    urls = [f"{scheme}{home}/checkpoints" for scheme in ("", "file://")]
     studies.execute(
         "DELETE FROM study_user_attributes WHERE key = %s AND rtrim(value_json::jsonb #>> '{}', '/') = ANY(%s)",
-        (CHECKPOINT_URL, places),
+        (CHECKPOINT_URL, urls),
     )
     studies.execute(
         "SELECT s.study_name, a.value_json::jsonb #>> '{}' FROM studies s "

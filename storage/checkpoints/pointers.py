@@ -1,4 +1,4 @@
-"""Which checkpoints of a trial count: rows of ``hpsearch_checkpoints``, written with the epochs that they are of."""
+"""Valid checkpoints of trials: rows of ``hpsearch_checkpoints``, written with the epoch report."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import PENDING, TRACKING
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
 
-def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, Stored]:
-    """Return the checkpoints of a trial by epoch (0-based), newest first.
+def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, StoredFile]:
+    """Return the valid checkpoints of a trial by epoch (from 0), newest first.
 
-    Each has the state after its epoch, or in the middle of the next one. In the middle of the first epoch, the key
-    is -1.
+    A checkpoint contains the state after its epoch, or a state within the next epoch. A state within the first epoch
+    has the key -1.
     """
     import sqlalchemy as sa
 
@@ -27,46 +27,52 @@ def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, Stored]:
     """)
     with engine.connect() as connection:
         rows = connection.execute(statement, {"trial": trial_id}).all()
-    return {row.epoch: Stored(row.path, row.sha256, row.size) for row in rows}
+    return {row.epoch: StoredFile(row.path, row.sha256, row.size) for row in rows}
 
 
-# A trial whose model is on its way to MLflow: another machine makes it again if the one that has it never returns.
-_ON_ITS_WAY = """
+# A trial whose model MLflow has not received yet. If the machine with the model does not return, another machine
+# builds the model again from the checkpoint.
+_IS_UPLOADING = """
     EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = :tracking
                AND starts_with(a.value_json::jsonb #>> '{}', :pending))
 """
-_WORDS = {"tracking": TRACKING, "pending": PENDING}
+_PARAMETERS = {"tracking": TRACKING, "pending": PENDING}
 
 
 @kill_point("drop checkpoint pointers")
 def drop_pointers(engine: sa.Engine, study_id: int, *, number: int | None = None) -> None:
-    """Forget the checkpoints of a study's COMPLETE and PRUNED trials, or of one of them: nobody goes on from them.
+    """Delete the checkpoint rows of the COMPLETE and PRUNED trials of a study.
 
-    A trial that runs, waits or failed keeps its own, for a failed one may be tried again; so does one that MLflow does
-    not have whole yet, unless it is named.
+    Running, waiting and failed trials keep their rows, as they may be resumed. Trials with pending MLflow records keep
+    them too, unless `number` names the trial.
+
+    Args:
+        engine: engine of the study's database.
+        study_id: id of the study.
+        number: number of the only trial to treat; None for all trials.
     """
     import sqlalchemy as sa
 
     statement = sa.text(f"""
         DELETE FROM hpsearch_checkpoints c USING trials t
          WHERE t.study_id = :study AND c.trial_id = t.trial_id AND t.state IN ('COMPLETE', 'PRUNED')
-           AND (t.number = CAST(:number AS int) OR (CAST(:number AS int) IS NULL AND NOT {_ON_ITS_WAY}))
+           AND (t.number = CAST(:number AS int) OR (CAST(:number AS int) IS NULL AND NOT {_IS_UPLOADING}))
     """)  # noqa: S608 the parts are constants
     with engine.begin() as connection:
-        connection.execute(statement, {"study": study_id, "number": number, **_WORDS})
+        connection.execute(statement, {"study": study_id, "number": number, **_PARAMETERS})
 
 
-def ended(engine: sa.Engine, study_id: int, numbers: Collection[int]) -> dict[int, set[str]]:
-    """Return which of these trials of a study have ended: number to the paths that are needed all the same."""
+def read_ended_trials(engine: sa.Engine, study_id: int, numbers: Collection[int]) -> dict[int, set[str]]:
+    """Return the finished ones of these trials: number to the paths of the checkpoints that must be kept."""
     import sqlalchemy as sa
 
     statement = sa.text(f"""
         SELECT t.number, array_remove(array_agg(c.path), NULL) AS paths
           FROM trials t
-          LEFT JOIN hpsearch_checkpoints c ON c.trial_id = t.trial_id AND (t.state = 'FAIL' OR {_ON_ITS_WAY})
+          LEFT JOIN hpsearch_checkpoints c ON c.trial_id = t.trial_id AND (t.state = 'FAIL' OR {_IS_UPLOADING})
          WHERE t.study_id = :study AND t.number = ANY(:numbers) AND t.state NOT IN ('RUNNING', 'WAITING')
          GROUP BY t.number
     """)  # noqa: S608 the parts are constants
     with engine.connect() as connection:
-        rows = connection.execute(statement, {"study": study_id, "numbers": list(numbers), **_WORDS}).all()
+        rows = connection.execute(statement, {"study": study_id, "numbers": list(numbers), **_PARAMETERS}).all()
     return {row.number: set(row.paths) for row in rows}

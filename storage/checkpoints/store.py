@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, one_line
-from hpsearch.storage.files import link_or_copy, place
-from hpsearch.storage.files import sha256 as digest
-from hpsearch.storage.urls import redact, without_secret
+from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, format_error
+from hpsearch.storage.files import compute_sha256 as digest
+from hpsearch.storage.files import link_or_copy, link_or_copy_durably
+from hpsearch.storage.urls import redact, redact_password
 
-SETTING = "--checkpoint-url"
+CHECKPOINT_URL_FLAG = "--checkpoint-url"
 
 # What pip calls the driver of a protocol that fsspec does not bring along.
 _PACKAGES = {
@@ -42,11 +42,11 @@ _PACKAGES = {
 }
 
 # Object stores have no folders; being asked for one, a driver may make a bucket out of a slip of the pen.
-_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFile:
     """A file under the URL: its path from there, the SHA-256 of its content in hexadecimal, its bytes."""
 
     path: str
@@ -54,7 +54,7 @@ class Stored:
     size: int
 
 
-class Checkpoints:
+class CheckpointStore:
     """Files under one URL.
 
     Args:
@@ -65,14 +65,14 @@ class Checkpoints:
         StorageError: the protocol is unknown, its driver is not installed, or the URL cannot be read.
     """
 
-    def __init__(self, url: str, *, setting: str = SETTING) -> None:
+    def __init__(self, url: str, *, setting: str = CHECKPOINT_URL_FLAG) -> None:
         self._secret = url
         self.url = redact(url)
         self._head = f"{setting} {self.url!r}"
         self._fs, root = _open(url, self._head)
         self._root = root.rstrip("/")
         self._local = Path(root) if _is_local(self._fs) else None
-        self._folders = url.partition("://")[0] not in _BUCKETS
+        self._folders = url.partition("://")[0] not in _OBJECT_STORES
 
     def check(self, *, create: bool = True) -> None:
         """Make sure that files can be written and removed.
@@ -84,7 +84,7 @@ class Checkpoints:
             CheckpointStoreError: they cannot.
         """
         folder = self._root
-        with self._telling("cannot be written", missing="no such folder or bucket"):
+        with self._translate_errors("cannot be written", missing="no such folder or bucket"):
             if self._folders and create:
                 self._fs.makedirs(folder, exist_ok=True)
             while self._folders and not create and folder and not self._fs.exists(folder):
@@ -94,7 +94,7 @@ class Checkpoints:
             self._fs.rm_file(probe)
 
     @kill_point("upload checkpoint")
-    def put(self, local: Path, *, name: str, sha256: str | None = None) -> Stored:
+    def put(self, local: Path, *, name: str, sha256: str | None = None) -> StoredFile:
         """Keep a file under `name`; durable, and whole or not there, when this returns.
 
         In a folder of the same file system it is a hard link: nothing is written twice.
@@ -108,10 +108,10 @@ class Checkpoints:
             CheckpointStoreError: the disk is full, the store is away or refuses.
         """
         target = self._path(name)
-        stored = Stored(name, sha256 or digest(local), local.stat().st_size)
-        with self._telling(f"did not take {name}", missing="no such folder or bucket"):
+        stored = StoredFile(name, sha256 or digest(local), local.stat().st_size)
+        with self._translate_errors(f"did not take {name}", missing="no such folder or bucket"):
             if self._local is not None:
-                place(local, Path(target))
+                link_or_copy_durably(local, Path(target))
             else:
                 self._upload(local, target)
         return stored
@@ -125,7 +125,7 @@ class Checkpoints:
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             self._fs.put_file(str(local), target)
 
-    def get(self, stored: Stored, local: Path) -> None:
+    def get(self, stored: StoredFile, local: Path) -> None:
         """Bring a file to `local`, which is replaced once size and checksum are found right.
 
         Raises:
@@ -136,12 +136,10 @@ class Checkpoints:
         local.parent.mkdir(parents=True, exist_ok=True)
         temporary = local.with_name(f".{local.name}.{os.getpid()}.tmp")
         try:
-            with self._telling(f"does not give {stored.path}"):
+            with self._translate_errors(f"does not give {stored.path}"):
                 self._fetch(source, temporary)
-            if not is_file(temporary, stored):
-                raise StoredCheckpointError(
-                    f"{stored.path} under {self.url} is torn or was changed: its checksum differs"
-                )
+            if not is_identical(temporary, stored):
+                raise StoredCheckpointError(f"{stored.path} under {self.url} is torn or changed: its checksum differs")
             temporary.replace(local)
         except FileNotFoundError:
             raise StoredCheckpointError(f"{stored.path} is not under {self.url}") from None
@@ -169,7 +167,7 @@ class Checkpoints:
         Raises:
             CheckpointStoreError: the store does not answer.
         """
-        with self._telling(f"cannot list {folder or 'its files'}"):
+        with self._translate_errors(f"cannot list {folder or 'its files'}"):
             self._fs.invalidate_cache()  # object stores remember listings
             found = self._fs.find(self._root if folder is None else self._path(folder), detail=True)
         return {str(path).removeprefix(self._root).lstrip("/"): int(i["size"] or 0) for path, i in found.items()}
@@ -181,7 +179,7 @@ class Checkpoints:
             CheckpointStoreError: the store does not answer.
         """
         for path in paths:
-            with self._telling(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
+            with self._translate_errors(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(path))
 
     def remove_folder(self, folder: str) -> None:
@@ -191,7 +189,7 @@ class Checkpoints:
             CheckpointStoreError: the store does not answer.
         """
         path = self._path(folder)
-        with self._telling(f"cannot remove {folder}"), contextlib.suppress(FileNotFoundError):
+        with self._translate_errors(f"cannot remove {folder}"), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             self._fs.rm(path, recursive=True)
 
@@ -203,7 +201,7 @@ class Checkpoints:
         return f"{self._root}/{'/'.join(parts)}"
 
     @contextlib.contextmanager
-    def _telling(self, what: str, *, missing: str | None = None) -> Iterator[None]:
+    def _translate_errors(self, what: str, *, missing: str | None = None) -> Iterator[None]:
         """Turn whatever a driver raises into one line without secrets.
 
         A missing file stays what it is, unless there is a word for what is `missing`.
@@ -217,23 +215,23 @@ class Checkpoints:
                 if missing is None:
                     raise
                 error = OSError(0, missing)
-            reason = without_secret(one_line(getattr(error, "strerror", None) or error, 300), self._secret)
+            reason = redact_password(format_error(getattr(error, "strerror", None) or error, 300), self._secret)
             # `from None`: the text of the cause may hold what the line leaves out.
             raise CheckpointStoreError(f"{self._head} {what} ({reason})") from None
 
 
-def part_of(checkpoint: str, file: str) -> str:
+def get_part_path(checkpoint: str, file: str) -> str:
     """Return the path under the URL of a file that is a part of a checkpoint: it goes where the checkpoint goes."""
     return f"{checkpoint}.{file.lstrip('._')}"
 
 
-def checkpoint_of(path: str) -> str:
+def get_checkpoint_path(path: str) -> str:
     """Return the checkpoint that a file is, or is a part of; a copy that was never finished is of none but itself."""
     folder, _, name = path.rpartition("/")
     return path if name.endswith(".tmp") or ".pt." not in name else f"{folder}/{name.partition('.pt.')[0]}.pt"
 
 
-def is_file(path: Path, stored: Stored) -> bool:
+def is_identical(path: Path, stored: StoredFile) -> bool:
     """Whether the local file at `path` has the very content of `stored`."""
     try:
         return path.stat().st_size == stored.size and digest(path) == stored.sha256
@@ -259,11 +257,13 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         raise StorageError(f"{head} needs a package that is not installed: pip install {package}") from None
     except ValueError as error:
         if "not known" not in str(error):
-            raise StorageError(f"{head} cannot be read: {without_secret(str(error), url)}") from None
+            raise StorageError(f"{head} cannot be read: {redact_password(str(error), url)}") from None
         known = "file, s3, gs, abfs, sftp and others of fsspec's"
         raise StorageError(f"{head}: unknown protocol {protocol!r}: it may be {known}") from None
     except Exception as error:  # a driver that connects at once
-        raise CheckpointStoreError(f"{head} cannot be used ({without_secret(one_line(error, 300), url)})") from None
+        raise CheckpointStoreError(
+            f"{head} cannot be used ({redact_password(format_error(error, 300), url)})"
+        ) from None
     return fs, str(root)
 
 

@@ -1,1 +1,1 @@
-"""The database: how it is reached, retried, locked, migrated, and who may do what in it."""
+"""The database: connections, retries, locks, migrations and roles."""

@@ -1,4 +1,4 @@
-"""Connect to Postgres: engine settings, checks, and one-line connection errors."""
+"""Connections to Postgres: engine settings, checks, and connection errors in one line."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from hpsearch.storage.database.retry import may_pass
+from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
-    IS_RESTORED_BY_HALF,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
-    OUR_TABLES,
+    OWN_TABLES,
+    PARTIAL_RESTORE_QUERY,
     REVISION,
     VERSION_TABLE,
 )
-from hpsearch.storage.errors import AwayError, StorageError, one_line
-from hpsearch.storage.urls import normalise, redact, without_secret
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
+from hpsearch.storage.urls import normalise_url, redact, redact_password
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL
 
 
-# A name that is misspelt; one that cannot be looked up now is another thing.
-_UNKNOWN = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
+# Misspelt host names; a name that cannot be resolved at the moment has another text.
+_UNKNOWN_HOST = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
 
-# The first pattern found in the text decides.
-_MEANINGS = (
+# The first matching pattern decides.
+_EXPLANATIONS = (
     (
         "could not translate host name|name or service not known|nodename nor servname",
         "the host {host!r} is not known: check its spelling and the network",
@@ -45,11 +45,11 @@ _MEANINGS = (
     ),
     (
         "password authentication failed|no password supplied|authentication failed|no such user",
-        "Postgres at {where} refused the password of user {user!r}: correct the URL",
+        "Postgres at {where} rejected the password of user {user!r}: correct the URL",
     ),
     (
         r"no pg_hba\.conf entry",
-        "Postgres at {where} does not let user {user!r} in from here: allow it in pg_hba.conf",
+        "Postgres at {where} does not admit user {user!r} from this host: allow it in pg_hba.conf",
     ),
     (
         "permission denied for database",
@@ -62,7 +62,7 @@ _MEANINGS = (
     (
         "server closed the connection unexpectedly|expected authentication request|connection reset by peer"
         "|invalid response to ssl negotiation|unsupported frontend protocol",
-        "what answers at {where} is not a Postgres server: check host and port",
+        "the server at {where} is not Postgres: check host and port",
     ),
     (
         "timeout expired|timed out",
@@ -75,31 +75,32 @@ _MEANINGS = (
 )
 
 
-def connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
-    """Return the error for the user that says why `url` could not be connected to: `AwayError` where that may pass.
+def make_connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
+    """Return the error for a failed connection: `ServiceUnavailableError` if a retry may succeed.
 
     Args:
-        error: What psycopg2 or SQLAlchemy raised.
-        url: The parsed URL.
-        setting: Where the user gave the URL.
+        error: error of psycopg2 or SQLAlchemy.
+        url: parsed URL.
+        setting: name of the setting with the URL.
     """
-    text = redact(one_line(error))
-    meaning = next((said for pattern, said in _MEANINGS if re.search(pattern, text, re.IGNORECASE)), None)
-    said = (meaning or "cannot connect: {text}").format(
+    text = redact(format_error(error))
+    explanation = next((found for pattern, found in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
+    message = (explanation or "cannot connect: {text}").format(
         where=f"{url.host or 'the local socket'}:{url.port or 5432}",
         host=url.host,
         user=url.username,
         database=url.database,
         text=text,
     )
-    kind = AwayError if may_pass(text) and not _UNKNOWN.search(text) else StorageError
-    return kind(f"{setting} {redact(url.render_as_string())}: {said}")
+    is_transient = is_transient_connection_error(text) and not _UNKNOWN_HOST.search(text)
+    kind = ServiceUnavailableError if is_transient else StorageError
+    return kind(f"{setting} {redact(url.render_as_string())}: {message}")
 
 
-OPENING = 10.0  # seconds that a command waits at its start: whoever mistyped an address is told soon
+STARTUP_RETRY_SECONDS = 10.0  # at the start of a command; short, so that a mistyped address is reported soon
 
-# A peer that vanished is noticed after about 35 s (libpq parameters; times in seconds, tcp_user_timeout in ms).
-# The server's half is set on the roles (see storage.database.roles): PgBouncer would refuse `options=` in the URL.
+# A dead peer is detected after about 35 s (libpq parameters in seconds, tcp_user_timeout in ms). The settings of the
+# server side belong to the roles (see storage.database.roles), because PgBouncer rejects `options=` in the URL.
 _CLIENT_SETTINGS = {
     "connect_timeout": 10,
     "keepalives": 1,
@@ -110,8 +111,8 @@ _CLIENT_SETTINGS = {
 }
 
 
-def client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
-    """Return the libpq parameters for a URL; what the URL itself sets is left to it."""
+def make_client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
+    """Return the libpq parameters for a URL, without those that the URL sets itself."""
     settings = {**_CLIENT_SETTINGS, "application_name": application_name}
     return {name: value for name, value in settings.items() if name not in url.query}
 
@@ -119,37 +120,37 @@ def client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, 
 def make_engine(
     url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3, pre_ping: bool = True
 ) -> sqlalchemy.Engine:
-    """Return an engine whose connections are tested before use and notice a dead peer.
+    """Return an engine that tests connections before use and detects dead peers.
 
-    Safe behind PgBouncer in transaction mode: it keeps no state in the session.
+    The connections keep no session state, so PgBouncer in transaction mode works.
 
     Args:
-        url: A Postgres URL in any of its spellings.
-        application_name: What `pg_stat_activity` shows for the connections; Postgres cuts it at 63 bytes.
-        pool_size: Connections kept open.
-        max_overflow: Connections opened above that when all are in use.
-        pre_ping: Whether a connection is tested before use; whoever repeats what fails can do without.
+        url: Postgres URL in any form.
+        application_name: name of the connections in `pg_stat_activity`; Postgres cuts it at 63 bytes.
+        pool_size: number of connections that stay open.
+        max_overflow: number of additional connections while all are in use.
+        pre_ping: whether to test a connection before use; not needed by callers that retry.
 
     Raises:
-        StorageError: The URL is not one of Postgres.
+        StorageError: the URL is not a Postgres URL.
     """
     import sqlalchemy as sa
 
-    parsed = sa.make_url(normalise(url))
+    parsed = sa.make_url(normalise_url(url))
     return sa.create_engine(
         parsed,
         pool_size=pool_size,
         max_overflow=max_overflow,
         pool_pre_ping=pre_ping,
-        connect_args=client_settings(parsed, application_name=application_name),
+        connect_args=make_client_settings(parsed, application_name=application_name),
     )
 
 
 @contextmanager
-def each_committed(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
-    """Yield a connection on which each statement is a transaction of its own: one round trip, no BEGIN, no COMMIT.
+def open_autocommit(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+    """Yield a connection that commits each statement by itself, in one round trip without BEGIN and COMMIT.
 
-    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection goes back to
+    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection returns to
     its pool.
     """
     with engine.connect() as connection:
@@ -163,20 +164,21 @@ def each_committed(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]
 
 
 def connect(url: str, *, application_name: str, setting: str = "--storage-url") -> Connection:
-    """Return one plain psycopg2 connection.
+    """Open a psycopg2 connection.
 
     Raises:
-        StorageError: Why it could not be made, in one line.
+        StorageError: the connection failed.
     """
     import psycopg2
     from sqlalchemy.engine import make_url
 
-    parsed = make_url(normalise(url, setting=setting))
+    parsed = make_url(normalise_url(url, setting=setting))
     dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
-        connection: Connection = psycopg2.connect(dsn, **client_settings(parsed, application_name=application_name))
+        settings = make_client_settings(parsed, application_name=application_name)
+        connection: Connection = psycopg2.connect(dsn, **settings)
     except psycopg2.Error as error:
-        raise connection_error(error, parsed, setting=setting) from None
+        raise make_connection_error(error, parsed, setting=setting) from None
     return connection
 
 
@@ -184,16 +186,16 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
 def open_cursor(
     url: str, *, application_name: str, setting: str = "--storage-url", autocommit: bool = False
 ) -> Iterator[Any]:
-    """Yield a cursor on a connection of its own, in a transaction that is committed at the end.
+    """Yield a cursor on a new connection, in a transaction that is committed at the end.
 
     Args:
-        url: of the database.
-        application_name: what `pg_stat_activity` shows for the connection.
-        setting: where the user gave the URL.
-        autocommit: whether each statement is a transaction of its own instead.
+        url: URL of the database.
+        application_name: name of the connection in `pg_stat_activity`.
+        setting: name of the setting with the URL.
+        autocommit: whether to commit each statement by itself instead.
 
     Raises:
-        StorageError: the connection cannot be made.
+        StorageError: the connection failed.
     """
     with closing(connect(url, application_name=application_name, setting=setting)) as connection:
         connection.autocommit = autocommit
@@ -202,76 +204,74 @@ def open_cursor(
 
 
 @contextmanager
-def statement_errors(url: str, setting: str) -> Iterator[None]:
-    """Turn errors of psycopg2 into errors of one line without a password.
+def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
+    """Convert errors of psycopg2 to errors in one line without passwords.
 
     Raises:
-        AwayError: the database went away.
-        StorageError: it rejects a statement.
+        ServiceUnavailableError: the connection was lost.
+        StorageError: the database rejects a statement.
     """
     import psycopg2
 
     try:
         yield
     except psycopg2.Error as error:
-        is_away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
-        text = without_secret(one_line(error), url)
-        raise (AwayError if is_away else StorageError)(f"{setting} {redact(url)}: {text}") from None
+        is_down = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        text = redact_password(format_error(error), url)
+        raise (ServiceUnavailableError if is_down else StorageError)(f"{setting} {redact(url)}: {text}") from None
 
 
-def answers(url: str, question: str = "SELECT true") -> bool:
-    """Whether the database lets this user in and the answer to `question` is true."""
+def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
+    """Whether a connection to the database succeeds and `query` returns true."""
     import psycopg2
 
     with suppress(StorageError, psycopg2.Error), open_cursor(url, application_name="hpsearch-health") as cursor:
-        cursor.execute(question)
+        cursor.execute(query)
         return bool(cursor.fetchone() == (True,))
     return False
 
 
-def check_database(url: str, *, patience: float | None = None) -> None:
-    """Check that studies can be kept at `url`, without changing anything there.
+def check_database(url: str, *, retry_seconds: float | None = None) -> None:
+    """Check that studies can be stored at `url`, without changes to the database.
 
     Args:
-        url: of the database.
-        patience: seconds in which one that is away, or cuts connections, may come back; `OPENING` by default.
+        url: URL of the database.
+        retry_seconds: time for retries while the database is unavailable; None means `STARTUP_RETRY_SECONDS`.
 
     Raises:
-        AwayError: it does not answer, or cuts connections.
-        StorageError: The server cannot be reached, refuses the user, is no Postgres or a read-only one, or the tables
-            are missing, of another version of Optuna, or may not be written.
+        ServiceUnavailableError: the database does not answer, or drops connections.
+        StorageError: the server cannot be reached, rejects the user, is not Postgres or is read-only, or the tables
+            are missing, have another revision, or are not writable.
     """
     from hpsearch.storage.database.retry import retrying
 
-    patience = OPENING if patience is None else patience
-    retrying(patience, also=AwayError)(_check_once, url)
+    retry_seconds = STARTUP_RETRY_SECONDS if retry_seconds is None else retry_seconds
+    retrying(retry_seconds, also=ServiceUnavailableError)(_check_once, url)
 
 
 def _check_once(url: str) -> None:
     head = f"--storage-url {redact(url)}"
-    with statement_errors(url, "--storage-url"), open_cursor(url, application_name="hpsearch-check") as cursor:
+    with convert_statement_errors(url, "--storage-url"), open_cursor(url, application_name="hpsearch-check") as cursor:
         cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
         user, read_only, schema = cursor.fetchone()
         if read_only:
             raise StorageError(f"{head}: this Postgres is a read-only replica: give the primary's URL")
         if schema is None:
-            raise StorageError(
-                f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
-            )
-        cursor.execute(IS_RESTORED_BY_HALF)
+            raise StorageError(f"{head}: user {user!r} cannot use the schema: GRANT USAGE ON SCHEMA public TO {user}")
+        cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
-            raise StorageError(f"{head}: a restore into it was cut off: run the same 'hpsearch restore' again")
+            raise StorageError(f"{head}: a restore into it was interrupted: run the same 'hpsearch restore' again")
         _check_tables(cursor, user, head)
-        for owner, found, needed in schema_revisions(cursor):
+        for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:
                 raise StorageError(
-                    f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
+                    f"{head}: the tables belong to another version of {owner} (schema {found}, required {needed}): "
                     "run hpsearch migrate as the owner of the database"
                 )
 
 
-def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
-    """Return for each table that a worker uses its name, whether it is missing, and the rights that this user lacks."""
+def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
+    """Return per table that workers use: name, whether it is missing, and the privileges that this user lacks."""
     cursor.execute(
         """
         SELECT name, to_regclass(quote_ident(name)) IS NULL,
@@ -280,13 +280,13 @@ def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
                      WHERE NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
         FROM unnest(%s) AS name
         """,
-        ([*OPTUNA_TABLES, *OUR_TABLES],),
+        ([*OPTUNA_TABLES, *OWN_TABLES],),
     )
     return [tuple(row) for row in cursor.fetchall()]
 
 
-def schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
-    """Return whose tables they are, the revision that they have, and the one that this release needs."""
+def read_schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
+    """Return for Optuna and hpsearch: name, revision of the tables, and required revision."""
     return [
         ("Optuna", read_revision(cursor, ALEMBIC_TABLE), OPTUNA_REVISION),
         ("hpsearch", read_revision(cursor, VERSION_TABLE), REVISION),
@@ -294,10 +294,10 @@ def schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
 
 
 def read_revision(cursor: Any, table: str) -> str | None:
-    """Return the revision of the schema that a version table of Alembic holds; None without table or revision."""
+    """Return the schema revision in a version table of Alembic; None without table or revision."""
     if not has_table(cursor, table):
         return None
-    cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
+    cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a constant name
     return next((str(revision) for (revision,) in cursor), None)
 
 
@@ -308,9 +308,9 @@ def has_table(cursor: Any, table: str) -> bool:
 
 
 def _check_tables(cursor: Any, user: str, head: str) -> None:
-    rows = table_rights(cursor)
+    rows = read_table_privileges(cursor)
     if all(is_missing for _, is_missing, _ in rows):
-        raise StorageError(f"{head}: there are no tables yet: run hpsearch migrate as the owner of the database")
+        raise StorageError(f"{head}: the tables do not exist: run hpsearch migrate as the owner of the database")
     if missing := ", ".join(name for name, is_missing, _ in rows if is_missing):
         raise StorageError(f"{head}: tables are missing ({missing}): run hpsearch migrate as the owner")
     if lacking := ", ".join(sorted({right for *_, rights in rows for right in rights})):

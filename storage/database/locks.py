@@ -1,7 +1,7 @@
-"""Advisory locks of Postgres, held by a transaction: they end with it, also behind a pooler.
+"""Advisory locks of Postgres that belong to a transaction, so that they also work through a pooler.
 
-A process may freeze in it (stopped by a signal, on a paused machine). The server then ends the transaction after a
-while and lets go of its locks: what the process does when it wakes up must find that out (`still_held`), or fail.
+If the process freezes (stopped by a signal, or on a paused machine), the server ends the transaction after a while and
+releases its locks. After it resumes, the process must detect this (`check_lock_held`) or fail.
 """
 
 from __future__ import annotations
@@ -14,96 +14,96 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.storage.database.retry import is_transient
-from hpsearch.storage.errors import AwayError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, format_error
 
 log = logging.getLogger(__name__)
 
-# The first of the two 32-bit keys of a lock says what is locked, the second which one.
-_STUDY, _TURN, _NAME, _REGISTRY, _RUN = 0x68700001, 0x68700002, 0x68700003, 0x68700005, 0x68700006
+# First of the two 32-bit keys of a lock: the kind of object; the second key is its id.
+_STUDY, _SUGGESTION, _NAME, _REGISTRY, _RUN = 0x68700001, 0x68700002, 0x68700003, 0x68700005, 0x68700006
 
 
-def limits(*, idle: int | None = None, wait: int | None = None) -> str:
-    """Return statements to send with a transaction's first.
+def format_timeouts(*, idle: int | None = None, wait: int | None = None) -> str:
+    """Return SET LOCAL statements for the start of a transaction.
 
     Args:
-        idle: seconds in which its process does nothing after which the server ends it.
-        wait: seconds to wait for a lock.
+        idle: idle time in seconds after which the server ends the transaction.
+        wait: time to wait for a lock in seconds.
     """
     named = (("idle_in_transaction_session_timeout", idle), ("lock_timeout", wait))
     return " ".join(f"SET LOCAL {name} = '{seconds}s';" for name, seconds in named if seconds is not None)
 
 
-UNLESS_FROZEN = limits(idle=10)  # where statement follows statement; who was cut off repeats all of it
-_IN_REQUESTS = 60  # seconds: MLflow is asked within the transaction
-_IN_UPLOADS = 120  # seconds: it is sent a model
+IDLE_TIMEOUT = format_timeouts(idle=10)  # for transactions without pauses; the caller repeats one that was ended
+_REQUEST_SECONDS = 60  # seconds: MLflow is asked within the transaction
+_UPLOAD_SECONDS = 120  # seconds: it is sent a model
 
 _LOCK = "SELECT pg_advisory_xact_lock(:kind, :key)"
-_LOCK_IN_REQUESTS = sa.text(f"{limits(idle=_IN_REQUESTS)} {_LOCK}")
-_LOCK_RUN = sa.text(f"{limits(idle=_IN_UPLOADS, wait=1)} {_LOCK}")
-_LOCK_NAME = sa.text(f"{limits(wait=600)} SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
+_LOCK_IN_REQUESTS = sa.text(f"{format_timeouts(idle=_REQUEST_SECONDS)} {_LOCK}")
+_LOCK_RUN = sa.text(f"{format_timeouts(idle=_UPLOAD_SECONDS, wait=1)} {_LOCK}")
+_LOCK_NAME = sa.text(f"{format_timeouts(wait=600)} SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
 _LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 
 
-class LockHeldError(AwayError):
-    """Another process has the lock for long: it is slow, or frozen."""
+class LockHeldError(ServiceUnavailableError):
+    """Lock that another process has held for long because it is slow or frozen."""
 
 
-class LockLostError(AwayError):
-    """The server took the lock from this process: it froze, or what it waited for took too long."""
+class LockLostError(ServiceUnavailableError):
+    """Lock that the server released because this process froze or waited too long."""
 
 
 def study_lock(engine: sa.Engine, study_id: int) -> AbstractContextManager[sa.Connection]:
-    """Hold a study while its parent run is looked up and made; yield the transaction.
+    """Lock a study while its parent run is looked up or created; yield the transaction.
 
     Raises:
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_IN_REQUESTS, kind=_STUDY, key=study_id)
+    return _hold_lock(engine, _LOCK_IN_REQUESTS, kind=_STUDY, key=study_id)
 
 
 def registry_lock(engine: sa.Engine) -> AbstractContextManager[sa.Connection]:
-    """Hold what the database says of the model registry while the two are brought in line; yield the transaction.
+    """Lock the records of promotions while they are updated from the model registry; yield the transaction.
 
     Raises:
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_IN_REQUESTS, kind=_REGISTRY, key=0)
+    return _hold_lock(engine, _LOCK_IN_REQUESTS, kind=_REGISTRY, key=0)
 
 
 def run_lock(engine: sa.Engine, trial_id: int) -> AbstractContextManager[sa.Connection]:
-    """Hold a trial's run while it is looked up and made, or its model sent; yield the transaction.
+    """Lock a trial's run while it is looked up or created, or its model is uploaded; yield the transaction.
 
     Raises:
         LockHeldError: another process has held it for some seconds.
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_RUN, kind=_RUN, key=trial_id)
+    return _hold_lock(engine, _LOCK_RUN, kind=_RUN, key=trial_id)
 
 
 def name_lock(engine: sa.Engine, name: str) -> AbstractContextManager[sa.Connection]:
-    """Hold a study's name while it is looked up and created, for as long as its objective's rehearsal takes; yield it.
+    """Lock a study's name while the study is looked up or created; yield the transaction.
 
     Raises:
         LockHeldError: another process has held it for ten minutes.
-        LockLostError: see `still_held`.
+        LockLostError: see `check_lock_held`.
     """
-    return _held(engine, _LOCK_NAME, kind=_NAME, name=name)
+    return _hold_lock(engine, _LOCK_NAME, kind=_NAME, name=name)
 
 
-def still_held(connection: sa.Connection) -> None:
-    """Make sure, before what cannot be undone, that a lock is still held; its time begins anew.
+def check_lock_held(connection: sa.Connection) -> None:
+    """Check, before an irreversible action, that a lock is still held, and restart its idle timeout.
 
     Raises:
-        LockLostError: the server ended the transaction; nothing that was written in it is there.
+        LockLostError: the server ended the transaction and rolled back its writes.
     """
     try:
         connection.execute(sa.text("SELECT 1"))
     except DBAPIError as error:
-        raise _lost(error) from None
+        raise _convert_error(error) from None
 
 
 @contextmanager
-def _held(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Iterator[sa.Connection]:
+def _hold_lock(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Iterator[sa.Connection]:
     with ExitStack() as stack:
         try:
             connection = engine.connect()
@@ -112,53 +112,52 @@ def _held(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Ite
             yield connection
             connection.commit()
         except DBAPIError as error:
-            raise _lost(error) from None
+            raise _convert_error(error) from None
 
 
-def _lost(error: DBAPIError) -> Exception:
+def _convert_error(error: DBAPIError) -> Exception:
     if getattr(error.orig, "pgcode", None) == _LOCK_NOT_AVAILABLE:
         return LockHeldError(
-            "another process has held what this one waits for in the database for long: it may be frozen; end it, or "
-            "try again later"
+            "another process has held a lock of the database for long: it may be frozen; end it, or try again later"
         )
     if is_transient(error):
-        return LockLostError("the database ended a transaction that took too long, or went away: try again")
+        return LockLostError("the database ended a transaction that took too long, or is unavailable: try again")
     return error
 
 
-_TURN_WITHIN = sa.text(f"""
-    {UNLESS_FROZEN} SELECT set_config('lock_timeout', :milliseconds, true);
+_LOCK_SUGGESTION = sa.text(f"""
+    {IDLE_TIMEOUT} SELECT set_config('lock_timeout', :milliseconds, true);
     {_LOCK}
 """)
 
 
 @contextmanager
-def suggestion_turn(engine: sa.Engine, study_id: int, *, patience: float = 5.0) -> Iterator[Callable[[], bool]]:
-    """Yield a function that takes the turn to write a trial's parameters, which is kept until the exit.
+def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5.0) -> Iterator[Callable[[], bool]]:
+    """Yield a function that locks the writing of suggested parameters until the exit, and returns its success.
 
-    It returns whether it got the turn. Waiting ends after `patience` seconds: a worker that is frozen while it has the
-    turn must not hold up the others, and what they risk without it is to run one configuration twice.
+    The function gives up after `wait_seconds`, because a frozen worker must not block the others. Without the lock,
+    two workers may run the same configuration.
     """
     with ExitStack() as stack:
 
-        def take() -> bool:
+        def acquire() -> bool:
             connection = engine.connect()
-            stack.callback(_close, connection)  # which ends the transaction, and the turn
+            stack.callback(_close, connection)  # ends the transaction and releases the lock
             try:
-                milliseconds = str(int(patience * 1000))
-                connection.execute(_TURN_WITHIN, {"milliseconds": milliseconds, "kind": _TURN, "key": study_id})
+                parameters = {"milliseconds": str(int(wait_seconds * 1000)), "kind": _SUGGESTION, "key": study_id}
+                connection.execute(_LOCK_SUGGESTION, parameters)
             except DBAPIError as error:
-                log.warning("no turn to write a suggestion: %s", one_line(error))
+                log.warning("could not acquire the suggestion lock: %s", format_error(error))
                 return False
             return True
 
-        yield take
+        yield acquire
 
 
 def _close(connection: sa.Connection) -> None:
     try:
         connection.rollback()
-    except DBAPIError:  # the server was faster
+    except DBAPIError:  # the server ended it before
         connection.invalidate()
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""Schema creation and upgrade: one step, as the owner of the database."""
+"""Schema creation and upgrade, as the owner of the database."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import TYPE_CHECKING
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.roles import grant_worker
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.urls import normalise, redact
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.urls import normalise_url, redact
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 
-# Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
+# Two 32-bit keys, distinct from those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 0)
 
 
 def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
-    """Create or upgrade the tables at `url` and give the worker role its rights.
+    """Create or upgrade the tables at `url` and grant the privileges of the worker role.
 
-    Idempotent. Any number of processes may call it at once: one does the work, the others wait for it.
+    Idempotent. Concurrent calls wait for the first one.
 
     Raises:
-        StorageError: The database cannot be reached, the user may not create tables, or the tables are newer than
-            this installation of Optuna knows.
+        StorageError: the database cannot be reached, the user may not create tables, or the tables belong to a newer
+            version of Optuna or hpsearch.
     """
     import psycopg2
     from sqlalchemy.exc import DBAPIError
 
-    url = normalise(url, setting=setting)
+    url = normalise_url(url, setting=setting)
     try:
         with open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")  # sees what the last holder committed
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")  # sees the commits of the last holder
             for timeout in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
                 cursor.execute(f"SET LOCAL {timeout} = 0")
-            # Held by the transaction: unlike the lock of a session, it also works through a pooler.
+            # A transaction lock, unlike a session lock, also works through a pooler.
             cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
             _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
-            _migrate_ours(url, setting, read_revision(cursor, VERSION_TABLE))
+            _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
             grant_worker(cursor)
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         raise StorageError(
-            f"{setting} {redact(url)}: cannot create the tables ({one_line(error)}): "
+            f"{setting} {redact(url)}: cannot create the tables ({format_error(error)}): "
             "give the URL of the database's owner"
         ) from None
 
@@ -58,8 +58,8 @@ def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
         return
     from optuna.storages import RDBStorage
 
-    # With no revision written yet the tables are created (again, where a creation was cut off: each step can be
-    # repeated) and stamped; tables of an older release are left for the upgrade to change.
+    # Without a stored revision, the tables are created and stamped, also after an interrupted creation, because each
+    # step is repeatable. Tables of an older version are upgraded below.
     storage = RDBStorage(url, skip_compatibility_check=True, skip_table_creation=found is not None)
     try:
         found = storage.get_current_version()
@@ -71,7 +71,7 @@ def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
         storage.engine.dispose()
 
 
-def _migrate_ours(url: str, setting: str, found: str | None) -> None:
+def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
     from alembic import command
 
     if found == REVISION:
@@ -91,12 +91,12 @@ def _migrate_ours(url: str, setting: str, found: str | None) -> None:
 def _check_known(name: str, found: str, known: Collection[str], url: str, setting: str) -> None:
     if found not in known:
         raise StorageError(
-            f"{setting} {redact(url)}: the tables are of a newer {name} (schema {found}): install that version here"
+            f"{setting} {redact(url)}: the tables belong to a newer {name} (schema {found}): install that version"
         )
 
 
 def known_revisions(scripts: Path) -> set[str]:
-    """Return the revisions of a folder of Alembic migrations."""
+    """Return the revisions in a folder of Alembic migrations."""
     from alembic.script import ScriptDirectory
 
     return {script.revision for script in ScriptDirectory.from_config(_alembic_config(scripts)).walk_revisions()}
@@ -112,7 +112,7 @@ def _alembic_config(scripts: Path) -> Config:
 
 @contextmanager
 def _root_handler() -> Iterator[None]:
-    """Give the root logger a handler: without one, Optuna's migrations set up logging and silence every logger."""
+    """Add a handler to the root logger; without one, Optuna's migrations configure logging and disable all loggers."""
     handler = logging.NullHandler()
     logging.getLogger().addHandler(handler)
     try:

@@ -1,6 +1,6 @@
-"""Waiting for a database that is away: dropped connections, restarts, deadlocks.
+"""Retries of database statements after dropped connections, restarts and deadlocks.
 
-What is repeated must be safe to repeat: a reply may be lost after the server has done the work.
+Repeated statements must be idempotent, because a reply may be lost after the commit.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sqlalchemy as sa
 import tenacity
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.storage.errors import one_line
+from hpsearch.storage.errors import format_error
 
-PATIENCE = 300.0  # seconds
+RETRY_SECONDS = 300.0  # seconds
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
 
-# SQLSTATE: connection exceptions, serialization failure, deadlock, the server's shutdown, crash and start,
-# too many connections, a transaction cut because it was idle.
+# SQLSTATE: connection exceptions, serialization failure, deadlock, shutdown, crash and start of the server,
+# too many connections, idle transaction timeout.
 _TRANSIENT = re.compile(r"08...|40001|40P01|57P0[123]|53300|25P03")
 
-# A connection that cannot be made carries no code. These are the texts of what waiting does not mend.
+# Errors of new connections have no code. A retry does not help after errors with these texts.
 _PERMANENT = re.compile(
     "authentication failed|no password supplied|no such user|does not exist|no such database|no pg_hba.conf entry"
     "|permission denied|not permitted to log in|certificate|invalid (connection option|port|dsn)|does not support SSL",
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same statement may succeed when it is sent again."""
+    """Whether the same statement may succeed on a retry."""
     if not isinstance(error, DBAPIError):
         return False
     code = getattr(error.orig, "pgcode", None)
@@ -42,50 +42,50 @@ def is_transient(error: BaseException) -> bool:
     if error.connection_invalidated:
         return True
     kinds = sa.exc.OperationalError | sa.exc.InterfaceError
-    return isinstance(error, kinds) and may_pass(str(error.orig))
+    return isinstance(error, kinds) and is_transient_connection_error(str(error.orig))
 
 
-def may_pass(text: str) -> bool:
-    """Whether what a connection failed of, in libpq's words, may be over the next time."""
+def is_transient_connection_error(text: str) -> bool:
+    """Whether a retry may succeed after a connection error with this text of libpq."""
     return not _PERMANENT.search(text)
 
 
-def retrying(patience: float = PATIENCE, *, also: type[Exception] | None = None) -> tenacity.Retrying:
-    """Return a tenacity controller that repeats what fails for a passing reason, for at most `patience` seconds.
+def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | None = None) -> tenacity.Retrying:
+    """Return a tenacity controller that retries after transient errors.
 
-    It waits longer each time, at random, so that a fleet does not come back all at once; it logs when the waiting
-    starts and when it is over. Any other error is raised at once, and the last one when patience is at an end.
+    The waits grow and are random, so that the workers of a fleet do not reconnect at the same time. The first wait and
+    the end of the outage are logged. Other errors are raised at once, and the last one when the time is over.
     Use it as ``retrying()(function)`` or ``for attempt in retrying(): with attempt: ...``.
 
     Args:
-        patience: seconds.
-        also: an error that passes too.
+        retry_seconds: time for retries.
+        also: type of further errors that are transient.
     """
 
-    def again(state: tenacity.RetryCallState) -> bool:
+    def should_retry(state: tenacity.RetryCallState) -> bool:
         error = None if state.outcome is None else state.outcome.exception()
-        return _is_to_be_repeated(state) or (also is not None and isinstance(error, also))
+        return _should_retry(state) or (also is not None and isinstance(error, also))
 
-    def announce(state: tenacity.RetryCallState) -> None:
+    def log_first_wait(state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1:
-            log.warning("the database is away, trying again for up to %.0f s: %s", patience, _line(state))
+            log.warning("database unavailable, retrying for up to %.0f s: %s", retry_seconds, _format_outcome(state))
 
     return tenacity.Retrying(
-        retry=again,
-        # Twice at least: a process that was frozen in its first try wakes up with its patience at an end.
-        stop=tenacity.stop_all(tenacity.stop_after_delay(patience), tenacity.stop_after_attempt(2)),
+        retry=should_retry,
+        # At least two attempts: the time may be over when a process resumes that was frozen in its first attempt.
+        stop=tenacity.stop_all(tenacity.stop_after_delay(retry_seconds), tenacity.stop_after_attempt(2)),
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT),
-        before_sleep=announce,
+        before_sleep=log_first_wait,
         reraise=True,
     )
 
 
-def _is_to_be_repeated(state: tenacity.RetryCallState) -> bool:
+def _should_retry(state: tenacity.RetryCallState) -> bool:
     error = None if state.outcome is None else state.outcome.exception()
     if error is None and state.attempt_number > 1:
-        log.warning("the database is back after %.1f s", state.seconds_since_start)
+        log.warning("database available again after %.1f s", state.seconds_since_start)
     return error is not None and is_transient(error)
 
 
-def _line(state: tenacity.RetryCallState) -> str:
-    return one_line(None if state.outcome is None else state.outcome.exception())
+def _format_outcome(state: tenacity.RetryCallState) -> str:
+    return format_error(None if state.outcome is None else state.outcome.exception())

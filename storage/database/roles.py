@@ -1,6 +1,6 @@
 """The two databases and the three roles of a deployment.
 
-| role | owns | may |
+| role | owns | permissions |
 |---|---|---|
 | `hpsearch_owner` | database `optuna` | change the schema: `hpsearch migrate` |
 | `hpsearch_worker` | nothing | read and write rows in `optuna` |
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.storage.database.connect import open_cursor
-from hpsearch.storage.errors import StorageError, one_line
-from hpsearch.storage.urls import DRIVER, normalise
+from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.urls import DRIVER, normalise_url
 
 OWNER = "hpsearch_owner"
 WORKER = "hpsearch_worker"
 MLFLOW = "mlflow"
-STUDIES = "optuna"
-TRACKING = "mlflow"
+STUDY_DATABASE = "optuna"
+MLFLOW_DATABASE = "mlflow"
 
-# Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
+# Two 32-bit keys, distinct from those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 1)
 
-# The server's half of noticing a worker whose machine is gone: its locks are released after about 35 s.
+# Server side of the detection of dead workers: the server releases their locks after about 35 s.
 _KEEPALIVES = {"tcp_keepalives_idle": "20", "tcp_keepalives_interval": "5", "tcp_keepalives_count": "3"}
 
 
 @dataclass(frozen=True)
 class Databases:
-    """The URLs of the databases, one for each role, with passwords."""
+    """URLs of the databases, one per role, with passwords."""
 
     owner_url: str
     worker_url: str
@@ -46,53 +46,53 @@ def create_databases(
     mlflow_password: str,
     setting: str = "HPSEARCH_ADMIN_URL",
 ) -> Databases:
-    """Create what is missing of the databases and roles, and set the passwords given.
+    """Create missing databases and roles, and set the passwords.
 
-    Idempotent, and safe when several run at once. Give it a direct connection, not one through a pooler.
+    Idempotent, and safe with concurrent calls. The URL must lead to the server itself, not to a pooler.
 
     Args:
         admin_url: URL of a superuser, or of a role with CREATEROLE and CREATEDB; any database of the server.
-        owner_password: Password of `hpsearch_owner`.
-        worker_password: Password of `hpsearch_worker`.
-        mlflow_password: Password of `mlflow`.
-        setting: Where `admin_url` was given, for messages.
+        owner_password: password of `hpsearch_owner`.
+        worker_password: password of `hpsearch_worker`.
+        mlflow_password: password of `mlflow`.
+        setting: name of the setting with `admin_url`, for messages.
 
     Returns:
         URLs on the same server.
 
     Raises:
-        StorageError: The server cannot be reached, or the admin lacks rights.
+        StorageError: the server cannot be reached, or the admin lacks privileges.
     """
     import psycopg2
 
-    admin_url = normalise(admin_url, setting=setting)
+    admin_url = normalise_url(admin_url, setting=setting)
     passwords = {OWNER: owner_password, WORKER: worker_password, MLFLOW: mlflow_password}
     urls = {
-        role: _as_role(admin_url, role, password, TRACKING if role == MLFLOW else STUDIES)
+        role: _make_role_url(admin_url, role, password, MLFLOW_DATABASE if role == MLFLOW else STUDY_DATABASE)
         for role, password in passwords.items()
     }
     try:
-        # CREATE DATABASE cannot be in a transaction, so the lock is held by the session.
+        # CREATE DATABASE cannot run in a transaction, so this is a session lock.
         with open_cursor(admin_url, application_name="hpsearch-bootstrap", setting=setting, autocommit=True) as admin:
             admin.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
             for role, password in passwords.items():
                 _create_role(admin, role, password)
-            for database, owner in ((STUDIES, OWNER), (TRACKING, MLFLOW)):
+            for database, owner in ((STUDY_DATABASE, OWNER), (MLFLOW_DATABASE, MLFLOW)):
                 _create_database(admin, database, owner)
-                _open_schema(admin, admin_url, database, owner, setting)
-                _close_to_others(urls[owner], database, setting)
+                _grant_schema(admin, admin_url, database, owner, setting)
+                _restrict_connect(urls[owner], database, setting)
     except psycopg2.Error as error:
         raise StorageError(
-            f"{setting}: cannot create the databases and roles ({one_line(error)}): "
+            f"{setting}: cannot create the databases and roles ({format_error(error)}): "
             "give the URL of a superuser, or of a role with CREATEROLE and CREATEDB"
         ) from None
     return Databases(owner_url=urls[OWNER], worker_url=urls[WORKER], mlflow_url=urls[MLFLOW])
 
 
 def grant_worker(cursor: Any) -> None:
-    """Let the worker role read and write every table of the connected owner's, now and later.
+    """Grant the worker role access to all rows of the connected owner's tables, future tables included.
 
-    Does nothing on a server without the role, where one user is owner and worker.
+    Does nothing on a server without the role, where one user is both owner and worker.
     """
     cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s AND rolname <> current_user", (WORKER,))
     if cursor.fetchone() is None:
@@ -109,7 +109,7 @@ def grant_worker(cursor: Any) -> None:
     )
 
 
-def _as_role(admin_url: str, role: str, password: str, database: str) -> str:
+def _make_role_url(admin_url: str, role: str, password: str, database: str) -> str:
     from sqlalchemy.engine import make_url
 
     url = make_url(admin_url).set(drivername=DRIVER, username=role, password=password, database=database)
@@ -120,7 +120,7 @@ def _create_role(admin: Any, role: str, password: str) -> None:
     from psycopg2 import sql
     from psycopg2.extensions import encrypt_password
 
-    # The verifier instead of the password: a statement may end in the server's log.
+    # Send the verifier instead of the password, because the server may log the statement.
     verifier = encrypt_password(password, role, scope=admin.connection, algorithm="scram-sha-256")
     name = sql.Identifier(role)
     admin.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,))
@@ -138,13 +138,13 @@ def _create_database(admin: Any, database: str, owner: str) -> None:
     if admin.fetchone() is not None:
         return
     admin.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
-    if admin.fetchone() != (True,):  # others may only give a database to a role they are a member of
+    if admin.fetchone() != (True,):  # a database can only be assigned to a role of which the admin is a member
         admin.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
     admin.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
 
 
-def _open_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
-    """Before Postgres 15 everybody may create tables in `public`, and its owner is not the database's."""
+def _grant_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
+    """Give `public` to the owner: before Postgres 15, every user may create tables there, and its owner differs."""
     from psycopg2 import sql
     from sqlalchemy.engine import make_url
 
@@ -156,12 +156,12 @@ def _open_schema(admin: Any, admin_url: str, database: str, owner: str, setting:
         cursor.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(owner)))
 
 
-def _close_to_others(owner_url: str, database: str, setting: str) -> None:
-    """Leave the database to its owner, and `optuna` to the workers too; this also tries the owner's password."""
+def _restrict_connect(owner_url: str, database: str, setting: str) -> None:
+    """Restrict connections to the owner, and for `optuna` also to workers; this also tests the owner's password."""
     from psycopg2 import sql
 
     name = sql.Identifier(database)
     with open_cursor(owner_url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
         cursor.execute(sql.SQL("REVOKE CONNECT, TEMPORARY ON DATABASE {} FROM PUBLIC").format(name))
-        if database == STUDIES:
+        if database == STUDY_DATABASE:
             cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(WORKER)))

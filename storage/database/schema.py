@@ -1,26 +1,26 @@
-"""What this release expects to find in the study database."""
+"""Schema of the study database that this version of hpsearch needs."""
 
 from __future__ import annotations
 
-# The head of Optuna's own migrations, kept here so that a check need not import Optuna.
+# Head of Optuna's migrations; a constant, so that a check does not import Optuna.
 OPTUNA_REVISION = "v3.2.0.a"
 
-# The version table of Optuna's migrations, and of MLflow's in its own database: Alembic's default.
+# Version table of Optuna's migrations, and of MLflow's in its own database: the default of Alembic.
 ALEMBIC_TABLE = "alembic_version"
 
-# The head of our own migrations (storage/migrations), and the table that holds it.
+# Head of the migrations in storage/database/migrations, and the table with the current revision.
 REVISION = "0008"
 VERSION_TABLE = "hpsearch_alembic_version"
 
-# True where the tables are of this release.
-IS_CURRENT = f"""
+# Returns true if the tables have the revisions of this version.
+CURRENT_SCHEMA_QUERY = f"""
     SELECT EXISTS (SELECT FROM {ALEMBIC_TABLE} WHERE version_num = '{OPTUNA_REVISION}')
        AND EXISTS (SELECT FROM {VERSION_TABLE} WHERE version_num = '{REVISION}')
 """  # noqa: S608 the parts are constants
 
-# A schema that is there while a backup is put back: what it leaves behind when it is killed is not whole.
-RESTORING = "hpsearch_restoring"
-IS_RESTORED_BY_HALF = f"SELECT to_regnamespace('{RESTORING}') IS NOT NULL"
+# Postgres schema that exists during a restore: if it remains, the restore was interrupted.
+RESTORE_SCHEMA = "hpsearch_restoring"
+PARTIAL_RESTORE_QUERY = f"SELECT to_regnamespace('{RESTORE_SCHEMA}') IS NOT NULL"
 
 OPTUNA_TABLES = (
     "studies",
@@ -37,7 +37,7 @@ OPTUNA_TABLES = (
     "version_info",
 )
 
-OUR_TABLES = (
+OWN_TABLES = (
     "hpsearch_attempts",
     "hpsearch_checkpoints",
     "hpsearch_test_openings",

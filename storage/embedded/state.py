@@ -9,61 +9,61 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpsearch.storage.embedded.process import Identity, wait_until
+from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
 
-FILE = "stack.json"
+STATE_FILE = "stack.json"
 
 
 @dataclass
 class ServiceRecord:
-    """What is remembered of one service.
+    """Stored state of one service.
 
     Attributes:
-        port: Where it listens, or listened last.
-        process: Its process; None once it was stopped.
-        database_port: Where its database was when it was started.
-        tracking_port: Where the MLflow server was, if it uses one.
+        port: current or last port.
+        process: process of the service; None after a stop.
+        database_port: port of Postgres at the start of the service.
+        tracking_port: port of the MLflow server at the start, for a service that uses it.
     """
 
     port: int | None = None
-    process: Identity | None = None
+    process: ProcessIdentity | None = None
     database_port: int | None = None
     tracking_port: int | None = None
 
 
-def _password() -> str:
+def _make_password() -> str:
     return secrets.token_urlsafe(24)
 
 
 @dataclass
-class State:
-    """What is remembered of a stack; `version` is that of the file's format."""
+class StackState:
+    """Stored state of a stack; `version` is the version of the file format."""
 
     version: Literal[1] = 1
-    owner_password: str = field(default_factory=_password)
-    worker_password: str = field(default_factory=_password)
-    mlflow_password: str = field(default_factory=_password)
+    owner_password: str = field(default_factory=_make_password)
+    worker_password: str = field(default_factory=_make_password)
+    mlflow_password: str = field(default_factory=_make_password)
     postgres_folder: str | None = None
     postgres: ServiceRecord = field(default_factory=ServiceRecord)
     mlflow: ServiceRecord = field(default_factory=ServiceRecord)
     dashboard: ServiceRecord = field(default_factory=ServiceRecord)
 
     def save(self, home: Path) -> None:
-        """Write the state, whole."""
-        write_private(home / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        """Write the state file atomically."""
+        write_private(home / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def load(home: Path) -> State | None:
-    """Return the state of `home`; None where there is none that can be read.
+def load_state(home: Path) -> StackState | None:
+    """Return the state of the stack in `home`; None if the file is missing or damaged.
 
-    Nothing is lost with a damaged file: the passwords are set anew at the next start, and services that nobody
-    remembers are found by the marker in their environment.
+    A damaged file is harmless: the next start sets new passwords, and finds running services by the marker in their
+    environment.
     """
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(State).validate_json((home / FILE).read_bytes())
+        return TypeAdapter(StackState).validate_json((home / STATE_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
 
@@ -71,10 +71,10 @@ def load(home: Path) -> State | None:
 LOOPBACK = "127.0.0.1"
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on the port now."""
+def is_port_free(port: int) -> bool:
+    """Whether a server can bind the port at the moment."""
     with socket.socket() as listener:
-        # As the servers do: a port in TIME_WAIT is free, one that somebody listens on is not.
+        # Like the servers: a port in TIME_WAIT is free, a port with a listener is not.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))
@@ -83,10 +83,10 @@ def is_free(port: int) -> bool:
         return True
 
 
-def choose(remembered: int | None, *, patience: float = 0.0) -> int:
-    """Return the remembered port if it is free, or comes to be within `patience` seconds, else another that is."""
-    if remembered and wait_until(lambda: is_free(remembered), timeout=patience):
-        return remembered
+def choose_port(preferred: int | None, *, wait_seconds: float = 0.0) -> int:
+    """Return the preferred port if it is free, or becomes free within `wait_seconds`; else any free port."""
+    if preferred and wait_until(lambda: is_port_free(preferred), timeout=wait_seconds):
+        return preferred
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]

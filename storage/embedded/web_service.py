@@ -1,4 +1,4 @@
-"""A service of the embedded stack that speaks HTTP: found again, adopted, or started."""
+"""An HTTP service of the embedded stack: find, attach, start and stop."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.urls import redact
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
-_ADOPT_TIMEOUT = 60.0  # after which a process that is there but silent is started anew
+_ATTACH_TIMEOUT = 60.0  # seconds; a running process that does not answer by then is restarted
 _REQUEST_TIMEOUT = 10.0
 _STOP_TIMEOUT = 10.0
 
-# What the user set for other servers must not reach ours.
-_FOREIGN = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
+# Environment variables that the user set for other servers.
+_FOREIGN_PREFIXES = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
 
 
 @dataclass
 class WebService:
-    """One service; `record` is kept in step with what happens, and `save` writes it down.
+    """HTTP service; `record` holds its current state, and `save` stores it.
 
     Attributes:
-        name: As the user reads it.
-        health_path: A request that is answered with 200 when the service works.
-        command: Makes command and added environment from a port.
-        marker: Tells the processes of this service of this home from all others.
+        health_path: path of a GET request that returns 200 if the service works.
+        command: function from a port to the command line and additional environment variables.
+        save: function that writes the state file.
+        home: home folder, and working directory of the service.
     """
 
     name: str
@@ -48,20 +48,20 @@ class WebService:
 
     @property
     def url(self) -> str:
-        """Where the service listens."""
+        """Address of the service."""
         return f"http://{ports.LOOPBACK}:{self.record.port}"
 
     @property
     def marker(self) -> str:
-        """What its processes carry in their environment."""
+        """Value in the environment of all processes of this service and home."""
         return f"{self.name}:{self.home}"
 
     def find(self) -> psutil.Process | None:
-        """Return its main process, if it runs."""
+        """Return the main process; None if it does not run."""
         return process.find(self.record.process)
 
-    def answers(self) -> bool:
-        """Whether it answers a health request."""
+    def is_healthy(self) -> bool:
+        """Whether the service answers a health request."""
         if self.record.port is None:
             return False
         server = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
@@ -70,64 +70,64 @@ class WebService:
             return connection.getresponse().status == http.client.OK
         return False
 
-    def listens(self) -> bool:
-        """Whether it has come as far as taking its port: what is silent after that hangs."""
-        return process.listens(self._all(), self.record.port or 0)
+    def is_listening(self) -> bool:
+        """Whether the service has bound its port; if it does not answer after that, it hangs."""
+        return process.is_listening(self._find_processes(), self.record.port or 0)
 
-    def begin(self, database_port: int, tracking_port: int | None = None) -> None:
-        """Adopt the running service, or start it; `finish` waits for it.
+    def ensure_started(self, database_port: int, tracking_port: int | None = None) -> None:
+        """Start the service unless it runs with the same ports; `wait_until_healthy` waits for it.
 
         Args:
-            database_port: Where its database is now; a service that was started for another place is started anew.
-            tracking_port: Where the MLflow server is now, if it uses one.
+            database_port: port of Postgres; a service that runs with another port is restarted.
+            tracking_port: port of the MLflow server, for a service that uses it.
         """
-        then, now = (self.record.database_port, self.record.tracking_port), (database_port, tracking_port)
-        if self.find() is not None and then == now:
+        old, new = (self.record.database_port, self.record.tracking_port), (database_port, tracking_port)
+        if self.find() is not None and old == new:
             return
-        self.record.database_port, self.record.tracking_port = now
+        self.record.database_port, self.record.tracking_port = new
         self._restart()
 
-    def finish(self) -> None:
+    def wait_until_healthy(self) -> None:
         """Wait until the service answers.
 
         Raises:
-            StorageError: It ends, or stays silent.
+            StorageError: the service ends or does not answer.
         """
-        if self._wait(_ADOPT_TIMEOUT if self._is_adopted() else START_TIMEOUT):
+        if self._wait(_ATTACH_TIMEOUT if self._is_attached() else START_TIMEOUT):
             return
-        for _ in range(2):  # it was adopted and is stuck, or somebody was quicker to take its port
-            if self.find() is None and (self.record.port is None or ports.is_free(self.record.port)):
+        for _ in range(2):  # an attached service is stuck, or another process took the port
+            if self.find() is None and (self.record.port is None or ports.is_port_free(self.record.port)):
                 break
             self._restart()
             if self._wait(START_TIMEOUT):
                 return
-        last = redact(process.tail(self.log))
-        state = "does not answer" if self.find() else "ended at its start"
-        raise StorageError(f"{self.name} {state}: {last or 'it wrote nothing'} (see {self.log})")
+        last = redact(process.read_tail(self.log))
+        state = "does not answer" if self.find() else "ended during its start"
+        raise StorageError(f"{self.name} {state}: {last or 'no output'} (see {self.log})")
 
     def stop(self) -> int | None:
-        """Stop the service with all its processes; return the main one's id, or None if none ran."""
-        processes = self._all()
+        """Stop all processes of the service; return the id of the main one, or None if none was running."""
+        processes = self._find_processes()
         process.stop(processes, timeout=_STOP_TIMEOUT)
         self.record.process = None
         return processes[0].pid if processes else None
 
-    def _is_adopted(self) -> bool:
+    def _is_attached(self) -> bool:
         found = self.record.process
-        return found is not None and time.time() - found.started > _ADOPT_TIMEOUT
+        return found is not None and time.time() - found.started > _ATTACH_TIMEOUT
 
-    def _all(self) -> list[psutil.Process]:
+    def _find_processes(self) -> list[psutil.Process]:
         main = self.find()
-        marked = process.find_marked(self.marker)
+        marked = process.find_by_marker(self.marker)
         return [main, *(other for other in marked if other != main)] if main else marked
 
     def _restart(self) -> None:
-        # The threads of a killed process may hold its port a moment longer than it is there.
-        port = ports.choose(self.record.port, patience=2.0 if self.stop() else 0.0)
+        # The port of a killed process may stay bound for a moment.
+        port = ports.choose_port(self.record.port, wait_seconds=2.0 if self.stop() else 0.0)
         self.record.port = port
         self.save()
         command, added = self.command(port)
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
         env |= {"PYTHONUNBUFFERED": "1", process.MARKER: self.marker} | added
         self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home)
         self.save()
@@ -135,8 +135,8 @@ class WebService:
     def _wait(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.find() is not None:
-            # Two stacks that start at once may have chosen the same port: the answer could be the other one's.
-            if self.answers() and self.listens():
+            # Two stacks that start at the same time may choose the same port, so the answer may be from the other one.
+            if self.is_healthy() and self.is_listening():
                 return True
-            time.sleep(0.05)  # until it answers
+            time.sleep(0.05)
         return False

@@ -1,1 +1,1 @@
-"""Journals: what is logged, on disk before the call returns, and the threads that bring it to each of its readers."""
+"""Journals: a write-ahead log per attempt at a trial, and the threads that send it to the trackers."""

@@ -1,7 +1,8 @@
-"""The journal of one attempt at a trial, and how far each of its readers has come in it.
+"""The journal of one attempt at a trial, and the offsets of its consumers.
 
-A journal is one JSON object a line, appended to and never changed; beside it lie the files and the model that go with
-it, and a file for each reader that says how far it is. Who has the folder's lock brings it to all of them.
+A journal is an append-only file with one JSON object per line. Its folder also has the files and the model that belong
+to it, and one file per consumer with the consumer's position. The process that holds the lock of the folder sends the
+journal to all consumers.
 """
 
 from __future__ import annotations
@@ -14,211 +15,226 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.files import append_whole, link_or_copy, sync_folder
-from hpsearch.storage.journals.journal_records import Open, Record, decode, encode
+from hpsearch.storage.files import append_atomically, link_or_copy, sync_folder
+from hpsearch.storage.journals.journal_records import Header, Record, decode, encode
 
 log = logging.getLogger(__name__)
 
-_LONGEST_JOURNAL = 256 * 2**20  # bytes
-_MEMORY = 16 * 2**20  # bytes that wait for room on a full disk
+_MAX_JOURNAL_BYTES = 256 * 2**20
+_MAX_BUFFER_BYTES = 16 * 2**20  # of records that wait in memory while the disk is full
 
 JOURNAL = "journal.jsonl"
-MLFLOW = "mlflow"  # the one reader that every study has
+MLFLOW = "mlflow"  # the consumer that every study has
 
 
-def position_file(reader: str) -> str:
-    """Return the name of the file that says how far a reader is; MLflow's is that of the time when it was alone."""
-    return "sent.json" if reader == MLFLOW else f"sent-{reader}.json"
+def position_file_name(consumer: str) -> str:
+    """Return the name of the file with a consumer's position; MLflow's has the name of a version with one consumer."""
+    return "sent.json" if consumer == MLFLOW else f"sent-{consumer}.json"
 
 
 @dataclass
 class Position:
-    """How far a reader is in a journal.
+    """The committed position of a consumer in a journal.
 
     Attributes:
-        offset: bytes of the journal that have arrived.
-        run: the run's id, once it is known.
-        creating: "run" while one is created: it may exist although the reply was lost, and is looked for first.
-        published: whether all that the trial made was in the journal; only its end may be missing.
-        refused: why the reader will not have the rest; such a journal waits for a person.
-        problem: the first thing that did not arrive and never will.
-        over: whether the reader has all that it is to have.
+        offset: bytes of the journal that the consumer has stored.
+        run_id: the run; None until it is known.
+        creating: "run" while a run is created: it may exist although the reply was lost, and must be looked up first.
+        has_all_artifacts: whether all artifacts of the trial were in the journal; only its outcome may be missing.
+        rejection: why the consumer rejected the rest permanently; such a journal waits until a user asks for a retry.
+        problem: the first item that was not stored and never will be.
+        is_consumed: whether the consumer needs nothing more of the journal.
     """
 
     offset: int = 0
-    run: str | None = None
+    run_id: str | None = None
     creating: str | None = None
-    published: bool = False
-    refused: str | None = None
+    has_all_artifacts: bool = False
+    rejection: str | None = None
     problem: str | None = None
-    over: bool = False
+    is_consumed: bool = False
+
+
+# The keys of a position file, in the order of the fields.
+_POSITION_KEYS = ("offset", "run", "creating", "published", "refused", "problem", "over")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A record of a journal, and the offset behind it; None for one that never found room on the disk."""
+class JournalEntry:
+    """A record of a journal, and the offset after it; None for one that is in memory because the disk is full."""
 
     record: Record
-    end: int | None
+    end_offset: int | None
 
 
 class Journal:
-    """What one attempt at a trial logs; written by one thread, read by another for each reader.
+    """The log of one attempt at a trial; written by one thread, read by one thread per consumer.
 
     Attributes:
-        name: of the journal in its outbox, such as ``0007-2``.
-        path: of the journal's file.
-        files: the folder whose content, a tree, becomes the run's artifacts.
-        model: the folder of the exported model.
-        live: whether this process writes it; else its writer has died.
-        places: of its readers.
-        lost: records for which there was no room at all.
+        name: the journal's name in its outbox, such as ``0007-2``.
+        path: the journal's file.
+        artifact_folder: the folder whose tree becomes the run's artifacts.
+        model_folder: the folder of the exported model.
+        is_live: whether this process writes the journal; otherwise the writer has died.
+        cursors: the cursor of each consumer.
+        lost_records: the number of records that were dropped because disk and memory were full.
     """
 
     def __init__(
-        self, folder: Path, descriptor: int | None, head: Open, *, live: bool, readers: Sequence[str] = (MLFLOW,)
+        self,
+        folder: Path,
+        descriptor: int | None,
+        header: Header,
+        *,
+        is_live: bool,
+        consumers: Sequence[str] = (MLFLOW,),
     ) -> None:
         self.folder = folder
         self.name = folder.name
         self.path = folder / JOURNAL
-        self.files = folder / "files"
-        self.model = folder / "model"
-        self.live = live
-        self.head = head
-        self.lost = 0
-        self.mutex = threading.Lock()  # of all below, and of the places
+        self.artifact_folder = folder / "files"
+        self.model_folder = folder / "model"
+        self.is_live = is_live
+        self.header = header
+        self.lost_records = 0
+        self.mutex = threading.Lock()  # guards all below, and the cursors
         self.descriptor = descriptor
         self.size = os.fstat(descriptor).st_size if descriptor is not None else 0
-        self.waiting: deque[bytes] = deque()  # lines that wait for room on the disk
-        self.lent: set[str] = set()  # the readers that have the waiting lines
-        self.places = {reader: Place(self, reader) for reader in readers}
-        self._waiting_bytes = 0
-        self._synced = 0  # bytes of it that survive a power cut
+        self.buffer: deque[bytes] = deque()  # lines that wait for space on the disk
+        self.buffer_readers: set[str] = set()  # the consumers that are sending the buffered lines
+        self.cursors = {consumer: Cursor(self, consumer) for consumer in consumers}
+        self._buffer_bytes = 0
+        self._synced_bytes = 0  # that survive a power cut
         self._synced_files: set[Path] = set()
-        self._syncing = threading.Lock()
-        self._told = False
+        self._sync_lock = threading.Lock()
+        self._has_warned = False
 
     @property
-    def over(self) -> bool:
-        """Whether every reader has all of it."""
-        return all(place.position.over for place in self.places.values())
+    def is_fully_consumed(self) -> bool:
+        """Whether every consumer has stored all of the journal."""
+        return all(cursor.position.is_consumed for cursor in self.cursors.values())
 
     @kill_point("append to journal")
     def append(self, record: Record) -> None:
-        """Write a record. It is with the operating system when this returns: a killed process loses nothing.
+        """Write a record. The operating system has it when this returns: a killed process loses nothing.
 
-        Never raises and never waits: a full disk is told, and the record is kept in memory until there is room.
+        Never raises and never waits: if the disk is full, it logs a warning and keeps the record in memory until there
+        is space.
         """
         line = encode(record)
         with self.mutex:
-            if self.size > _LONGEST_JOURNAL or self._waiting_bytes > _MEMORY:
-                if not self.lost:
-                    log.warning("%s: there is no room for more records: what is logged is lost", self.path)
-                self.lost += 1
+            if self.size > _MAX_JOURNAL_BYTES or self._buffer_bytes > _MAX_BUFFER_BYTES:
+                if not self.lost_records:
+                    log.warning("%s: no space for more records; further records are dropped", self.path)
+                self.lost_records += 1
                 return
-            self.waiting.append(line)
-            self._waiting_bytes += len(line)
-            if not self.lent:
-                self.write_waiting()
+            self.buffer.append(line)
+            self._buffer_bytes += len(line)
+            if not self.buffer_readers:
+                self.flush_buffer()
 
-    def write_waiting(self) -> None:
-        """Write what waits for room, where there is some now; with the mutex."""
-        while self.waiting and self.descriptor is not None:
-            line = self.waiting[0]
+    def flush_buffer(self) -> None:
+        """Write the buffered lines to disk as far as there is space; requires the mutex."""
+        while self.buffer and self.descriptor is not None:
+            line = self.buffer[0]
             try:
-                append_whole(self.descriptor, line, self.size)
+                append_atomically(self.descriptor, line, self.size)
             except OSError as error:
-                if not self._told:
-                    self._told = True
-                    reason = f"({error.strerror}): the trial goes on, its records wait in memory"
-                    log.warning("%s cannot be written %s", self.path, reason)
+                if not self._has_warned:
+                    self._has_warned = True
+                    log.warning("%s: cannot write (%s); records are kept in memory", self.path, error.strerror)
                 return
             self.size += len(line)
-            self._told = False
-            for place in self.places.values():
-                place.written(len(line))
-            self._drop_first()
+            self._has_warned = False
+            for cursor in self.cursors.values():
+                cursor.on_buffered_line_written(len(line))
+            self._drop_first_line()
 
-    def drop_read(self) -> None:
-        """Let go of the waiting lines that every reader has: they need no room any more; with the mutex."""
-        while self.waiting and all(place.ahead for place in self.places.values()):
-            for place in self.places.values():
-                place.ahead -= 1
-            self._drop_first()
+    def drop_consumed(self) -> None:
+        """Drop the buffered lines that every consumer has read, and that need no space; requires the mutex."""
+        while self.buffer and all(cursor.buffered_lines_read for cursor in self.cursors.values()):
+            for cursor in self.cursors.values():
+                cursor.buffered_lines_read -= 1
+            self._drop_first_line()
 
-    def _drop_first(self) -> None:
-        self._waiting_bytes -= len(self.waiting.popleft())
+    def _drop_first_line(self) -> None:
+        self._buffer_bytes -= len(self.buffer.popleft())
 
-    def keep(self, path: Path, folder: str | None = None) -> bool:
-        """Keep a file for the run's artifacts, whatever becomes of the original; return whether it could be kept."""
-        target = self.files / (folder or "") / path.name
+    def store_artifact(self, path: Path, folder: str | None = None) -> bool:
+        """Link or copy a file into the journal's artifacts; return whether that succeeded.
+
+        Args:
+            path: the file, which may be changed or deleted afterwards.
+            folder: the artifact folder; None for the root.
+        """
+        target = self.artifact_folder / (folder or "") / path.name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
             link_or_copy(path, target)
         except OSError as error:
-            log.warning("%s is not kept for MLflow: %s", path.name, error.strerror)
+            log.warning("%s: not stored as an artifact (%s)", path.name, error.strerror)
             return False
         return True
 
     def sync(self) -> None:
-        """Make what was written survive a power cut: the files first, for the journal speaks of them."""
-        if self.descriptor is None or self.size == self._synced or not self._syncing.acquire(blocking=False):
-            return  # or the thread of another reader is at it
+        """Make what was written survive a power cut; files first, because the records refer to them."""
+        if self.descriptor is None or self.size == self._synced_bytes or not self._sync_lock.acquire(blocking=False):
+            return  # or the thread of another consumer is syncing
         try:
             size = self.size
-            with contextlib.suppress(OSError):  # a disk that cannot is told where it is written
-                kept = {path for path in self.folder.glob("*/**/*") if path.is_file()}
-                for path in sorted(kept - self._synced_files):
+            with contextlib.suppress(OSError):  # `flush_buffer` logs the errors of the disk
+                files = {path for path in self.folder.glob("*/**/*") if path.is_file()}
+                for path in sorted(files - self._synced_files):
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
                 os.fsync(self.descriptor)
                 sync_folder(self.folder)
-                self._synced, self._synced_files = size, kept
+                self._synced_bytes, self._synced_files = size, files
         finally:
-            self._syncing.release()
+            self._sync_lock.release()
 
     def remove(self) -> None:
-        """Remove the folder: all of it has arrived everywhere."""
+        """Remove the folder of a fully consumed journal."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.close()  # not before: another process would find the folder free, and half of it gone
+        self.close()  # not earlier: another process could lock a half-removed folder
 
     def close(self) -> None:
-        """Let another process have it."""
-        with self._syncing:
+        """Release the lock, so that another process can take over the journal."""
+        with self._sync_lock:
             if self.descriptor is not None:
                 os.close(self.descriptor)
                 self.descriptor = None
 
 
-class Place:
-    """One reader's place in a journal; used by the thread of that reader alone, but for what is said to be shared.
+class Cursor:
+    """The cursor of one consumer in a journal; used only by that consumer's thread, except for shared attributes.
 
     Attributes:
-        position: how far the reader is for good; call `save` after a change.
-        ahead: how many of the lines that wait for room the reader has; shared.
+        position: the committed position; call `save` after a change.
+        buffered_lines_read: the number of buffered lines that the consumer has read; shared.
     """
 
-    def __init__(self, journal: Journal, reader: str) -> None:
+    def __init__(self, journal: Journal, consumer: str) -> None:
         self.journal = journal
-        self.reader = reader
-        self._path = journal.folder / position_file(reader)
-        self.position = self._read()
-        self.ahead = 0
-        self._cursor = self.position.offset  # what was taken by now, and may yet have to be read again; shared
+        self.consumer = consumer
+        self._path = journal.folder / position_file_name(consumer)
+        self.position = self._load_position()
+        self.buffered_lines_read = 0
+        self._read_offset = self.position.offset  # ahead of the committed offset while entries are in flight; shared
 
-    def unsent(self) -> list[Entry]:
-        """Return what is to be read, in its order; call `returned` when that is done or has failed.
+    def read_pending(self) -> list[JournalEntry]:
+        """Return the entries to send, in order; call `return_buffered` when they were sent or sending failed.
 
-        A last line that a crash has torn is left out.
+        A torn last line, left by a crash, is skipped.
         """
-        journal, entries = self.journal, list[Entry]()
+        journal, entries = self.journal, list[JournalEntry]()
         with journal.mutex:
-            end = self._cursor
+            end = self._read_offset
         try:
             with journal.path.open("rb") as file:
                 file.seek(end)
@@ -226,71 +242,73 @@ class Place:
                     if not line.endswith(b"\n"):
                         break
                     end += len(line)
-                    entries.append(Entry(decode(line), end))
+                    entries.append(JournalEntry(decode(line), end))
         except OSError:
             if journal.descriptor is not None:
                 raise
         except ValueError:
             self.position.problem = self.position.problem or "its journal on disk was damaged"
         with journal.mutex:
-            # Not while the writer was at it just now: what follows is in memory alone.
-            if len(journal.waiting) > self.ahead and (journal.descriptor is None or end == journal.size):
-                journal.lent.add(self.reader)
-                entries += [Entry(decode(line), None) for line in list(journal.waiting)[self.ahead :]]
+            # Skipped if the writer has just appended to the file: the buffered lines come after that.
+            if len(journal.buffer) > self.buffered_lines_read and (journal.descriptor is None or end == journal.size):
+                journal.buffer_readers.add(self.consumer)
+                buffered = list(journal.buffer)[self.buffered_lines_read :]
+                entries += [JournalEntry(decode(line), None) for line in buffered]
         return entries
 
-    def taken(self, entries: Sequence[Entry]) -> None:
-        """Note that these need not be read again, unless it comes to a `rewind`: they are on their way."""
-        ends = [entry.end for entry in entries if entry.end is not None]
+    def mark_in_flight(self, entries: Sequence[JournalEntry]) -> None:
+        """Record that these entries are being sent; they are read again only after `rewind` or in another process."""
+        ends = [entry.end_offset for entry in entries if entry.end_offset is not None]
         with self.journal.mutex:
-            self._cursor = max([self._cursor, *ends])
-            self.ahead += len(entries) - len(ends)
-            self.journal.drop_read()
+            self._read_offset = max([self._read_offset, *ends])
+            self.buffered_lines_read += len(entries) - len(ends)
+            self.journal.drop_consumed()
 
-    def moved(self, entries: Sequence[Entry]) -> None:
-        """Note that these have arrived for good, with all that was taken before."""
-        self.taken(entries)
-        self.settle()
+    def commit(self, entries: Sequence[JournalEntry]) -> None:
+        """Record that these entries, and all that were in flight, are stored by the consumer."""
+        self.mark_in_flight(entries)
+        self.commit_in_flight()
 
-    def settle(self) -> None:
-        """Note that all that was taken has arrived for good."""
-        self.position.offset = self._cursor
+    def commit_in_flight(self) -> None:
+        """Record that all entries in flight are stored by the consumer."""
+        self.position.offset = self._read_offset
         self.save()
 
     def rewind(self) -> None:
-        """Read again what was taken and has not arrived."""
+        """Go back to the committed offset: the entries in flight are read again."""
         with self.journal.mutex:
-            self._cursor = self.position.offset
+            self._read_offset = self.position.offset
 
-    def returned(self) -> None:
-        """Take back what `unsent` lent and nobody could bring on: it is written once there is room."""
+    def return_buffered(self) -> None:
+        """Let the journal write the buffered lines that `read_pending` returned and that were not consumed."""
         with self.journal.mutex:
-            self.journal.lent.discard(self.reader)
-            if not self.journal.lent:
-                self.journal.write_waiting()
+            self.journal.buffer_readers.discard(self.consumer)
+            if not self.journal.buffer_readers:
+                self.journal.flush_buffer()
 
-    def written(self, size: int) -> None:
-        """Note that the first waiting line, of so many bytes, stands at the end of the file by now; with the mutex."""
-        if self.ahead:
-            self.ahead -= 1
-            if self.position.offset == self._cursor:
+    def on_buffered_line_written(self, size: int) -> None:
+        """Adjust the offsets after the first buffered line, of `size` bytes, was written; requires the mutex."""
+        if self.buffered_lines_read:
+            self.buffered_lines_read -= 1
+            if self.position.offset == self._read_offset:
                 self.position.offset += size
-            self._cursor += size
+            self._read_offset += size
 
     @kill_point("record position")
     def save(self) -> None:
         """Write the position to disk."""
         temporary = self.journal.folder / f".{self._path.name}"
         try:
-            temporary.write_text(json.dumps(asdict(self.position)))
+            temporary.write_text(json.dumps(dict(zip(_POSITION_KEYS, asdict(self.position).values(), strict=True))))
             temporary.replace(self._path)
-        except OSError:  # a full disk: they may be brought there again, which changes nothing
+        except OSError:  # a full disk: the entries may be sent again, which changes nothing
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
-    def _read(self) -> Position:
+    def _load_position(self) -> Position:
         try:
-            found = json.loads(self._path.read_text())
-            return Position(**{field.name: found[field.name] for field in fields(Position) if field.name in found})
+            stored = json.loads(self._path.read_text())
+            fields = zip(asdict(Position()), _POSITION_KEYS, strict=True)
+            return Position(**{field: stored[key] for field, key in fields if key in stored})
         except (OSError, ValueError, TypeError):
             return Position()

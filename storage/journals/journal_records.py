@@ -1,7 +1,7 @@
-"""The records of a journal: one JSON object a line, told apart by their `kind`.
+"""The records of a journal: one JSON object per line, with its type as `kind`.
 
-A journal outlives the program that wrote it: the names of kinds and fields stay, a field that is not known is passed
-over, and a record that is not known is :class:`Unknown`.
+A journal outlives the program that wrote it. Kinds and field names are stored: never rename one. Unknown fields are
+ignored, and an unknown record is read as :class:`Unknown`.
 """
 
 from __future__ import annotations
@@ -9,38 +9,47 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one line says; its kind is the name of its class in small letters."""
+    """Base class of records.
+
+    Attributes:
+        kind: the type of the record in a journal; by default the name of the class in lower case.
+    """
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        cls.kind = kind or cls.__name__.lower()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this record."""
-        return {"kind": type(self).__name__.lower(), **vars(self)}
+        return {"kind": self.kind, **vars(self)}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """Undo `to_dict`."""
-        return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """Return the record of a JSON object by `to_dict`."""
+        return cls(**{field.name: stored[field.name] for field in fields(cls) if field.name in stored})
 
 
 @dataclass(frozen=True)
-class Open(Record):
-    """The first record: whose journal it is.
+class Header(Record, kind="open"):
+    """The first record, which identifies the trial.
 
     Attributes:
-        study: its name.
-        trial: the trial's id in the database.
-        number: the trial's number.
-        attempt: the attempt at it.
+        study: the name of the study.
+        trial: the id of the trial in the database.
+        number: the number of the trial.
+        attempt: the number of the attempt.
         resumed: whether the trial may have a run already.
-        metric: the one by which it is seen which epochs a run has.
-        tags: of the run.
-        began: when, in unix milliseconds.
+        metric: the metric whose history in a run shows which epochs the run has.
+        tags: tags of the run.
+        began: the start of the attempt in unix milliseconds; None in journals of earlier versions.
     """
 
     study: str
@@ -62,7 +71,7 @@ class Params(Record):
 
 @dataclass(frozen=True)
 class Epoch(Record):
-    """The metrics of an epoch, `step`, at unix seconds `at`; sent unless the run has them from an earlier attempt."""
+    """The metrics of epoch `step`, at unix seconds `at`; not sent if the run has them from an earlier attempt."""
 
     step: int
     at: float
@@ -86,13 +95,13 @@ class Tags(Record):
 
 
 @dataclass(frozen=True)
-class Files(Record):
-    """The files beside the journal are whole, and become the run's artifacts."""
+class Artifacts(Record, kind="files"):
+    """The files in the journal's artifact folder are complete; upload them to the run."""
 
 
 @dataclass(frozen=True)
-class Data(Record):
-    """The dataset that the trial was trained on; `source` and `profile` are JSON."""
+class Dataset(Record, kind="data"):
+    """The dataset on which the trial was trained; `source` and `profile` are JSON."""
 
     name: str
     digest: str
@@ -102,7 +111,7 @@ class Data(Record):
 
 @dataclass(frozen=True)
 class Model(Record):
-    """The exported model beside the journal is whole; it is of epoch `step`, which had these metrics at `at`."""
+    """The model in the journal's model folder is complete; it is of epoch `step`, with these metrics at `at`."""
 
     name: str
     step: int
@@ -114,19 +123,19 @@ class Model(Record):
 
 @dataclass(frozen=True)
 class Problem(Record):
-    """What will not arrive, and why."""
+    """A description of data that is missing from the run, with the reason."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Published(Record):
-    """All that the trial made stands before this."""
+class ArtifactsComplete(Record, kind="published"):
+    """All artifacts of the trial are in the records before this one."""
 
 
 @dataclass(frozen=True)
-class Leave(Record):
-    """The last record of a trial that was given back: the run stays open for its next attempt."""
+class Released(Record, kind="leave"):
+    """The last record of an attempt that released its trial: the run stays open for the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +143,10 @@ class End(Record):
     """The last record of a trial that has ended.
 
     Attributes:
-        outcome: how it ended.
-        reason: why, for a person.
-        at: when, in unix milliseconds.
-        kept: whether the trial's last checkpoint is kept until all of the journal has arrived.
+        outcome: the outcome of the trial.
+        reason: the reason, as text for users.
+        at: the end in unix milliseconds.
+        kept: whether the trial's last checkpoint is kept until MLflow has all of the journal.
     """
 
     outcome: Outcome
@@ -146,41 +155,41 @@ class End(Record):
     kept: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of this record, with the outcome as a run's state in capitals."""
-        found = super().to_dict()
-        return {"kind": found.pop("kind"), "state": found.pop("outcome").run_state.upper(), **found}
+        """Return the JSON object of this record, with the outcome as the state of a run in upper case."""
+        stored = super().to_dict()
+        return {"kind": stored.pop("kind"), "state": stored.pop("outcome").run_state.upper(), **stored}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """Undo `to_dict`."""
-        return cls(Outcome.of_run(found["state"]), found["reason"], found["at"], found["kept"])
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """Return the record of a JSON object by `to_dict`."""
+        return cls(Outcome.from_run_state(stored["state"]), stored["reason"], stored["at"], stored["kept"])
 
 
 @dataclass(frozen=True)
 class Unknown(Record):
-    """A record that this program does not know: one of a later version, or a damaged one."""
+    """A record of a later version, or a damaged one."""
 
-    found: Any
+    content: Any
 
 
-Logged = Params | Tags | Epoch | Metrics  # several of them go in one request; the others stand alone
+Batchable = Params | Tags | Epoch | Metrics  # several of these are sent in one request, the others one by one
 
-_KINDS = {kind.__name__.lower(): kind for kind in Record.__subclasses__() if kind is not Unknown}
+_RECORD_TYPES = {record.kind: record for record in Record.__subclasses__() if record is not Unknown}
 
 
 def encode(record: Record) -> bytes:
-    """Return the line of a record; what JSON has nothing for is written as text."""
+    """Return the line of a record; values without a JSON type are written as text."""
     return json.dumps(record.to_dict(), separators=(",", ":"), default=str).encode() + b"\n"
 
 
 def decode(line: bytes) -> Record:
-    """Undo `encode`.
+    """Return the record of a line by `encode`.
 
     Raises:
-        ValueError: the line is no JSON.
+        ValueError: the line is not JSON.
     """
-    found = json.loads(line)
+    stored = json.loads(line)
     try:
-        return _KINDS[found["kind"]].from_dict(found)
+        return _RECORD_TYPES[stored["kind"]].from_dict(stored)
     except (KeyError, TypeError, ValueError):
-        return Unknown(found)
+        return Unknown(stored)

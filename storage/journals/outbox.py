@@ -1,7 +1,7 @@
-"""What is on its way to the readers of a study, on disk: no death of a process loses it.
+"""The outbox of a study on this machine: the journals that not every consumer has stored yet.
 
-Each attempt at a trial has a folder of its own with a journal. Who has the folder's lock brings it to its readers: the
-process that writes it or, when that has died, another of this machine.
+Each attempt at a trial has its own folder with a journal. The process that holds the folder's lock sends the journal:
+the writer or, after its death, another process on this machine. No death of a process loses a record.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpsearch.storage.files import size_of
+from hpsearch.storage.files import compute_folder_bytes
 from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal
-from hpsearch.storage.journals.journal_records import Open, decode
+from hpsearch.storage.journals.journal_records import Header, decode
 
 log = logging.getLogger(__name__)
 
-LIMIT = 20 * 2**30  # bytes of all that waits; above it no more files are taken
-_ABANDONED = 3600.0  # seconds after which a journal that was never begun is one that never will be
+LIMIT_BYTES = 20 * 2**30  # of all journals; above it no more artifacts are stored
+_ABANDONED_SECONDS = 3600.0  # after which a journal without a header counts as abandoned by a dead process
 
 
 class Outbox:
     """The journals of one study on this machine.
 
     Args:
-        folder: the study's, made when it is needed.
-        readers: of the study.
-        limit: bytes of all that waits there above which files are no longer taken, only numbers.
+        folder: the folder of the study; created when it is needed.
+        consumers: the names of the study's consumers.
+        limit_bytes: the size of all journals above which artifacts are no longer stored, only metrics.
     """
 
-    def __init__(self, folder: Path, readers: Sequence[str] = (MLFLOW,), *, limit: int = LIMIT) -> None:
+    def __init__(self, folder: Path, consumers: Sequence[str] = (MLFLOW,), *, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = folder
-        self._readers = tuple(readers)
-        self._limit = limit
+        self._consumers = tuple(consumers)
+        self._limit_bytes = limit_bytes
 
-    def open(self, name: str, head: Open) -> Journal:
-        """Begin a journal; a name that is taken gets a number.
+    def open(self, name: str, header: Header) -> Journal:
+        """Create a journal.
 
         Args:
-            name: such as ``0007-2``.
-            head: its first record: whose journal it is.
+            name: the name of the journal, such as ``0007-2``; a number is appended if it is taken.
+            header: the first record of the journal.
         """
         folder, descriptor = self.folder / name, None
-        # Made under a name that nobody looks at, for until it is locked it seems left behind.
+        # Created under a hidden name: until it is locked, another process would take it for an orphan.
         hidden = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
         try:
             hidden.mkdir(parents=True, mode=0o700)
@@ -58,13 +58,13 @@ class Outbox:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             folder = self._rename(hidden, name)
         except OSError as error:  # a full disk, or a file system without locks
-            log.warning("%s cannot be made (%s): what is logged waits in memory", folder, error.strerror)
+            log.warning("%s: cannot create (%s); records are kept in memory", folder, error.strerror)
             if descriptor is not None:
                 os.close(descriptor)
                 descriptor = None
             shutil.rmtree(hidden, ignore_errors=True)
-        journal = Journal(folder, descriptor, head, live=True, readers=self._readers)
-        journal.append(head)
+        journal = Journal(folder, descriptor, header, is_live=True, consumers=self._consumers)
+        journal.append(header)
         return journal
 
     def _rename(self, hidden: Path, name: str) -> Path:
@@ -78,28 +78,28 @@ class Outbox:
                         raise
         raise AssertionError
 
-    def left(self) -> Iterator[Journal]:
-        """Take over, one by one, the journals that no process has: their writers have died, or left them behind."""
+    def take_orphaned(self) -> Iterator[Journal]:
+        """Lock and yield, one by one, the journals that no process holds."""
         for folder in self._folders():
-            if (descriptor := _take(folder / JOURNAL)) is None:
+            if (descriptor := _lock_journal(folder / JOURNAL)) is None:
                 continue
-            if (head := _head(folder / JOURNAL)) is not None:
-                yield Journal(folder, descriptor, head, live=False, readers=self._readers)
-            else:  # its writer died before the first line was whole, and so it has nothing for anybody
+            if (header := _read_header(folder / JOURNAL)) is not None:
+                yield Journal(folder, descriptor, header, is_live=False, consumers=self._consumers)
+            else:  # its writer died before the first line was complete, so it has no records
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(descriptor)
 
-    def waiting(self) -> int:
-        """Return how many journals there are, those of running trials included."""
+    def count_journals(self) -> int:
+        """Return the number of journals, including those of running trials."""
         return len(self._folders())
 
-    def has(self, prefix: str) -> bool:
-        """Whether there is a journal whose name begins so."""
+    def has_journal(self, prefix: str) -> bool:
+        """Return whether there is a journal whose name begins with `prefix`."""
         return any(folder.name.startswith(prefix) for folder in self._folders())
 
     def has_room(self) -> bool:
-        """Whether files are still taken; above the limit only numbers are."""
-        return size_of(self.folder) < self._limit
+        """Return whether artifacts are still stored: the size of all journals is below the limit."""
+        return compute_folder_bytes(self.folder) < self._limit_bytes
 
     def _folders(self) -> list[Path]:
         try:
@@ -107,17 +107,17 @@ class Outbox:
         except OSError:
             return []
 
-    def tidy(self) -> None:
-        """Remove what processes left that died while they began a journal, and the folder when nothing waits."""
+    def clean_up(self) -> None:
+        """Remove unfinished journals of dead processes, and the folder if it is empty."""
         with contextlib.suppress(OSError):
             for path in self.folder.glob(".*"):
-                if time.time() - path.stat().st_mtime > _ABANDONED:
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
             self.folder.rmdir()
 
 
-def _take(path: Path) -> int | None:
-    """Open a journal and lock it; None when another process has it, or has just removed it."""
+def _lock_journal(path: Path) -> int | None:
+    """Open and lock a journal; return its descriptor, or None if another process holds it or has just removed it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError:
@@ -132,12 +132,12 @@ def _take(path: Path) -> int | None:
     return None
 
 
-def _head(path: Path) -> Open | None:
-    """Return the first record of a journal; None when it was never written whole."""
+def _read_header(path: Path) -> Header | None:
+    """Return the first record of a journal; None if it is incomplete."""
     try:
         with path.open("rb") as file:
             line = file.readline()
         record = decode(line) if line.endswith(b"\n") else None
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, Open) else None
+    return record if isinstance(record, Header) else None

@@ -1,6 +1,6 @@
-"""Bringing journals to all readers of a study in the background while a worker trains, or at its end for whoever waits.
+"""Send journals to all consumers of a study, in the background or while a caller waits.
 
-Each reader has a thread and a pace of its own, so that one that is away holds up no other.
+Each consumer has its own thread and pace, so an unavailable one does not delay the others.
 """
 
 from __future__ import annotations
@@ -9,172 +9,179 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from hpsearch.storage.journals.consumer import Consumer
+from hpsearch.storage.journals.consumer_thread import ORPHAN_SCAN_SECONDS, ConsumerThread
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Reader
-from hpsearch.storage.journals.reader_thread import LEFT_EVERY, ReaderThread
 
-_LONGEST_REQUEST = 35.0  # seconds; see MLFLOW_HTTP_REQUEST_TIMEOUT
+_REQUEST_TIMEOUT_SECONDS = 35.0  # slightly more than MLFLOW_HTTP_REQUEST_TIMEOUT
 
 
 class Sender:
-    """Brings the journals of this process, and those that dead ones left, to every reader of a study.
+    """Sends the journals of this process, and orphaned ones of dead processes, to every consumer of a study.
 
     Args:
         outbox: the study's outbox on this machine.
-        readers: of the study.
-        refused: whether to try again what a reader refused before.
+        consumers: the consumers of the study.
+        should_retry_rejected: whether to retry journals that a consumer rejected earlier.
     """
 
-    def __init__(self, outbox: Outbox, readers: Sequence[Reader], *, refused: bool = False) -> None:
+    def __init__(self, outbox: Outbox, consumers: Sequence[Consumer], *, should_retry_rejected: bool = False) -> None:
         self._outbox = outbox
-        self._retry_refused = refused
+        self._should_retry_rejected = should_retry_rejected
         self._changed = threading.Condition()
-        self._held: list[Journal] = []  # whose locks this process has
-        self._adopting = threading.Lock()
-        self._left_due = time.monotonic()
+        self._locked_journals: list[Journal] = []  # that this process holds
+        self._adoption_lock = threading.Lock()
+        self._next_scan = time.monotonic()
         self._threads = [
-            ReaderThread(reader, self._changed, outbox.folder, begin=self._adopt, left=self._left) for reader in readers
+            ConsumerThread(
+                consumer, self._changed, outbox.folder, before_round=self._adopt_orphans, on_finished=self._finish
+            )
+            for consumer in consumers
         ]
-        self._removing = 0  # journals that every reader has
-        self.sent = 0  # those that are gone
+        self._removing = 0  # the number of fully consumed journals whose removal is in progress
+        self.sent_journals = 0  # the number of fully consumed and removed journals
 
     @property
-    def away(self) -> str | None:
-        """Why nothing is told now to some reader, for a person."""
-        told = [(thread.reader, thread.away) for thread in self._threads if thread.away]
+    def unavailable_reason(self) -> str | None:
+        """Return why some consumer cannot be reached at the moment, as text for users; None if all can."""
+        reasons = [(each.consumer, each.unavailable_reason) for each in self._threads if each.unavailable_reason]
         if len(self._threads) == 1:
-            return next((away for _, away in told), None)
-        return "; ".join(f"{reader.title}: {away}" for reader, away in told) or None
+            return next((reason for _, reason in reasons), None)
+        return "; ".join(f"{consumer.title}: {reason}" for consumer, reason in reasons) or None
 
     @property
-    def behind(self) -> str:
-        """The readers that have not been told all, for a person: ``MLflow has``, ``MLflow and TensorBoard have``."""
+    def lagging_consumers(self) -> str:
+        """Return the titles of the consumers that lack records, as text for users: ``MLflow and TensorBoard``."""
         with self._changed:
-            titles = [thread.reader.title for thread in self._threads if thread.places]
-        titles = titles or [thread.reader.title for thread in self._threads][:1]
-        return f"{_joined(titles)} {'has' if len(titles) == 1 else 'have'}"
+            titles = [thread.consumer.title for thread in self._threads if thread.cursors]
+        return _join_words(titles or [self._threads[0].consumer.title])
 
     @property
-    def titles(self) -> str:
-        """All readers, for a person."""
-        return _joined([thread.reader.title for thread in self._threads])
+    def consumer_titles(self) -> str:
+        """Return the titles of all consumers, as text for users."""
+        return _join_words([thread.consumer.title for thread in self._threads])
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start sending."""
         for thread in self._threads:
             thread.start()
 
     def add(self, journal: Journal) -> None:
-        """Send a journal that this process writes, from now on."""
+        """Start sending a journal that this process writes."""
         with self._changed:
-            self._held.append(journal)
+            self._locked_journals.append(journal)
             for thread in self._threads:
-                thread.places.append(journal.places[thread.reader.name])
-        self.wake(at_once=True)
+                thread.cursors.append(journal.cursors[thread.consumer.name])
+        self.wake(is_urgent=True)
 
-    def wake(self, *, at_once: bool = False) -> None:
-        """Say that something was written; it goes out `at_once`, or within a second together with what follows."""
+    def wake(self, *, is_urgent: bool = False) -> None:
+        """Schedule sending of new records: immediately if `is_urgent`, else within a second, in a batch."""
         with self._changed:
-            # Woken for nothing, by every epoch, a thread would get in the way of the one that trains.
-            woken = [thread.wake(at_once=at_once) for thread in self._threads]
-            if any(woken):
+            # Threads that wake at every epoch without need would slow down the training thread.
+            wakes = [thread.wake(is_urgent=is_urgent) for thread in self._threads]
+            if any(wakes):
                 self._changed.notify_all()
 
     def flush(
         self,
-        patience: float,
-        tell: Callable[[int, int], None] = lambda _sent, _left: None,
+        timeout_seconds: float,
+        on_progress: Callable[[int, int], None] = lambda _sent, _left: None,
         *,
-        starting: float = 0.0,
+        startup_seconds: float = 0.0,
     ) -> int:
-        """Wait until everything has arrived, or for `patience` seconds; return how many journals are left.
+        """Wait until every consumer has stored everything, or the timeout; return the number of journals left.
 
-        What stays away is not waited for: the next worker on this machine, or `hpsearch sync`, sends the rest.
+        Does not wait for a service that stays unavailable: the next worker on this machine, or `hpsearch sync`, sends
+        the rest.
 
         Args:
-            patience: seconds.
-            tell: is called with how many journals have arrived by now, and how many are left.
-            starting: seconds to wait for a server that does not answer, for it may be on its way.
+            timeout_seconds: the longest time to wait.
+            on_progress: called with the numbers of journals that were sent and that are left.
+            startup_seconds: time to wait for a server that does not answer, because it may be starting.
         """
         began = time.monotonic()
-        deadline = began + patience
+        deadline = began + timeout_seconds
         with self._changed:
-            before, seen = self.sent, [thread.rounds for thread in self._threads]
-            self._left_due = time.monotonic()
+            sent_before, rounds_before = self.sent_journals, [thread.round_count for thread in self._threads]
+            self._next_scan = time.monotonic()
             for thread in self._threads:
-                thread.due = time.monotonic()
+                thread.next_round = time.monotonic()
             self._changed.notify_all()
             while time.monotonic() < deadline:
-                in_vain = time.monotonic() > began + starting
-                idle = [t.idle(rounds, in_vain=in_vain) for t, rounds in zip(self._threads, seen, strict=True)]
-                if all(idle) and not self._removing:
+                should_give_up = time.monotonic() > began + startup_seconds
+                are_drained = [
+                    thread.is_drained(rounds, should_give_up=should_give_up)
+                    for thread, rounds in zip(self._threads, rounds_before, strict=True)
+                ]
+                if all(are_drained) and not self._removing:
                     break
                 self._changed.wait(min(deadline - time.monotonic(), 1.0))
-                tell(self.sent - before, self._waiting())
-            return self._waiting()
+                on_progress(self.sent_journals - sent_before, self._count_pending())
+            return self._count_pending()
 
-    def _waiting(self) -> int:
-        return len({id(place.journal) for thread in self._threads for place in thread.places})
+    def _count_pending(self) -> int:
+        return len({id(cursor.journal) for thread in self._threads for cursor in thread.cursors})
 
     def close(self) -> None:
-        """Stop after the requests that are on their way; what is left is for others to send."""
+        """Stop after the requests in flight; other processes send the rest."""
         with self._changed:
             for thread in self._threads:
-                thread.closing = True
+                thread.is_closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.reader.close()
-        deadline = time.monotonic() + _LONGEST_REQUEST
+            thread.consumer.close()
+        deadline = time.monotonic() + _REQUEST_TIMEOUT_SECONDS
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(deadline - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in self._threads):
-            for journal in self._held:
+            for journal in self._locked_journals:
                 journal.close()
-            self._outbox.tidy()
+            self._outbox.clean_up()
 
-    def _adopt(self) -> None:
-        """Take over what dead processes left, and look again at what it was too early for; by any reader's thread."""
-        with self._adopting:
+    def _adopt_orphans(self) -> None:
+        """Take over orphaned journals, and reassign journals whose outcome was pending; called by every thread."""
+        with self._adoption_lock:
             with self._changed:
-                if time.monotonic() < self._left_due:
+                if time.monotonic() < self._next_scan:
                     return
-                self._left_due = time.monotonic() + LEFT_EVERY
-                ours = list(self._held)
-            for journal in ours:
-                self._offer(journal)
-            for journal in self._outbox.left():
+                self._next_scan = time.monotonic() + ORPHAN_SCAN_SECONDS
+                locked_journals = list(self._locked_journals)
+            for journal in locked_journals:
+                self._assign(journal)
+            for journal in self._outbox.take_orphaned():
                 with self._changed:
-                    self._held.append(journal)
-                self._offer(journal, found=True)
+                    self._locked_journals.append(journal)
+                self._assign(journal, is_orphan=True)
 
-    def _offer(self, journal: Journal, *, found: bool = False) -> None:
-        """Give a journal to the readers that have not all of it; one that none will have is let go."""
+    def _assign(self, journal: Journal, *, is_orphan: bool = False) -> None:
+        """Give a journal to the consumers that lack records of it; release it if there are none."""
         with self._changed:
             for thread in self._threads:
-                place = journal.places[thread.reader.name]
-                if place in thread.places or place.position.over:
+                cursor = journal.cursors[thread.consumer.name]
+                if cursor in thread.cursors or cursor.position.is_consumed:
                     continue
-                if place.position.refused and not (found and self._retry_refused):
+                if cursor.position.rejection and not (is_orphan and self._should_retry_rejected):
                     continue
-                place.position.refused = None
-                thread.places.append(place)
-                thread.wake(at_once=True)  # it may be between two looks of its own
+                cursor.position.rejection = None
+                thread.cursors.append(cursor)
+                thread.wake(is_urgent=True)  # its next round may be half a minute away
             self._changed.notify_all()
-            after = self._left(journal)
-        after()
+            after_release = self._finish(journal)
+        after_release()
 
-    def _left(self, journal: Journal) -> Callable[[], None]:
-        """Return how to remove a journal that every reader has, or to let a dead one go; with `changed`."""
-        if journal not in self._held or any(journal.places[t.reader.name] in t.places for t in self._threads):
+    def _finish(self, journal: Journal) -> Callable[[], None]:
+        """Return how to remove a fully consumed journal, or to release an orphaned one; requires `changed`."""
+        is_in_use = any(journal.cursors[thread.consumer.name] in thread.cursors for thread in self._threads)
+        if journal not in self._locked_journals or is_in_use:
             return lambda: None
-        if not journal.over:
-            if journal.live:
+        if not journal.is_fully_consumed:
+            if journal.is_live:
                 return lambda: None
-            self._held.remove(journal)
+            self._locked_journals.remove(journal)
             return journal.close
-        self._held.remove(journal)
+        self._locked_journals.remove(journal)
         self._removing += 1
         return lambda: self._remove(journal)
 
@@ -182,9 +189,9 @@ class Sender:
         journal.remove()
         with self._changed:
             self._removing -= 1
-            self.sent += 1
+            self.sent_journals += 1
             self._changed.notify_all()
 
 
-def _joined(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,1 +1,1 @@
-"""MLflow: what brings journals there, what it is asked, and the registry of models."""
+"""MLflow: the consumer of journals, the client for runs and models, and the model registry."""

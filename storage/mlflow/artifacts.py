@@ -1,7 +1,7 @@
-"""The artifacts of a trial's MLflow run, shown in the Optuna dashboard without a second copy of them.
+"""Access to the artifacts of MLflow runs from the Optuna dashboard, without a second copy.
 
-The dashboard lists what a trial's system attributes name, and asks an artifact store for the content by an id of
-hexadecimal digits. Such an id holds the run and the path, so that nothing has to be looked up.
+The dashboard lists the artifacts that a trial's system attributes name, and requests their content from an artifact
+store by an id of hexadecimal digits. The id encodes run and path, so that no lookup is necessary.
 """
 
 from __future__ import annotations
@@ -22,61 +22,62 @@ from hpsearch.storage.mlflow.client import EXPERIMENT, Tracking
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# What a person opens; each costs the study an attribute that every worker reads once.
-SHOWN = ("curves.png", "gradients.png", "report.md", "config.yaml", "metrics.jsonl")
+# The artifacts that users open; each is an attribute of the trial, which every worker reads once.
+DASHBOARD_ARTIFACTS = ("curves.png", "gradients.png", "report.md", "config.yaml", "metrics.jsonl")
 
-PREFIX = "artifacts:"  # of Optuna's system attributes
+ATTR_PREFIX = "artifacts:"  # of Optuna's system attributes
 _ID = re.compile(r"(?P<run>[0-9a-f]{32})-(?P<path>(?:[0-9a-f]{2})+)")
 
 
-def artifact_attrs(run_id: str, names: Iterable[str]) -> dict[str, str]:
-    """Return the system attributes by which the dashboard lists artifacts of a run, as `upload_artifact` writes them.
+def make_artifact_attrs(run_id: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the system attributes by which the dashboard lists artifacts, as Optuna's `upload_artifact` writes them.
 
     Args:
-        run_id: the run that has them.
-        names: paths from its root; those of `SHOWN` are listed.
+        run_id: the run with the artifacts.
+        names: artifact paths; only those in `DASHBOARD_ARTIFACTS` are listed.
     """
     attrs = {}
-    for name in (name for name in names if name in SHOWN):
-        artifact_id = artifact_id_of(run_id, name)
+    for name in (name for name in names if name in DASHBOARD_ARTIFACTS):
+        artifact_id = make_artifact_id(run_id, name)
         mimetype, encoding = mimetypes.guess_type(name)
-        # A browser shows text, and offers to save what it does not know.
-        kind = mimetype if mimetype is not None and mimetype.startswith("image/") else "text/plain; charset=utf-8"
-        described = {"artifact_id": artifact_id, "filename": name, "mimetype": kind, "encoding": encoding}
-        attrs[PREFIX + artifact_id] = json.dumps(described)
+        # A browser displays text, and offers to save files of unknown types.
+        if mimetype is None or not mimetype.startswith("image/"):
+            mimetype = "text/plain; charset=utf-8"
+        metadata = {"artifact_id": artifact_id, "filename": name, "mimetype": mimetype, "encoding": encoding}
+        attrs[ATTR_PREFIX + artifact_id] = json.dumps(metadata)
     return attrs
 
 
-def artifact_id_of(run_id: str, path: str) -> str:
-    """Return the id of a run's artifact: of hexadecimal digits and dashes, as the dashboard's routes want it."""
+def make_artifact_id(run_id: str, path: str) -> str:
+    """Return the id of a run's artifact, with hexadecimal digits and dashes only, as the dashboard's routes require."""
     return f"{run_id}-{path.encode().hex()}"
 
 
 def read_artifact(client: MlflowClient, run_id: str, path: str) -> BinaryIO:
-    """Return an artifact of a run, open for reading; its temporary file goes when it is closed.
+    """Return an artifact of a run as an open temporary file, which is deleted when it is closed.
 
     Raises:
-        MlflowException: the server is away, or has no such artifact.
+        MlflowException: the server is unavailable, or has no such artifact.
     """
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as folder:
         return Path(client.download_artifacts(run_id, path, folder)).open("rb")
 
 
-class RunArtifacts:
-    """Optuna's artifact store over the artifacts of MLflow runs: it reads.
+class MlflowArtifactStore:
+    """A read-only artifact store for Optuna with the artifacts of MLflow runs.
 
     Args:
-        client: makes, or remembers, a client of the MLflow server.
+        get_client: returns a client of the MLflow server.
     """
 
-    def __init__(self, client: Callable[[], MlflowClient]) -> None:
-        self._client = client
+    def __init__(self, get_client: Callable[[], MlflowClient]) -> None:
+        self._get_client = get_client
 
     def open_reader(self, artifact_id: str) -> BinaryIO:
         """Return the content of an artifact.
 
         Raises:
-            ArtifactNotFound: MLflow does not have it, or is away.
+            ArtifactNotFound: MLflow does not have the artifact, or is unavailable.
         """
         match = _ID.fullmatch(artifact_id)
         if match is None:
@@ -85,46 +86,46 @@ class RunArtifacts:
             path = bytes.fromhex(match["path"]).decode()
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
                 raise ArtifactNotFound(f"no artifact {path!r}")
-            return read_artifact(self._client(), match["run"], path)
+            return read_artifact(self._get_client(), match["run"], path)
         except ArtifactNotFound:
             raise
-        except Exception as error:  # away, deleted, refused: nothing to show
-            raise ArtifactNotFound(f"MLflow does not give {artifact_id}: {error}") from None
+        except Exception as error:  # the server is unavailable, the artifact is deleted, or access is denied
+            raise ArtifactNotFound(f"MLflow did not return {artifact_id}: {error}") from None
 
     def write(self, artifact_id: str, content_body: BinaryIO) -> None:  # noqa: ARG002 the interface is Optuna's
-        """Refuse: what a trial leaves is logged to its run by its worker."""
-        raise PermissionError("artifacts are read-only here: log them to the MLflow run")
+        """Raise PermissionError: workers log the artifacts to MLflow."""
+        raise PermissionError("artifacts are read-only here; log them to the MLflow run")
 
     def remove(self, artifact_id: str) -> None:
-        """Leave the artifact in MLflow; the dashboard forgets it, such as when it deletes a study."""
+        """Keep the artifact in MLflow when the dashboard removes it, for example with its study."""
 
 
-_DEFAULT = "0"  # the experiment that every server has
+_DEFAULT_EXPERIMENT_ID = "0"  # every server has this experiment
 
 
 def write_probe(tracking: Tracking) -> str:
-    """Write a small artifact beside those of the runs, in a folder of its own; return the address of the folder.
+    """Write a small artifact to a new folder next to the artifacts of runs; return the location of the folder.
 
-    The experiment is not made for it: where there is none yet, that of MLflow itself has the same kind of place.
+    The probe does not create the experiment: without it, the default experiment has the same kind of location.
 
     Raises:
-        StorageError: somebody deleted the experiment.
-        Exception: whatever the client of the server, or of the store of artifacts, raises.
+        StorageError: the experiment was deleted.
+        Exception: an error of the client of the server or of the artifact store.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-    there = tracking.client.get_experiment_by_name(EXPERIMENT) is not None
-    experiment = tracking.client.get_experiment(tracking.experiment_id if there else _DEFAULT)
-    place = f"{str(experiment.artifact_location).rstrip('/')}/hpsearch-probe-{uuid.uuid4().hex}"
+    has_experiment = tracking.client.get_experiment_by_name(EXPERIMENT) is not None
+    experiment = tracking.client.get_experiment(tracking.experiment_id if has_experiment else _DEFAULT_EXPERIMENT_ID)
+    location = f"{str(experiment.artifact_location).rstrip('/')}/hpsearch-probe-{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "probe.txt"
         file.write_text("hpsearch")
-        get_artifact_repository(place, tracking_uri=tracking.uri).log_artifact(str(file))
-    return place
+        get_artifact_repository(location, tracking_uri=tracking.uri).log_artifact(str(file))
+    return location
 
 
-def remove_probe(tracking: Tracking, place: str) -> None:
-    """Remove what `write_probe` wrote."""
+def remove_probe(tracking: Tracking, location: str) -> None:
+    """Remove the artifact at the location by `write_probe`."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-    get_artifact_repository(place, tracking_uri=tracking.uri).delete_artifacts()
+    get_artifact_repository(location, tracking_uri=tracking.uri).delete_artifacts()

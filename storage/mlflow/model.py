@@ -14,7 +14,7 @@ from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import MODEL
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking, epoch_metrics, models_of
+from hpsearch.storage.mlflow.client import Tracking, list_model_ids, make_metrics
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 if TYPE_CHECKING:
@@ -28,21 +28,21 @@ READY = "READY"
 
 
 def export_model(
-    model: nn.Module, inputs: Sequence[tuple[str, torch.Tensor]], free: Sequence[Collection[int]], folder: Path
+    model: nn.Module, inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]], folder: Path
 ) -> None:
-    """Write the model as MLflow keeps it: exported graph, signature, input example, requirements.
+    """Export a model in MLflow's format: exported graph, signature, input example, requirements.
 
-    `mlflow.pytorch.log_model` does this, loads the result again to try it, and reads the history of every metric of the
-    run to link one point of it; the two latter cost more than the export.
+    `mlflow.pytorch.log_model` also loads the result for a test, and reads the history of every metric of the run to
+    link one point to the model; both cost more time than the export.
 
     Args:
-        model: in eval mode and on the CPU; exported by ``torch.export`` with a free batch dimension.
-        inputs: a batch of at least two raw inputs, as the model takes them one after the other, by name.
-        free: the dimensions of each whose size is not always the same.
-        folder: where to; replaced when it exists.
+        model: the model, in eval mode on the CPU; exported by ``torch.export`` with a dynamic batch dimension.
+        inputs: a batch of at least two samples per input, as (name, tensor), in the order of the model's arguments.
+        dynamic_dims: for each input, the dimensions with dynamic size.
+        folder: the output folder, which is replaced if it exists.
 
     Raises:
-        Exception: the model cannot be exported; whatever ``torch.export`` says of it.
+        Exception: ``torch.export`` cannot export the model.
     """
     import mlflow.pytorch
     import torch
@@ -51,90 +51,94 @@ def export_model(
     arrays = [tensor.numpy() for _, tensor in inputs]
     with torch.inference_mode():
         output: Any = model(*(tensor for _, tensor in inputs))
-    # What the exporter prints about its progress is of no use in a worker's log.
+    # The exporter's progress output does not belong in a worker's log.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         mlflow.pytorch.save_model(
             model,
             str(folder),
             input_example=arrays[0] if len(arrays) == 1 and not inputs[0][0] else tuple(arrays),
-            signature=_signature(inputs, free, output),
-            # Given, because inferring them loads the model in a new process: 8-11 s.
+            signature=_make_signature(inputs, dynamic_dims, output),
+            # Explicit, because MLflow infers requirements by loading the model in a new process, which takes 8-11 s.
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "numpy"],
             serialization_format="pt2",
         )
-    _check_sizes(folder, inputs, free)
+    _check_dynamic_dims(folder, inputs, dynamic_dims)
 
 
-def _check_sizes(folder: Path, inputs: Sequence[tuple[str, torch.Tensor]], free: Sequence[Collection[int]]) -> None:
-    """Refuse a model that takes only the sizes of the example: `torch.export` says nothing when it fixes one."""
+def _check_dynamic_dims(
+    folder: Path, inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]]
+) -> None:
+    """Raise ValueError if the model accepts only the example's sizes; `torch.export` specializes them silently."""
     import torch
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.load(folder / "data" / "model.pt2")
     names = program.graph_signature.user_inputs
-    taken = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in names}
-    for traced, (name, _), unbound in zip(names, inputs, free, strict=True):
-        for dim in unbound:
-            if isinstance(size := taken[str(traced)][dim], int):
-                raise ValueError(f"it would take {name or 'inputs'} of size {size} in dimension {dim} alone")
+    shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in names}
+    for traced_name, (name, _), dims in zip(names, inputs, dynamic_dims, strict=True):
+        for dim in dims:
+            if isinstance(size := shapes[str(traced_name)][dim], int):
+                raise ValueError(f"the export fixed size {size} in dimension {dim} of {name or 'inputs'}")
 
 
-def _signature(
-    inputs: Sequence[tuple[str, torch.Tensor]], free: Sequence[Collection[int]], output: Any
+def _make_signature(
+    inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]], output: Any
 ) -> ModelSignature:
-    """The types of inputs and output: of several outputs nothing is said."""
+    """Return the signature of a model; the output is left out if it is not a single tensor."""
     import torch
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
-    taken = [
+    input_specs = [
         TensorSpec(
             tensor.numpy().dtype,
-            tuple(-1 if dim in unbound else size for dim, size in enumerate(tensor.shape)),
+            tuple(-1 if dim in dims else size for dim, size in enumerate(tensor.shape)),
             name or None,
         )
-        for (name, tensor), unbound in zip(inputs, free, strict=True)
+        for (name, tensor), dims in zip(inputs, dynamic_dims, strict=True)
     ]
-    given = [TensorSpec(output.numpy().dtype, (-1, *output.shape[1:]))] if isinstance(output, torch.Tensor) else None
-    return ModelSignature(inputs=Schema(taken), outputs=None if given is None else Schema(given))
+    outputs = None
+    if isinstance(output, torch.Tensor):
+        outputs = Schema([TensorSpec(output.numpy().dtype, (-1, *output.shape[1:]))])
+    return ModelSignature(inputs=Schema(input_specs), outputs=outputs)
 
 
 def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -> None:
-    """Tell a run of its model, once; call it while nobody else does."""
+    """Add a model to the outputs of a run, unless it is there; requires the lock of the run."""
     from mlflow.entities import LoggedModelOutput
 
-    if model_id not in models_of(client.get_run(run_id)):
+    if model_id not in list_model_ids(client.get_run(run_id)):
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
 
 
 @kill_point("upload model")
 def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path) -> None:
-    """Give a model its files, unless it has them; safe to repeat.
+    """Upload the files of a model, unless it has them. Safe to repeat.
 
     Args:
-        client: of the tracking server.
-        model_id: the model, by `hpsearch.storage.mlflow.model.create_model`.
-        run_id: the run that made it.
-        folder: what `export_model` wrote.
+        client: a client of the tracking server.
+        model_id: the id of the model, from `create_model`.
+        run_id: the run of the model.
+        folder: the folder that `export_model` or `write_checkpoint_model` wrote.
     """
     from mlflow.models import Model
 
     model = client.get_logged_model(model_id)
     if model.status == READY:
         return
-    written = Model.load(str(folder))
-    written.run_id, written.model_id, written.model_uuid = run_id, model_id, model_id
-    written.artifact_path = model.artifact_location
-    written.save(str(folder / "MLmodel"))
+    metadata = Model.load(str(folder))
+    metadata.run_id, metadata.model_id, metadata.model_uuid = run_id, model_id, model_id
+    metadata.artifact_path = model.artifact_location
+    metadata.save(str(folder / "MLmodel"))
     client.log_model_artifacts(model_id, str(folder))
     client.finalize_logged_model(model_id, READY)
 
 
 @kill_point("create model")
 def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
-    """Create the model of a run, without its files yet, and return its id; call it while nobody else does."""
+    """Create the logged model of a run without its files, and return its id; requires the lock of the run."""
     params = {key: str(value) for key, value in record.params.items()}
     model = tracking.client.create_logged_model(
         tracking.experiment_id, name=record.name, source_run_id=run_id, params=params, tags=record.tags, model_type=""
@@ -142,49 +146,49 @@ def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
     return str(model.model_id)
 
 
-def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, record: Model, folder: Path) -> str:
-    """Make the model of a run that has none, or go on with one that was begun; return its id.
+def ensure_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, record: Model, folder: Path) -> str:
+    """Create the logged model of a run, or complete one whose creation was interrupted; return its id.
 
     Args:
         tracking: the tracking server.
-        links: what the study's database notes of runs.
+        links: the links from trials to runs in the study's database.
         trial_id: the trial.
-        run_id: its run.
-        record: what the model is.
-        folder: what `export_model` wrote.
+        run_id: the run of the trial.
+        record: the description of the model.
+        folder: the folder that `export_model` or `write_checkpoint_model` wrote.
 
     Raises:
-        AwayError: another process makes it, or this one took too long.
-        Exception: whatever MLflow's client raises.
+        ServiceUnavailableError: another process creates the model, or this one held the lock for too long.
+        Exception: an error of MLflow's client.
     """
     client = tracking.client
-    with links.locked(trial_id) as noted:
-        # The server is asked, not the database: a person may have deleted the model that the database names.
+    with links.lock_run(trial_id) as trial_links:
+        # Looked up on the server, because a user may have deleted the model that the database links.
         found = client.search_logged_models([tracking.experiment_id], f"source_run_id = '{run_id}'", max_results=1)
-        model = str(found[0].model_id) if found else create_model(tracking, run_id, record)
-        link_model(client, model, run_id, step=record.step)
-        noted.note({MODEL: model})
-    # The run has these points already: sent again with the model's id, they are linked to it.
-    linked = epoch_metrics(record.step, record.at, record.metrics, model)
-    tracking.log(run_id, metrics=linked, tags={tag_names.MODEL_ID: model})
-    upload_model(client, model, run_id, folder)
-    return model
+        model_id = str(found[0].model_id) if found else create_model(tracking, run_id, record)
+        link_model(client, model_id, run_id, step=record.step)
+        trial_links.set_attrs({MODEL: model_id})
+    # The run has these points already; sent again with the model's id, they are linked to the model.
+    metrics = make_metrics(record.step, record.at, record.metrics, model_id)
+    tracking.log(run_id, metrics=metrics, tags={tag_names.MODEL_ID: model_id})
+    upload_model(client, model_id, run_id, folder)
+    return model_id
 
 
 CHECKPOINT = "checkpoint.pt"
 
 
-def keep_weights(checkpoint: Path, folder: Path, *, objective: str, why: str) -> None:
-    """Write a model as MLflow keeps it that only the objective's own code can load.
+def write_checkpoint_model(checkpoint: Path, folder: Path, *, objective: str, reason: str) -> None:
+    """Write a checkpoint in MLflow's model format, which only the code of the objective can load.
 
     Args:
-        checkpoint: the trial's `best.pt`: plain values and tensors, for ``torch.load(..., weights_only=True)``.
-        folder: where to; replaced when it exists.
-        objective: reference of the objective whose code makes the model.
-        why: it cannot be exported.
+        checkpoint: the trial's `best.pt`, for ``torch.load(..., weights_only=True)``.
+        folder: the output folder, which is replaced if it exists.
+        objective: the reference of the objective whose code builds the model.
+        reason: why the model cannot be exported.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     from mlflow.models import Model
 
@@ -192,18 +196,18 @@ def keep_weights(checkpoint: Path, folder: Path, *, objective: str, why: str) ->
     folder.mkdir(parents=True)
     shutil.copyfile(checkpoint, folder / CHECKPOINT)
     model = Model()
-    model.add_flavor("hpsearch", checkpoint=CHECKPOINT, objective=objective, not_exported=why)
+    model.add_flavor("hpsearch", checkpoint=CHECKPOINT, objective=objective, not_exported=reason)
     model.save(str(folder / "MLmodel"))
 
 
-def why_weights_only(client: MlflowClient, model_id: str | None) -> str:
-    """Return why a model is but a checkpoint; nothing where it can be loaded without its code."""
+def read_export_failure(client: MlflowClient, model_id: str | None) -> str:
+    """Return why a model was not exported and is stored as a checkpoint; empty if it was exported."""
     return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.WEIGHTS_ONLY, ""))
 
 
-def fetch_checkpoint(model_id: str, folder: Path, *, tracking_uri: str) -> Path:
-    """Bring the checkpoint of such a model into a folder."""
+def download_checkpoint(model_id: str, folder: Path, *, tracking_uri: str) -> Path:
+    """Download a model that was not exported to a folder; return the path of its checkpoint."""
     from mlflow.artifacts import download_artifacts
 
-    found = download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=str(folder), tracking_uri=tracking_uri)
-    return Path(found) / CHECKPOINT
+    path = download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=str(folder), tracking_uri=tracking_uri)
+    return Path(path) / CHECKPOINT

@@ -1,7 +1,7 @@
-"""What the study's database says of trials' runs in MLflow; written also when a trial has ended, as Optuna refuses to.
+"""The links from trials to MLflow runs and models in the study's database.
 
-All of it is by SQL of our own: Optuna's storages let nobody set an attribute of a finished trial, and a run may become
-known, or arrive whole, long after its trial has ended.
+They are written with SQL, because Optuna's storages reject attributes of finished trials, and a run may be created, or
+become complete, long after its trial has ended.
 """
 
 from __future__ import annotations
@@ -16,79 +16,79 @@ import sqlalchemy as sa
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import PENDING, TRACKING
 from hpsearch.storage.database.locks import run_lock
-from hpsearch.storage.journals.reader import TrialEnds
+from hpsearch.storage.journals.consumer import TrialOutcomes
 
 
-class TrialGoneError(Exception):
-    """The trial is no longer in the database: its study was deleted."""
+class TrialDeletedError(Exception):
+    """The trial is no longer in the database, because its study was deleted."""
 
 
-class RunLinks(TrialEnds):
-    """The runs and models of trials, as the database of their study notes them."""
+class RunLinks(TrialOutcomes):
+    """The links from trials to runs and models in the database of a study."""
 
     @contextmanager
-    def locked(self, trial_id: int) -> Iterator[TrialLinks]:
-        """Lock a trial's run, so that no other process makes a run or a model of it, and read and write what is noted.
+    def lock_run(self, trial_id: int) -> Iterator[TrialLinks]:
+        """Lock a trial's run, so that no other process creates a run or a model for it; yield the trial's links.
 
         Raises:
-            TrialGoneError: there is no such trial any more.
-            LockHeldError: another process has the lock.
-            LockLostError: this one took too long.
+            TrialDeletedError: the trial is no longer in the database.
+            LockHeldError: another process holds the lock.
+            LockLostError: this process held the lock for too long.
         """
         with run_lock(self._engine, trial_id) as connection:
             if connection.execute(_EXISTS, {"trial": trial_id}).scalar() is None:
-                raise TrialGoneError
+                raise TrialDeletedError
             yield TrialLinks(connection, trial_id)
 
-    def pending(self, study_id: int) -> set[int]:
-        """Return the ids of a study's COMPLETE trials of which something is on its way now."""
+    def list_pending_trials(self, study_id: int) -> set[int]:
+        """Return the ids of a study's COMPLETE trials with records that MLflow does not have yet."""
         arguments = {"study": study_id, "tracking": TRACKING, "pending": PENDING}
-        return {row.trial_id for row in self._database.rows(_PENDING, arguments)}
+        return {row.trial_id for row in self._database.fetch_rows(_PENDING, arguments)}
 
-    def mark(self, trial_ids: Iterable[int], key: str, value: str) -> None:
-        """Set an attribute of several trials, whatever their states."""
+    def set_attr_of_trials(self, trial_ids: Iterable[int], key: str, value: str) -> None:
+        """Set an attribute of several trials in any state."""
         arguments = {"trials": list(trial_ids), "key": key, "value": json.dumps(value)}
         with self._engine.begin() as connection:
-            connection.execute(_MARK, arguments)
+            connection.execute(_SET_ATTR, arguments)
 
-    def unmark(self, trial_ids: Iterable[int], key: str) -> None:
-        """Remove an attribute of several trials, where they have it."""
+    def remove_attr_of_trials(self, trial_ids: Iterable[int], key: str) -> None:
+        """Remove an attribute of several trials."""
         with self._engine.begin() as connection:
-            connection.execute(_UNMARK, {"trials": list(trial_ids), "key": key})
+            connection.execute(_REMOVE_ATTR, {"trials": list(trial_ids), "key": key})
 
     @kill_point("record delivery")
-    def delivered(self, trial_id: int, problem: str | None) -> None:
-        """Note that all of a trial that can arrive has arrived, but for the `problem`."""
+    def record_delivery(self, trial_id: int, problem: str | None) -> None:
+        """Record that MLflow has all of a trial except what `problem` describes."""
 
-        def note(connection: sa.Connection) -> None:
+        def write(connection: sa.Connection) -> None:
             if problem is None:
-                connection.execute(_FORGET, {"trial": trial_id, "key": TRACKING})
+                connection.execute(_REMOVE_ATTR, {"trials": [trial_id], "key": TRACKING})
             else:
-                TrialLinks(connection, trial_id).note({TRACKING: problem})
+                TrialLinks(connection, trial_id).set_attrs({TRACKING: problem})
 
-        self._database.connected(note)
+        self._database.run_autocommit(write)
 
 
 class TrialLinks:
-    """What is noted of one trial."""
+    """The links of one trial, under the lock of its run."""
 
     def __init__(self, connection: sa.Connection, trial_id: int) -> None:
         self._connection = connection
         self._trial_id = trial_id
 
-    def read(self, key: str) -> str | None:
-        """Return an attribute of the trial."""
+    def read_attr(self, key: str) -> str | None:
+        """Return a user attribute of the trial, or None."""
         value = self._connection.execute(_READ, {"trial": self._trial_id, "key": key}).scalar()
         return None if value is None else str(json.loads(value))
 
     @kill_point("record run")
-    def note(self, attrs: Mapping[str, Any]) -> None:
-        """Set attributes of the trial, whatever its state."""
-        self._write(_NOTE, attrs)
+    def set_attrs(self, attrs: Mapping[str, Any]) -> None:
+        """Set user attributes of the trial in any state."""
+        self._write(_SET_USER_ATTRS, attrs)
 
-    def note_system(self, attrs: Mapping[str, Any]) -> None:
-        """Set system attributes of the trial, whatever its state, such as those by which the dashboard lists files."""
-        self._write(_NOTE_SYSTEM, attrs)
+    def set_system_attrs(self, attrs: Mapping[str, Any]) -> None:
+        """Set system attributes of the trial in any state, such as those by which the dashboard lists artifacts."""
+        self._write(_SET_SYSTEM_ATTRS, attrs)
 
     def _write(self, statement: sa.TextClause, attrs: Mapping[str, Any]) -> None:
         values = [json.dumps(value) for value in attrs.values()]
@@ -102,18 +102,17 @@ _PENDING = sa.text("""
        AND starts_with(a.value_json::jsonb #>> '{}', :pending)
 """)
 _READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
-_MARK = sa.text("""
+_SET_ATTR = sa.text("""
     INSERT INTO trial_user_attributes (trial_id, key, value_json)
     SELECT trial_id, :key, :value FROM trials WHERE trial_id = ANY(CAST(:trials AS int[]))
     ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
 """)
-_UNMARK = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = ANY(CAST(:trials AS int[])) AND key = :key")
-_FORGET = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
-_SET = """
+_REMOVE_ATTR = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = ANY(CAST(:trials AS int[])) AND key = :key")
+_SET_ATTRS = """
     INSERT INTO {table} (trial_id, key, value_json)
     SELECT :trial, key, value_json FROM unnest(CAST(:keys AS text[]), CAST(:values AS text[])) AS attr (key, value_json)
      WHERE EXISTS (SELECT FROM trials WHERE trial_id = :trial)
     ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
 """
-_NOTE = sa.text(_SET.format(table="trial_user_attributes"))
-_NOTE_SYSTEM = sa.text(_SET.format(table="trial_system_attributes"))
+_SET_USER_ATTRS = sa.text(_SET_ATTRS.format(table="trial_user_attributes"))
+_SET_SYSTEM_ATTRS = sa.text(_SET_ATTRS.format(table="trial_system_attributes"))

@@ -1,1 +1,1 @@
-"""Records that are written once: the opening of a test set, and promotions."""
+"""Records that are written once: the evaluation on the test set, and promotions."""

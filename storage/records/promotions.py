@@ -1,7 +1,7 @@
-"""Promotions of trials, as the study database remembers them: who gave which version of a model which alias, and when.
+"""Records of promotions: model version, alias, user, time and evidence.
 
-A row without an end says what an alias names now, as far as is known; the model registry has the last word, and
-:mod:`hpsearch.search.promotion.registry_watch` brings the rows in line with it.
+A row without an end is the last known target of an alias. The model registry is authoritative;
+:mod:`hpsearch.search.promotion.registry_watch` updates the rows from it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hpsearch.storage.database.statements import Database
 
 @dataclass(frozen=True)
 class Promotion:
-    """One version of a registered model under one alias.
+    """Version of a registered model under an alias.
 
     Attributes:
-        study_id: the study of the trial.
-        trial_number: the trial whose model it is.
-        model_name: of the registered model.
-        version: of that model.
-        alias: that names the version.
-        promoted_at: by the database's clock; of a promotion made elsewhere, when it was noticed.
-        promoted_by: user and host, or where it was done.
-        evidence: what was known of the trial, see `hpsearch.search.promotion.evidence`.
-        ended_at: when the alias went to another version or was removed; None while it names this one.
+        study_id: id of the trial's study.
+        trial_number: number of the trial that trained the model.
+        model_name: name of the registered model.
+        version: version of the model.
+        alias: alias of the version.
+        promoted_at: time of the promotion by the database clock; time of detection if made outside of hpsearch.
+        promoted_by: user and host, or the tool that made it.
+        evidence: evidence for the promotion, see `hpsearch.search.promotion.evidence`.
+        ended_at: time at which the alias was moved or removed; None for the current target.
     """
 
     study_id: int
@@ -46,19 +46,19 @@ class Promotion:
     ended_at: datetime | None
 
     @property
-    def confirmed(self) -> bool:
-        """Whether finalists and the test set stood behind it."""
+    def is_confirmed(self) -> bool:
+        """Whether finalists and a test score support the promotion."""
         return bool(self.evidence.get("confirmed"))
 
     @property
-    def address(self) -> str:
-        """How the model is loaded: ``models:/digits@champion``."""
+    def model_uri(self) -> str:
+        """URI that loads the model: ``models:/digits@champion``."""
         return f"models:/{self.model_name}@{self.alias}"
 
 
 @dataclass(frozen=True)
 class TrialOfRun:
-    """The trial that an MLflow run is of."""
+    """Trial of an MLflow run."""
 
     study_id: int
     study_name: str
@@ -100,58 +100,58 @@ _TRIALS = sa.text("""
 _NO_VERSION = 0  # versions are numbered from 1
 
 
-def current_promotions(connection: sa.Connection) -> dict[tuple[str, str], Promotion]:
-    """Return what the aliases name, as far as is recorded: (model, alias) to promotion."""
+def read_current_promotions(connection: sa.Connection) -> dict[tuple[str, str], Promotion]:
+    """Return the recorded targets of all aliases: (model, alias) to promotion."""
     found = [Promotion(**row._mapping) for row in connection.execute(_CURRENT)]
     return {(promotion.model_name, promotion.alias): promotion for promotion in found}
 
 
-def promotions_of(engine: sa.Engine, study_id: int) -> list[Promotion]:
-    """Return the promotions of a study's trials, the first one first."""
-    return [Promotion(**row._mapping) for row in Database(engine).rows(_OF_STUDY, {"study": study_id})]
+def read_promotions(engine: sa.Engine, study_id: int) -> list[Promotion]:
+    """Return the promotions of a study's trials, the earliest first."""
+    return [Promotion(**row._mapping) for row in Database(engine).fetch_rows(_OF_STUDY, {"study": study_id})]
 
 
 def record_promotion(
     connection: sa.Connection, evidence: Mapping[str, Any], model: str, version: int, alias: str, *, by: str
 ) -> None:
-    """Write that an alias names a version now; what it named before has ended. Of the same version, only the evidence.
+    """Record that an alias points to a version, and end its previous target; update the evidence of the same target.
 
     Args:
-        connection: in a transaction that holds `hpsearch.storage.database.locks.registry_lock`.
-        evidence: plain values; `study_id` and `trial` name the trial that the model is of.
+        connection: connection with a transaction that holds `hpsearch.storage.database.locks.registry_lock`.
+        evidence: JSON values; `study_id` and `trial` identify the trial of the model.
         model: name of the registered model.
-        version: of it.
-        alias: that names the version.
-        by: user and host, for a person to read.
+        version: version of the model.
+        alias: alias of the version.
+        by: user and host.
     """
-    # The same version may be another trial's: a registered model that was deleted and made again counts from 1.
+    # A registered model that was deleted and created again starts at version 1, so a version may change its trial.
     trial = {"study": evidence["study_id"], "trial": evidence["trial"]}
-    place = {"model": model, "alias": alias, "version": version, **trial}
-    connection.execute(_END, place)
-    connection.execute(_RECORD, {**place, "by": by, "evidence": json.dumps(_without_nan(evidence))})
+    target = {"model": model, "alias": alias, "version": version, **trial}
+    connection.execute(_END, target)
+    connection.execute(_RECORD, {**target, "by": by, "evidence": json.dumps(_replace_nan(evidence))})
 
 
 def end_promotion(connection: sa.Connection, promotion: Promotion) -> None:
-    """Write that an alias names this version no longer."""
-    place = {"model": promotion.model_name, "alias": promotion.alias}
-    connection.execute(_END, {**place, "version": _NO_VERSION, "study": promotion.study_id, "trial": None})
+    """Record that an alias does not point to this version any more."""
+    alias = {"model": promotion.model_name, "alias": promotion.alias}
+    connection.execute(_END, {**alias, "version": _NO_VERSION, "study": promotion.study_id, "trial": None})
 
 
-def _without_nan(value: Any) -> Any:
-    """Return plain values with None for what JSON has no number for."""
+def _replace_nan(value: Any) -> Any:
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _without_nan(one) for key, one in value.items()}
-    return [_without_nan(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_nan(one) for key, one in value.items()}
+    return [_replace_nan(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def was_recorded(connection: sa.Connection, model: str, version: int) -> bool:
-    """Whether any alias of this version was ever recorded."""
+def is_recorded(connection: sa.Connection, model: str, version: int) -> bool:
+    """Whether an alias of this version was ever recorded."""
     return bool(connection.execute(_WAS_RECORDED, {"model": model, "version": version}).scalar())
 
 
-def trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
-    """Return the trials that some MLflow runs are of; runs of others are left out."""
+def find_trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
+    """Return the trials of MLflow runs, by run id; runs without a trial are omitted."""
     rows = connection.execute(_TRIALS, {"key": RUN_ID, "values": [json.dumps(run_id) for run_id in run_ids]})
     return {row.run_id: TrialOfRun(row.study_id, row.study_name, row.number) for row in rows}

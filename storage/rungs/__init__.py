@@ -1,1 +1,1 @@
-"""Rungs: where trials wait until they are among the best that came there, by one metric or by fronts of several."""
+"""Rungs: pause trials, and promote the best ones, by one metric or by Pareto fronts."""

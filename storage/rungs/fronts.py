@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Losses = NDArray[np.float64]
 
 
-def losses_of(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Losses:
+def to_losses(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Losses:
     """Return values [n, metrics] as losses, whatever of them is better when it is higher.
 
     A NaN is as bad as can be.
@@ -25,7 +25,7 @@ def losses_of(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Lo
     return np.where(np.isnan(losses), np.inf, losses)
 
 
-def ranks(losses: Losses) -> NDArray[np.int64]:
+def compute_front_ranks(losses: Losses) -> NDArray[np.int64]:
     """Return the front that each vector is in, from 0: that of those which none dominates, then of the rest, and so on.
 
     Fast non-dominated sorting (Deb et al. 2002); equal vectors are in the same front.
@@ -39,19 +39,19 @@ def ranks(losses: Losses) -> NDArray[np.int64]:
     return np.asarray(moocore.pareto_rank(losses), dtype=np.int64)
 
 
-def front(losses: Losses) -> list[int]:
+def find_front(losses: Losses) -> list[int]:
     """Return the places of the vectors that none dominates."""
-    return [int(place) for place in np.flatnonzero(ranks(losses) == 0)]
+    return [int(place) for place in np.flatnonzero(compute_front_ranks(losses) == 0)]
 
 
-def dominating(losses: Losses) -> NDArray[np.int64]:
+def count_dominating(losses: Losses) -> NDArray[np.int64]:
     """Return by how many others each vector is dominated: no worse in any metric, better in one."""
     no_worse = (losses[:, None] <= losses[None]).all(axis=2)
     better = (losses[:, None] < losses[None]).any(axis=2)
     return np.asarray((no_worse & better).sum(axis=0), dtype=np.int64)
 
 
-def crowding(losses: Losses) -> NDArray[np.float64]:
+def compute_crowding_distances(losses: Losses) -> NDArray[np.float64]:
     """Return the crowding distance of each vector of one front (Deb et al. 2002): the more room about it, the larger.
 
     It is infinite at the ends of the front. Of equal vectors the first has the room about them all, the others none.
@@ -70,16 +70,16 @@ def crowding(losses: Losses) -> NDArray[np.float64]:
     return distances
 
 
-def best_first(losses: Losses) -> list[int]:
+def sort_by_crowding(losses: Losses) -> list[int]:
     """Return the places of the vectors in order: by their front, within one by crowding distance, then by place."""
-    rank, room = ranks(losses), np.zeros(len(losses))
+    rank, room = compute_front_ranks(losses), np.zeros(len(losses))
     for each in np.unique(rank):
         members = np.flatnonzero(rank == each)
-        room[members] = crowding(losses[members])
+        room[members] = compute_crowding_distances(losses[members])
     return [int(place) for place in np.lexsort((np.arange(len(losses)), -room, rank))]
 
 
-def hypervolume(losses: Losses, reference: Sequence[float]) -> float:
+def compute_hypervolume(losses: Losses, reference: Sequence[float]) -> float:
     """Return the volume that is dominated by the vectors, up to a reference that is as bad as anything counts.
 
     Args:
@@ -94,7 +94,7 @@ def hypervolume(losses: Losses, reference: Sequence[float]) -> float:
     return float(moocore.hypervolume(within, ref=np.asarray(reference, dtype=float)))
 
 
-def order(losses: Losses, most: int | None = None) -> list[int]:
+def sort_by_front(losses: Losses, most: int | None = None) -> list[int]:
     """Return the places of the vectors, the best first: by front, within one by how they spread, then by place.
 
     Args:
@@ -105,17 +105,17 @@ def order(losses: Losses, most: int | None = None) -> list[int]:
     count = len(losses) if most is None else min(most, len(losses))
     failed = ~np.isfinite(losses[:, 0])
     sorted_ones = np.flatnonzero(~failed)
-    front_of = ranks(losses[sorted_ones])
+    front_of = compute_front_ranks(losses[sorted_ones])
     found: list[int] = []
-    for front in range(int(front_of.max(initial=-1)) + 1):
+    for find_front in range(int(front_of.max(initial=-1)) + 1):
         if len(found) >= count:
             break
-        members = sorted_ones[front_of == front]
-        found += [int(place) for place in members[epsilon_net(losses[members])]]
+        members = sorted_ones[front_of == find_front]
+        found += [int(place) for place in members[sort_by_epsilon_net(losses[members])]]
     return [*found, *np.flatnonzero(failed).tolist()][:count]
 
 
-def epsilon_net(losses: Losses) -> list[int]:
+def sort_by_epsilon_net(losses: Losses) -> list[int]:
     """Return the places of a front's vectors: the best by the first metric, then ever the farthest from those before.
 
     Distances are of metrics that are scaled to the front's range. Of equally far ones the first comes first.
@@ -145,26 +145,26 @@ def _scaled(losses: Losses) -> Losses:
     return np.nan_to_num((losses - low) / width, nan=2.0, posinf=2.0, neginf=-1.0)
 
 
-NOTE = sa.text("""
+INSERT_RUNG_VALUE = sa.text("""
     INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss, losses)
     VALUES (:trial, :rung, :study, :loss, CAST(:losses AS double precision[]))
     ON CONFLICT (trial_id, rung) DO NOTHING
 """)
 
-_AT = sa.text("""
+_SELECT_AT_RUNG = sa.text("""
     SELECT trial_id, losses, loss FROM hpsearch_rungs WHERE study_id = :study AND rung = :rung ORDER BY trial_id
 """)
 
-_PLACE = sa.text("""
+_UPDATE_RANKS = sa.text("""
     UPDATE hpsearch_rungs r SET loss = at.place
       FROM unnest(CAST(:trials AS int[]), CAST(:places AS double precision[])) AS at (trial_id, place)
      WHERE r.trial_id = at.trial_id AND r.rung = :rung
 """)
 
-_RUNGS = sa.text("SELECT DISTINCT rung FROM hpsearch_rungs WHERE study_id = :study")
+_SELECT_RUNGS = sa.text("SELECT DISTINCT rung FROM hpsearch_rungs WHERE study_id = :study")
 
 
-def note(
+def record_rung_values(
     connection: sa.Connection,
     study_id: int,
     trial_id: int,
@@ -183,14 +183,14 @@ def note(
         rung: from 0.
         values: of all metrics; none is NaN.
     """
-    [losses] = losses_of([values], maximize).tolist()
+    [losses] = to_losses([values], maximize).tolist()
     # Behind all others, until the places are given.
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": math.inf, "losses": losses}
-    if connection.execute(NOTE, arguments).rowcount == 1:
-        _place(connection, study_id, rung)
+    if connection.execute(INSERT_RUNG_VALUE, arguments).rowcount == 1:
+        _rerank(connection, study_id, rung)
 
 
-def place_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool]) -> None:
+def rerank_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool]) -> None:
     """Give all places anew, of a study of several metrics: a trial has left its rungs.
 
     Args:
@@ -199,21 +199,21 @@ def place_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool]
         maximize: of each of several metrics, whether higher is better; empty where there is one.
     """
     if maximize:
-        for rung in connection.execute(_RUNGS, {"study": study_id}).scalars().all():
-            _place(connection, study_id, rung)
+        for rung in connection.execute(_SELECT_RUNGS, {"study": study_id}).scalars().all():
+            _rerank(connection, study_id, rung)
 
 
-def _place(connection: sa.Connection, study_id: int, rung: int) -> None:
-    rows = connection.execute(_AT, {"study": study_id, "rung": rung}).all()
+def _rerank(connection: sa.Connection, study_id: int, rung: int) -> None:
+    rows = connection.execute(_SELECT_AT_RUNG, {"study": study_id, "rung": rung}).all()
     if not rows:
         return
-    ordered = order(losses_of([row.losses for row in rows], [False] * len(rows[0].losses)))
+    ordered = sort_by_front(to_losses([row.losses for row in rows], [False] * len(rows[0].losses)))
     moved = [(rows[at].trial_id, float(place)) for place, at in enumerate(ordered) if rows[at].loss != place]
     if moved:
         trials, places = zip(*moved, strict=True)
-        connection.execute(_PLACE, {"trials": list(trials), "places": list(places), "rung": rung})
+        connection.execute(_UPDATE_RANKS, {"trials": list(trials), "places": list(places), "rung": rung})
 
 
-def values_of(losses: Sequence[float], maximize: Sequence[bool]) -> list[float]:
+def to_values(losses: Sequence[float], maximize: Sequence[bool]) -> list[float]:
     """Return losses as the values that they were."""
     return [-loss if up else loss for loss, up in zip(losses, maximize, strict=True)]

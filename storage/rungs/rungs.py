@@ -1,4 +1,4 @@
-"""Rungs: record a trial's value and promote the best paused trial."""
+"""Rungs: record values of trials, promote the best paused trial, and prune those without a chance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Rungs:
     """The rungs of a study.
 
     Attributes:
-        pruner: its name, for a person.
-        epochs: how many epochs a trial has when it reaches each rung.
+        pruner: name of the pruner.
+        epochs: per rung, the number of trained epochs at which a trial reaches it.
         total: epochs of a full trial.
-        factor: of those that reach a rung, one in so many goes on.
-        maximize: whether higher values are better; of several metrics, of the first.
-        complete: how many trials are trained to their end at least.
-        several: of each of several metrics whether higher is better; empty where there is one.
+        factor: reduction factor; one in `factor` trials at a rung is promoted.
+        maximize: whether higher values of the (first) metric are better.
+        min_complete: minimum number of trials that train to completion.
+        maximize_each: per objective of a multi-objective study, whether higher is better; empty for one objective.
     """
 
     pruner: str
@@ -31,40 +31,40 @@ class Rungs:
     total: int
     factor: int
     maximize: bool
-    complete: int = 1
-    several: tuple[bool, ...] = ()
+    min_complete: int = 1
+    maximize_each: tuple[bool, ...] = ()
 
-    def loss(self, value: float) -> float:
-        """A value as it is compared: lower is better."""
+    def to_loss(self, value: float) -> float:
+        """Return a value as a loss: lower is better."""
         return -value if self.maximize else value
 
-    value = loss  # and back
+    to_value = to_loss  # the inverse
 
-    def places(self, n_trials: int) -> int:
-        """How many may go on from a rung, whichever: of trials that come the better the later, all do."""
-        return max(self.complete, n_trials // self.factor)
+    def get_promotion_quota(self, n_trials: int) -> int:
+        """Return the rank at a rung beyond which a trial cannot be promoted any more."""
+        return max(self.min_complete, n_trials // self.factor)
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a trial stands at a rung.
+class RungRank:
+    """Rank of a trial at a rung.
 
     Attributes:
-        rung: from 0.
-        rank: from 1, among all that have reached it, in whatever state they are now.
-        reached: how many have.
-        promoted: whether it goes on.
+        rung: the rung, from 0.
+        rank: rank from 1 among all trials that have reached the rung, whatever their states.
+        reached: number of trials that have reached the rung.
+        is_promoted: whether the trial continues.
     """
 
     rung: int
     rank: int
     reached: int
-    promoted: bool
+    is_promoted: bool
 
 
 @dataclass(frozen=True)
-class Occupancy:
-    """How many trials have reached a rung, went on from it, wait there, and were pruned there."""
+class RungCounts:
+    """Numbers of trials that have reached a rung, were promoted there, wait there, and were pruned there."""
 
     rung: int
     reached: int
@@ -74,52 +74,52 @@ class Occupancy:
 
 
 @dataclass(frozen=True)
-class Retired:
-    """A waiting trial that was settled as PRUNED just now, because it will never go on.
+class PrunedTrial:
+    """A waiting trial that was set to PRUNED, because it cannot continue.
 
     Attributes:
-        trial_id, number: the trial's.
-        attempt: its last.
-        reason: in one line for a person.
-        grounds: the same as numbers, by the names of a pruner's decision; none where it was cut.
-        cut: whether it ran when the budget was spent, and goes on where that grows.
+        trial_id, number: id and number of the trial.
+        attempt: its last attempt.
+        reason: message with the reason.
+        decision: the fields of a pruner's decision; empty if the trial was cut off by the budget.
+        is_cut: whether the budget was spent while it ran; a larger budget resumes it.
     """
 
     trial_id: int
     number: int
     attempt: int
     reason: str
-    grounds: dict[str, Any]
-    cut: bool = False
+    decision: dict[str, Any]
+    is_cut: bool = False
 
 
-# For a person to read: no decision needs it.
-_BETTER = """
+# Only for messages; no decision uses it.
+_COUNT_BETTER = """
     (SELECT count(*) FROM hpsearch_rungs o
       WHERE o.study_id = r.study_id AND o.rung = r.rung AND (o.loss, o.trial_id) < (r.loss, r.trial_id))
 """
 
-_STANDING = sa.text(f"""
+_SELECT_RANK = sa.text(f"""
     SELECT r.promoted_at IS NOT NULL OR (r.loss, r.trial_id) <= (c.best_loss, c.best_trial) AS promoted,
-           {_BETTER} AS better, c.reached
+           {_COUNT_BETTER} AS better, c.reached
       FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
      WHERE r.trial_id = :trial AND r.rung = :rung
 """)  # noqa: S608 the parts are constants
 
-_OCCUPANCY = sa.text("""
+_SELECT_COUNTS = sa.text("""
     SELECT rung, count(*) AS reached, count(promoted_at) AS promoted,
            count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'WAITING') AS waiting,
            count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'PRUNED') AS pruned
       FROM hpsearch_rungs r JOIN trials t USING (trial_id) WHERE r.study_id = :study GROUP BY rung ORDER BY rung
 """)
 
-_PROMOTE = sa.text("""
+_UPDATE_PROMOTED = sa.text("""
     UPDATE hpsearch_rungs SET promoted_at = clock_timestamp()
      WHERE trial_id = :trial AND rung = :rung AND promoted_at IS NULL
 """)
 
-# Found in an index: who waits there, but for one that was ended from outside, goes on sooner or later or is retired.
-_WAITING_AT = """
+# Uses an index, which has only trials that are neither promoted nor pruned.
+_JOIN_WAITING = """
     JOIN LATERAL (
         SELECT r.trial_id, r.study_id, r.rung, r.loss, r.losses, t.number
           FROM hpsearch_rungs r JOIN trials t USING (trial_id)
@@ -128,30 +128,30 @@ _WAITING_AT = """
          ORDER BY r.study_id {order}, r.rung {order}, r.loss {order}, r.trial_id {order} LIMIT 1) r
 """
 
-# From the highest rung that has one.
-_NEXT = sa.text(f"""
+# The highest rung with a trial to promote.
+_SELECT_PROMOTABLE = sa.text(f"""
     SELECT r.trial_id, r.rung
-      FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON (r.loss, r.trial_id) <= (c.best_loss, c.best_trial)
+      FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="")} ON (r.loss, r.trial_id) <= (c.best_loss, c.best_trial)
      WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-# While fewer trials have come to their end, or may by running now, than are to.
-_TO_THE_END = sa.text(f"""
-    SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON true
+# Only while the COMPLETE and running trials are fewer than `min_complete`.
+_SELECT_TO_COMPLETE = sa.text(f"""
+    SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="")} ON true
      WHERE c.study_id = :study
        AND :running + (SELECT count(*) FROM (
              SELECT FROM trials e WHERE e.study_id = :study AND e.state = 'COMPLETE' LIMIT :complete) AS e) < :complete
      ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-_LAST = sa.text(f"""
-    SELECT r.*, {_BETTER} AS better,
+_SELECT_TO_PRUNE = sa.text(f"""
+    SELECT r.*, {_COUNT_BETTER} AS better,
            (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt
       FROM (
         SELECT r.*, c.reached,
                CASE WHEN :over THEN greatest(c.reached / :factor, few.promoted) ELSE :places END AS places,
                CASE WHEN :over THEN coalesce(few.loss, c.best_loss) ELSE c.last_loss END AS cutoff
-          FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="DESC")}
+          FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="DESC")}
             ON :over OR (r.loss, r.trial_id) > (c.last_loss, c.last_trial)
           LEFT JOIN LATERAL (
             SELECT count(*) AS promoted, max(loss) AS loss FROM hpsearch_rungs p
@@ -161,19 +161,19 @@ _LAST = sa.text(f"""
          WHERE c.study_id = :study ORDER BY c.rung LIMIT 1) AS r
 """)  # noqa: S608 the parts are constants
 
-# Who waits to be taken has no start, but at a rung: so that those thousands need not be looked at.
-BUT_PAUSED = """
+# Only trials that wait at rungs have a start, so the first condition skips these thousands of rows.
+EXCEPT_PAUSED = """
     AND datetime_start IS NULL
     AND NOT EXISTS (SELECT FROM hpsearch_rungs r WHERE r.trial_id = t.trial_id AND r.promoted_at IS NULL)
 """
 
 
-def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
-    """Return the rungs of a study that a trial has reached, the lowest first."""
-    return [Occupancy(**row._mapping) for row in Database(engine).rows(_OCCUPANCY, {"study": study_id})]
+def read_rung_counts(engine: sa.Engine, study_id: int) -> list[RungCounts]:
+    """Return the counts of all rungs that a trial has reached, the lowest rung first."""
+    return [RungCounts(**row._mapping) for row in Database(engine).fetch_rows(_SELECT_COUNTS, {"study": study_id})]
 
 
-def note(
+def record_rung_value(
     connection: sa.Connection,
     study_id: int,
     trial_id: int,
@@ -183,114 +183,117 @@ def note(
     value: float | Sequence[float],
     n_trials: int,
 ) -> None:
-    """Note a trial's value at a rung, once.
+    """Record the value of a trial at a rung; a recorded value stays.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        trial_id: the trial.
-        rungs: of the study.
-        rung: that it has reached, from 0.
-        value: its best up to there; of several metrics all of its best epoch.
-        n_trials: the study's budget.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        trial_id: id of the trial.
+        rungs: rungs of the study.
+        rung: the reached rung, from 0.
+        value: best value up to the rung; with several objectives, all values of the best epoch.
+        n_trials: the budget in trials.
     """
     if not isinstance(value, float):
-        fronts.note(connection, study_id, trial_id, rungs.several, rung=rung, values=value)
-        count_places(connection, study_id, rungs, n_trials=n_trials)
+        fronts.record_rung_values(connection, study_id, trial_id, rungs.maximize_each, rung=rung, values=value)
+        recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
         return
-    connection.execute(_OPEN, {"study": study_id, "rung": rung})
-    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.loss(value)}
-    if connection.execute(fronts.NOTE, {**arguments, "losses": None}).rowcount == 1:
-        connection.execute(_MOVE, {**arguments, "factor": rungs.factor, "places": rungs.places(n_trials)})
+    connection.execute(_INSERT_CUTOFFS, {"study": study_id, "rung": rung})
+    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.to_loss(value)}
+    if connection.execute(fronts.INSERT_RUNG_VALUE, {**arguments, "losses": None}).rowcount == 1:
+        connection.execute(
+            _UPDATE_CUTOFFS, {**arguments, "factor": rungs.factor, "places": rungs.get_promotion_quota(n_trials)}
+        )
 
 
-def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
-    """Find where the places at all rungs end by counting: the budget is another, or a trial has left its rungs.
+def recompute_cutoffs(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
+    """Recompute the cutoffs of all rungs, after a change of the budget or if a trial has left its rungs.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        rungs: of the study.
-        n_trials: its budget.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        rungs: rungs of the study.
+        n_trials: the budget in trials.
     """
-    connection.execute(_FORGET, {"study": study_id})
-    arguments = {"study": study_id, "factor": rungs.factor, "places": rungs.places(n_trials)}
-    # With several metrics no trial waits in vain before the end: a later trial may push back those before it.
-    connection.execute(_COUNT, {**arguments, "hopeless": not rungs.several})
+    connection.execute(_DELETE_CUTOFFS, {"study": study_id})
+    arguments = {"study": study_id, "factor": rungs.factor, "places": rungs.get_promotion_quota(n_trials)}
+    # With several objectives no trial is hopeless before the end: a later trial may change the ranks of earlier ones.
+    connection.execute(_RECOMPUTE_CUTOFFS, {**arguments, "hopeless": not rungs.maximize_each})
 
 
-def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
-    """Return where a trial stands at a rung that it has reached, and whether it may go on from there."""
-    row = connection.execute(_STANDING, {"trial": trial_id, "rung": rung}).one()
-    return Standing(rung, row.better + 1, row.reached, row.promoted)
+def read_rung_rank(connection: sa.Connection, trial_id: int, rung: int) -> RungRank:
+    """Return the rank of a trial at a rung that it has reached, and whether it is promoted."""
+    row = connection.execute(_SELECT_RANK, {"trial": trial_id, "rung": rung}).one()
+    return RungRank(rung, row.better + 1, row.reached, row.promoted)
 
 
-def next_promoted(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
-    """Return the waiting trial that is to go on, and from which rung; None where there is none."""
-    row = connection.execute(_NEXT, {"study": study_id}).one_or_none()
+def find_next_to_promote(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
+    """Return the id of the next trial to promote, and its rung; None if there is none."""
+    row = connection.execute(_SELECT_PROMOTABLE, {"study": study_id}).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 
-def next_to_the_end(connection: sa.Connection, study_id: int, rungs: Rungs, *, running: int) -> tuple[int, int] | None:
-    """Return the best waiting trial of the highest rung, and that rung, while the study has too few complete trials.
+def find_next_to_complete(
+    connection: sa.Connection, study_id: int, rungs: Rungs, *, running: int
+) -> tuple[int, int] | None:
+    """Return the best waiting trial of the highest rung, and the rung, if the study needs more complete trials.
 
-    For when all were begun and nobody may go on from a rung: too few have reached it, and the study is to have so many
-    trials of full length all the same. Each of the `running` ones may yet be one of them.
+    Call it when no trial can be started or promoted. The `running` trials count as complete.
     """
-    arguments = {"study": study_id, "running": running, "complete": rungs.complete}
-    row = connection.execute(_TO_THE_END, arguments).one_or_none()
+    arguments = {"study": study_id, "running": running, "complete": rungs.min_complete}
+    row = connection.execute(_SELECT_TO_COMPLETE, arguments).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 
-def promote(connection: sa.Connection, trial_id: int, rung: int) -> None:
-    """Note that a trial goes on from a rung, once."""
-    connection.execute(_PROMOTE, {"trial": trial_id, "rung": rung})
+def record_promotion(connection: sa.Connection, trial_id: int, rung: int) -> None:
+    """Record that a trial is promoted at a rung; the first time stays."""
+    connection.execute(_UPDATE_PROMOTED, {"trial": trial_id, "rung": rung})
 
 
-def next_retired(
+def find_next_to_prune(
     connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "the time was up"
-) -> Retired | None:
-    """Return the worst waiting trial that will never go on, where there is one.
+) -> PrunedTrial | None:
+    """Return the worst waiting trial that cannot be promoted any more; None if there is none.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        rungs: of the study.
-        n_trials: its budget.
-        over: whether nothing will reach a rung any more, so that all who wait have waited in vain.
-        why: nothing will.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        rungs: rungs of the study.
+        n_trials: the budget in trials.
+        over: whether no trial will reach a rung any more, so that all waiting trials are pruned.
+        why: reason for that, for the message.
     """
     arguments = {
         "study": study_id,
         "factor": rungs.factor,
-        "complete": rungs.complete,
-        "places": rungs.places(n_trials),
+        "complete": rungs.min_complete,
+        "places": rungs.get_promotion_quota(n_trials),
         "over": over,
     }
-    row = connection.execute(_LAST, arguments).one_or_none()
+    row = connection.execute(_SELECT_TO_PRUNE, arguments).one_or_none()
     if row is None:
         return None
     epochs = rungs.epochs[row.rung]
     if not over:
-        on = f"where the best {row.places} of {n_trials} trials go on"
+        on = f"promoted: best {row.places} of {n_trials} trials"
     elif row.better < row.places:
         on = f"and {why}"
     else:
-        on = f"where the best {row.places} went on" if row.places else "where none went on"
-    by_fronts = " by fronts" if rungs.several else ""
-    if rungs.several and row.places:  # the order may have been another when they went on
-        occupied = connection.execute(_OCCUPANCY, {"study": study_id})
+        on = f"promoted: best {row.places}" if row.places else "promoted: none"
+    by_fronts = " by Pareto fronts" if rungs.maximize_each else ""
+    if rungs.maximize_each and row.places:  # the ranks may have differed when they were promoted
+        occupied = connection.execute(_SELECT_COUNTS, {"study": study_id})
         went = sum(at.promoted for at in occupied if at.rung == row.rung)
-        on = f"where {went} went on by the order of their time" if went else "where none went on"
+        on = f"promoted: {went}, by earlier ranks" if went else "promoted: none"
     reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached}{by_fronts} "
         f"at rung {row.rung}, {on}"
     )
-    if rungs.several:
-        compared = {"value": fronts.values_of(row.losses, rungs.several)[0]}
+    if rungs.maximize_each:
+        compared = {"value": fronts.to_values(row.losses, rungs.maximize_each)[0]}
     else:
-        cutoff = {"cutoff": rungs.value(row.cutoff)} if row.places else {}
-        compared = {"value": rungs.value(row.loss), **cutoff}
+        cutoff = {"cutoff": rungs.to_value(row.cutoff)} if row.places else {}
+        compared = {"value": rungs.to_value(row.loss), **cutoff}
     grounds = {
         "pruner": rungs.pruner,
         "epoch": epochs - 1,
@@ -298,15 +301,15 @@ def next_retired(
         "peers": row.reached - 1,
         "rung": row.rung,
     }
-    return Retired(row.trial_id, row.number, row.attempt, reason, grounds)
+    return PrunedTrial(row.trial_id, row.number, row.attempt, reason, grounds)
 
 
-_OPEN = sa.text("""
+_INSERT_CUTOFFS = sa.text("""
     INSERT INTO hpsearch_rung_cuts (study_id, rung) VALUES (:study, :rung) ON CONFLICT (study_id, rung) DO NOTHING
 """)
 
-# After the trial's own row is there. One place more, unless the trial has taken one of those there were; or one less.
-_MOVED = """
+# Runs after the insert of the trial's row. A cutoff moves up or down by one rank, or stays.
+_NEW_CUTOFF = """
     (SELECT loss, trial_id FROM (
         SELECT {grown} - ((CAST(:loss AS double precision), :trial) < (c.{cut}_loss, c.{cut}_trial))::int AS by
         OFFSET 0) AS moves
@@ -323,18 +326,18 @@ _MOVED = """
             AND (o.loss, o.trial_id) < (c.{cut}_loss, c.{cut}_trial)
           ORDER BY o.study_id DESC, o.rung DESC, o.loss DESC, o.trial_id DESC LIMIT 1)) AS place ON true)
 """
-_ONE_IN = "(c.reached + 1) / :factor - c.reached / :factor"
-_MOVE = sa.text(f"""
+_BEST_GROWTH = "(c.reached + 1) / :factor - c.reached / :factor"
+_UPDATE_CUTOFFS = sa.text(f"""
     UPDATE hpsearch_rung_cuts c
        SET reached = reached + 1,
-           (best_loss, best_trial) = {_MOVED.format(cut="best", grown=_ONE_IN)},
-           (last_loss, last_trial) = {_MOVED.format(cut="last", grown="(c.reached < :places)::int")}
+           (best_loss, best_trial) = {_NEW_CUTOFF.format(cut="best", grown=_BEST_GROWTH)},
+           (last_loss, last_trial) = {_NEW_CUTOFF.format(cut="last", grown="(c.reached < :places)::int")}
      WHERE study_id = :study AND rung = :rung
 """)  # noqa: S608 the parts are constants
 
-_FORGET = sa.text("DELETE FROM hpsearch_rung_cuts WHERE study_id = :study")
+_DELETE_CUTOFFS = sa.text("DELETE FROM hpsearch_rung_cuts WHERE study_id = :study")
 
-_COUNT = sa.text("""
+_RECOMPUTE_CUTOFFS = sa.text("""
     INSERT INTO hpsearch_rung_cuts (study_id, rung, reached, best_loss, best_trial, last_loss, last_trial)
     SELECT :study, rung, reached, coalesce(b.loss, '-infinity'), coalesce(b.trial_id, 0),
            CASE WHEN :hopeless THEN coalesce(l.loss, '-infinity') ELSE 'infinity' END, coalesce(l.trial_id, 0)

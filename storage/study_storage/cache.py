@@ -13,14 +13,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.study_storage.reading import (
-    FINISHED,
-    STATES,
-    Known,
-    merged,
+    FINISHED_STATES,
+    STATE_BY_NAME,
+    ReadCursor,
+    make_bare_trial,
+    merge_row,
     read_newly_finished,
-    read_news,
     read_study,
-    skeleton,
+    read_updates,
     to_local,
 )
 
@@ -32,24 +32,24 @@ class StudyCache:
         self.study_id = study_id
         self.lock = threading.RLock()
         self.distributions: dict[str, BaseDistribution] = {}  # of each parameter's first appearance
-        self._known = Known()
+        self._known = ReadCursor()
         self._trials: list[FrozenTrial] = []  # by id, and so by number
         self._place: dict[int, int] = {}  # of an id in it
         self._looked = -math.inf  # when it was read last which trials have finished
         self._finished: dict[frozenset[TrialState], list[FrozenTrial]] = {}
 
     @property
-    def seen(self) -> int:
+    def last_trial_id(self) -> int:
         """An id up to which no trial of this study can appear any more; -1 if none is known."""
-        return self._known.seen
+        return self._known.last_trial_id
 
-    def finished(self, trial_id: int) -> FrozenTrial | None:
+    def get_finished(self, trial_id: int) -> FrozenTrial | None:
         """Return a trial if it is known to be finished."""
         with self.lock:
             place = self._place.get(trial_id)
             return None if place is None or trial_id in self._known.unfinished else self._trials[place]
 
-    def id_of(self, number: int) -> int | None:
+    def get_trial_id(self, number: int) -> int | None:
         """Return the id of the trial with a number, if it is known."""
         with self.lock:
             trial = self._trials[number] if 0 <= number < len(self._trials) else None
@@ -65,7 +65,7 @@ class StudyCache:
             KeyError: There is no such study.
         """
         with self.lock:
-            now, only_finished = time.monotonic(), states <= FINISHED
+            now, only_finished = time.monotonic(), states <= FINISHED_STATES
             if not only_finished or now - self._looked >= max_age:
                 self._read(database, only_finished=only_finished)
                 self._looked = now
@@ -76,11 +76,11 @@ class StudyCache:
             return self._finished[states].copy()
 
     def _read(self, database: Database, *, only_finished: bool) -> None:
-        is_cold = self._known.seen < 0
+        is_cold = self._known.last_trial_id < 0
         if is_cold:
             for trial in read_study(database, self.study_id):
                 self._put(trial)
-        if self._known.seen < 0:
+        if self._known.last_trial_id < 0:
             return  # there are no trials
         if not only_finished:
             self._read_all(database)
@@ -90,10 +90,10 @@ class StudyCache:
     def replace(self, trial: FrozenTrial) -> None:
         """Put a finished trial, as it was just read, in the place of what was known of it."""
         with self.lock:
-            if trial._trial_id in self._place and trial.state in FINISHED:
+            if trial._trial_id in self._place and trial.state in FINISHED_STATES:
                 self._put(trial)
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """Have the next `select` ask which trials have finished, however short a time ago that was done."""
         self._looked = -math.inf
 
@@ -102,20 +102,22 @@ class StudyCache:
 
     def _read_finished(self, database: Database) -> None:
         finished, others = read_newly_finished(database, self.study_id, self._known)
-        arrived = {row.trial_id: merged(row) for row in finished} | {row.trial_id: skeleton(row) for row in others}
+        arrived = {row.trial_id: merge_row(row) for row in finished} | {
+            row.trial_id: make_bare_trial(row) for row in others
+        }
         for trial_id in sorted(arrived):
             self._put(arrived[trial_id])
 
     def _read_all(self, database: Database) -> None:
-        rows, self._known.horizon = read_news(database, self.study_id, self._known)
+        rows, self._known.horizon = read_updates(database, self.study_id, self._known)
         for row in rows:
             self._take(row)
 
     def _take(self, row: sa.Row[Any]) -> None:
         known = self._trials[self._place[row.trial_id]] if row.changes else None
         if known is None or not _is_unchanged(row, known):
-            self._put(merged(row, known))
-        if STATES[row.state] not in FINISHED:
+            self._put(merge_row(row, known))
+        if STATE_BY_NAME[row.state] not in FINISHED_STATES:
             self._known.loaded.add(row.trial_id)
 
     def _put(self, trial: FrozenTrial) -> None:
@@ -124,12 +126,12 @@ class StudyCache:
         if (place := self._place.get(trial_id)) is None:
             self._place[trial_id] = len(self._trials)
             self._trials.append(trial)
-            known.seen = trial_id
+            known.last_trial_id = trial_id
         else:
             self._trials[place] = trial
         for name, given in trial.distributions.items():
             self.distributions.setdefault(name, given)
-        if trial.state in FINISHED:
+        if trial.state in FINISHED_STATES:
             known.unfinished.discard(trial_id)
             known.loaded.discard(trial_id)
             self._finished.clear()
@@ -143,6 +145,6 @@ def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:
     """Whether nothing was written to a running trial since it was read last."""
     return (
         not (row.param_names or row.steps or row.user_keys or row.system_keys or row.results)
-        and STATES[row.state] == known.state
+        and STATE_BY_NAME[row.state] == known.state
         and to_local(row.datetime_start) == known.datetime_start
     )

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial
 
-from hpsearch.storage.database.locks import limits
-from hpsearch.storage.database.statements import Database, text
-from hpsearch.storage.database.trial_rows import NEXT_NUMBER, store
+from hpsearch.storage.database.locks import format_timeouts
+from hpsearch.storage.database.statements import Database, to_sql
+from hpsearch.storage.database.trial_rows import NEXT_NUMBER, encode_value
 from hpsearch.storage.study_storage.reading import to_utc
-from hpsearch.storage.study_storage.studies import require
+from hpsearch.storage.study_storage.studies import require_study
 
 # The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
 # committed, which a single statement would not.
@@ -37,10 +37,10 @@ _CREATE = f"""
     SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
 """  # noqa: S608 the parts are constants
 
-_FROZEN_CLIENT = limits(idle=30)  # must not keep the study locked for ever
+_CLIENT_TIMEOUT = format_timeouts(idle=30)  # must not keep the study locked for ever
 
-_IMPORT = f"""
-    {_FROZEN_CLIENT} {_LOCK}
+_INSERT = f"""
+    {_CLIENT_TIMEOUT} {_LOCK}
     WITH given AS (
         SELECT * FROM unnest(CAST(:states AS text[]), CAST(:starts AS timestamp[]), CAST(:completes AS timestamp[]))
                WITH ORDINALITY AS g (state, start, complete, place)
@@ -83,10 +83,10 @@ _IMPORT = f"""
     SELECT trial_id, number FROM placed ORDER BY place
 """  # noqa: S608 the parts are constants
 
-_AT_ONCE = 1000  # trials in one statement
+_BATCH_SIZE = 1000  # trials in one statement
 
 
-def create(database: Database, study_id: int, start: datetime, floor: int) -> tuple[int, int]:
+def create_trial(database: Database, study_id: int, start: datetime, floor: int) -> tuple[int, int]:
     """Create a RUNNING trial and return its id and number.
 
     Args:
@@ -99,12 +99,12 @@ def create(database: Database, study_id: int, start: datetime, floor: int) -> tu
         KeyError: There is no such study.
     """
     parameters = {"study_id": study_id, "start": start, "floor": floor}
-    rows = database.repeat(lambda repeated: database.run(_CREATE, {**parameters, "repeated": repeated}))
-    require(rows, study_id)
+    rows = database.retry(lambda repeated: database.run_once(_CREATE, {**parameters, "repeated": repeated}))
+    require_study(rows, study_id)
     return rows[0].trial_id, rows[0].number
 
 
-def insert(database: Database, study_id: int, trials: Sequence[FrozenTrial]) -> list[tuple[int, int]]:
+def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTrial]) -> list[tuple[int, int]]:
     """Insert trials as they are, but for their numbers, in one transaction; return their ids and numbers.
 
     Raises:
@@ -117,18 +117,18 @@ def insert(database: Database, study_id: int, trials: Sequence[FrozenTrial]) -> 
         # When the connection broke at the commit, it may have been made.
         if repeated and sent and _exists(connection, study_id, sent[-1][0]):
             return sent
-        sent[:] = _insert(connection, study_id, batches)
+        sent[:] = _insert_batches(connection, study_id, batches)
         return sent
 
-    return database.transaction(run) if trials else []
+    return database.run_transaction(run) if trials else []
 
 
-def insert_by(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:
+def insert_trials_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:
     """Insert trials as `insert` does, in the connection's transaction."""
-    _insert(connection, study_id, _batches(trials))
+    _insert_batches(connection, study_id, _batches(trials))
 
 
-def insert_missing_by(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> tuple[int, int]:
+def insert_missing_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> tuple[int, int]:
     """Insert those of the trials whose fixed parameters no trial of the study has been given.
 
     The transaction must have the study's lock.
@@ -140,30 +140,32 @@ def insert_missing_by(connection: sa.Connection, study_id: int, trials: Sequence
         SELECT value_json FROM trial_system_attributes JOIN trials USING (trial_id)
          WHERE study_id = :study_id AND key = 'fixed_params'
     """
-    known = [json.loads(row.value_json) for row in connection.execute(text(statement), {"study_id": study_id})]
+    known = [json.loads(row.value_json) for row in connection.execute(to_sql(statement), {"study_id": study_id})]
     missing = [trial for trial in trials if trial.system_attrs["fixed_params"] not in known]
     if missing:
-        insert_by(connection, study_id, missing)
+        insert_trials_in(connection, study_id, missing)
     count = "SELECT count(*) FROM trials WHERE study_id = :study_id"
-    return len(missing), int(connection.execute(text(count), {"study_id": study_id}).scalar_one())
+    return len(missing), int(connection.execute(to_sql(count), {"study_id": study_id}).scalar_one())
 
 
 def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
-    return [_columns(trials[first : first + _AT_ONCE]) for first in range(0, len(trials), _AT_ONCE)]
+    return [_columns(trials[first : first + _BATCH_SIZE]) for first in range(0, len(trials), _BATCH_SIZE)]
 
 
-def _insert(connection: sa.Connection, study_id: int, batches: Iterable[dict[str, list[Any]]]) -> list[tuple[int, int]]:
+def _insert_batches(
+    connection: sa.Connection, study_id: int, batches: Iterable[dict[str, list[Any]]]
+) -> list[tuple[int, int]]:
     made: list[tuple[int, int]] = []
     for columns in batches:
-        rows = require(connection.execute(text(_IMPORT), {"study_id": study_id, **columns}).all(), study_id)
+        rows = require_study(connection.execute(to_sql(_INSERT), {"study_id": study_id, **columns}).all(), study_id)
         made.extend((row.trial_id, row.number) for row in rows)
     return made
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
     """Whether a trial was committed: decided once the study's lock, which its transaction held, is free."""
-    connection.execute(text(_FROZEN_CLIENT + _LOCK), {"study_id": study_id})
-    return connection.execute(text("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
+    connection.execute(to_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
+    return connection.execute(to_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
 
 
 def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
@@ -180,13 +182,13 @@ def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
         for name, value in trial.params.items()
     ]
     values = [
-        (place, objective, *store(value))
+        (place, objective, *encode_value(value))
         for place, trial in placed
         for objective, value in enumerate(trial.values or ())
         if value is not None
     ]
     steps = [
-        (place, step, *store(value, nan=True))
+        (place, step, *encode_value(value, nan=True))
         for place, trial in placed
         for step, value in trial.intermediate_values.items()
     ]
@@ -194,11 +196,11 @@ def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
         "states": [trial.state.name for trial in trials],
         "starts": [to_utc(trial.datetime_start) for trial in trials],
         "completes": [to_utc(trial.datetime_complete) for trial in trials],
-        **_named(params, "param_places", "param_names", "param_values", "param_distributions"),
-        **_named(values, "value_places", "value_objectives", "value_values", "value_kinds"),
-        **_named(steps, "step_places", "step_steps", "step_values", "step_kinds"),
-        **_named(_attrs((p, t.user_attrs) for p, t in placed), "user_places", "user_keys", "user_values"),
-        **_named(_attrs((p, t.system_attrs) for p, t in placed), "system_places", "system_keys", "system_values"),
+        **_to_columns(params, "param_places", "param_names", "param_values", "param_distributions"),
+        **_to_columns(values, "value_places", "value_objectives", "value_values", "value_kinds"),
+        **_to_columns(steps, "step_places", "step_steps", "step_values", "step_kinds"),
+        **_to_columns(_attrs((p, t.user_attrs) for p, t in placed), "user_places", "user_keys", "user_values"),
+        **_to_columns(_attrs((p, t.system_attrs) for p, t in placed), "system_places", "system_keys", "system_values"),
     }
 
 
@@ -206,6 +208,6 @@ def _attrs(given: Iterable[tuple[int, dict[str, Any]]]) -> list[tuple[Any, ...]]
     return [(place, key, json.dumps(value)) for place, attrs in given for key, value in attrs.items()]
 
 
-def _named(rows: Sequence[tuple[Any, ...]], *names: str) -> dict[str, list[Any]]:
+def _to_columns(rows: Sequence[tuple[Any, ...]], *names: str) -> dict[str, list[Any]]:
     columns = list(zip(*rows, strict=True)) or [()] * len(names)
     return {name: list(column) for name, column in zip(names, columns, strict=True)}

@@ -18,11 +18,11 @@ from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
-from hpsearch.storage.database.trial_rows import restore
-from hpsearch.storage.study_storage.studies import require
+from hpsearch.storage.database.trial_rows import decode_value
+from hpsearch.storage.study_storage.studies import require_study
 
-STATES = {state.name: state for state in TrialState}
-FINISHED = frozenset(state for state in TrialState if state.is_finished())
+STATE_BY_NAME = {state.name: state for state in TrialState}
+FINISHED_STATES = frozenset(state for state in TrialState if state.is_finished())
 
 _SCALARS = (str, int, float, type(None))  # bool is an int
 
@@ -43,16 +43,16 @@ def to_local(utc: datetime | None) -> datetime | None:
 
 
 @lru_cache(maxsize=4096)
-def distribution(text: str) -> BaseDistribution:
+def parse_distribution(text: str) -> BaseDistribution:
     """Return the distribution of a JSON text: one object for all trials that have it, never to be changed."""
     return json_to_distribution(text)
 
 
-def skeleton(row: Any) -> FrozenTrial:
+def make_bare_trial(row: Any) -> FrozenTrial:
     """Return a trial of which only id, number, state and times are known."""
     return FrozenTrial(
         number=row.number,
-        state=STATES[row.state],
+        state=STATE_BY_NAME[row.state],
         value=None,
         datetime_start=to_local(row.datetime_start),
         datetime_complete=to_local(row.datetime_complete),
@@ -79,14 +79,14 @@ def copy_trial(trial: FrozenTrial) -> FrozenTrial:
         datetime_complete=trial.datetime_complete,
         params=dict(trial.params),
         distributions=dict(trial.distributions),
-        user_attrs=_copied(trial.user_attrs),
-        system_attrs=_copied(trial.system_attrs),
+        user_attrs=_copy_attrs(trial.user_attrs),
+        system_attrs=_copy_attrs(trial.system_attrs),
         intermediate_values=dict(trial.intermediate_values),
         trial_id=trial._trial_id,
     )
 
 
-def _copied(attrs: dict[str, Any]) -> dict[str, Any]:
+def _copy_attrs(attrs: dict[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, _SCALARS) else copy.deepcopy(value) for key, value in attrs.items()}
 
 
@@ -120,8 +120,10 @@ _DETAILS = f"""
 """
 
 _ROW = "trial_id, study_id, number, state, datetime_start, datetime_complete"
-_WHOLE = f"SELECT {_ROW}, false AS changes FROM trials"
-_BY_IDS = f"SELECT * FROM ({_WHOLE} WHERE trial_id = ANY (CAST(:trial_ids AS int[]))) t {_DETAILS} ORDER BY t.trial_id"
+_BY_IDS = f"""
+    SELECT * FROM (SELECT {_ROW}, false AS changes FROM trials WHERE trial_id = ANY (CAST(:trial_ids AS int[]))) t
+      {_DETAILS} ORDER BY t.trial_id
+"""
 _IDS_IN_STATES = """
     SELECT ARRAY(SELECT trial_id FROM trials
                   WHERE study_id = s.study_id AND state = ANY (CAST(CAST(:states AS text[]) AS trialstate[]))) AS found
@@ -134,7 +136,7 @@ _FINISHED = "('COMPLETE', 'PRUNED', 'FAIL')"
 _NEW = "FROM trials WHERE trial_id > :seen AND study_id + 0 = :study_id"
 _JUST_FINISHED = f"FROM trials WHERE trial_id = ANY (CAST(:unfinished AS int[])) AND state IN {_FINISHED}"
 _UNFINISHED = "FROM trials WHERE study_id = :study_id AND state IN ('RUNNING', 'WAITING') AND trial_id <= :seen"
-_NEWS = f"""
+_UPDATES = f"""
     SELECT s.study_id AS study, CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS xid) AS text) AS horizon,
            t.*, p.*, i.*, v.*, u.*, y.*
       FROM studies s LEFT JOIN LATERAL (
@@ -152,11 +154,11 @@ _NEWLY_FINISHED = f"""
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 
-_ONLY_WHOLE = "0"  # a horizon for statements that ask for no changes
+_NO_HORIZON = "0"  # a horizon for statements that ask for no changes
 
 
 @dataclass
-class Known:
+class ReadCursor:
     """What a reader knows of a study's trials.
 
     Attributes:
@@ -166,24 +168,24 @@ class Known:
         horizon: Where the next reading of running trials starts.
     """
 
-    seen: int = -1
+    last_trial_id: int = -1
     unfinished: set[int] = field(default_factory=set)
     loaded: set[int] = field(default_factory=set)
-    horizon: str = _ONLY_WHOLE
+    horizon: str = _NO_HORIZON
 
     def _parameters(self, study_id: int) -> dict[str, Any]:
-        return {"study_id": study_id, "seen": self.seen, "unfinished": list(self.unfinished)}
+        return {"study_id": study_id, "seen": self.last_trial_id, "unfinished": list(self.unfinished)}
 
 
 def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | None:
     """Return a trial and the id of its study, or None if there is no such trial."""
     rows = read_rows(database, [trial_id])
-    return (merged(rows[0]), rows[0].study_id) if rows else None
+    return (merge_row(rows[0]), rows[0].study_id) if rows else None
 
 
 def read_rows(database: Database, trial_ids: Sequence[int]) -> Rows:
     """Return the rows of some trials with all details, by id."""
-    return database.rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _ONLY_WHOLE}) if trial_ids else []
+    return database.fetch_rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _NO_HORIZON}) if trial_ids else []
 
 
 def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> list[FrozenTrial]:
@@ -192,12 +194,12 @@ def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> 
     Raises:
         KeyError: There is no such study.
     """
-    rows = database.rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
-    _of_study(rows, study_id)
-    return [merged(row) for row in read_rows(database, rows[0].found) if row.state in states]
+    rows = database.fetch_rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
+    _get_trial_rows(rows, study_id)
+    return [merge_row(row) for row in read_rows(database, rows[0].found) if row.state in states]
 
 
-def read_newly_finished(database: Database, study_id: int, known: Known) -> tuple[Rows, Rows]:
+def read_newly_finished(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, Rows]:
     """Read which trials have finished, without reading those that run.
 
     Returns:
@@ -206,12 +208,12 @@ def read_newly_finished(database: Database, study_id: int, known: Known) -> tupl
     Raises:
         KeyError: There is no such study.
     """
-    rows = _of_study(database.rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
-    finished = [row.trial_id for row in rows if STATES[row.state] in FINISHED]
-    return read_rows(database, finished), [row for row in rows if STATES[row.state] not in FINISHED]
+    rows = _get_trial_rows(database.fetch_rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
+    finished = [row.trial_id for row in rows if STATE_BY_NAME[row.state] in FINISHED_STATES]
+    return read_rows(database, finished), [row for row in rows if STATE_BY_NAME[row.state] not in FINISHED_STATES]
 
 
-def read_news(database: Database, study_id: int, known: Known) -> tuple[Rows, str]:
+def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, str]:
     """Read what is new in a study.
 
     Returns:
@@ -221,29 +223,31 @@ def read_news(database: Database, study_id: int, known: Known) -> tuple[Rows, st
         KeyError: There is no such study.
     """
     parameters = known._parameters(study_id) | {"loaded": list(known.loaded), "horizon": known.horizon}
-    rows = database.rows(_NEWS, parameters)
-    return _of_study(rows, study_id), rows[0].horizon
+    rows = database.fetch_rows(_UPDATES, parameters)
+    return _get_trial_rows(rows, study_id), rows[0].horizon
 
 
-def _of_study(rows: Rows, study_id: int) -> Rows:
-    return [row for row in require(rows, study_id) if getattr(row, "trial_id", None) is not None]
+def _get_trial_rows(rows: Rows, study_id: int) -> Rows:
+    return [row for row in require_study(rows, study_id) if getattr(row, "trial_id", None) is not None]
 
 
-def merged(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial:
+def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial:
     """Return the trial of a row that has all of it, or what changed since `known`, which is left as it is."""
     params = dict(known.params) if known else {}
     distributions = dict(known.distributions) if known else {}
     for name, value, text in zip(row.param_names or (), row.param_values or (), row.distributions or (), strict=True):
-        distributions[name] = distribution(text)
+        distributions[name] = parse_distribution(text)
         params[name] = distributions[name].to_external_repr(value)
     steps = dict(known.intermediate_values) if known else {}
     for step, value, kind in zip(row.steps or (), row.step_values or (), row.step_kinds or (), strict=True):
-        steps[step] = restore(value, kind)
+        steps[step] = decode_value(value, kind)
     return FrozenTrial(
         number=row.number,
-        state=STATES[row.state],
+        state=STATE_BY_NAME[row.state],
         value=None,
-        values=[restore(*pair) for pair in zip(row.results, row.result_kinds, strict=True)] if row.results else None,
+        values=[decode_value(*pair) for pair in zip(row.results, row.result_kinds, strict=True)]
+        if row.results
+        else None,
         datetime_start=to_local(row.datetime_start),
         datetime_complete=to_local(row.datetime_complete),
         params=params,
@@ -259,7 +263,7 @@ def _attrs(known: dict[str, Any], keys: Sequence[str] | None, texts: Sequence[st
     return known | {key: json.loads(text) for key, text in zip(keys or (), texts or (), strict=True)}
 
 
-_OF_FINISHED = """
+_FINISHED_DETAILS = """
     SELECT trial_id, {columns} FROM {table} x JOIN trials t USING (trial_id)
      WHERE t.study_id = :study_id AND trial_id <= :last AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
      ORDER BY x.{order}
@@ -278,34 +282,34 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
     Raises:
         KeyError: There is no such study.
     """
-    rows = _of_study(database.rows(_TRIALS, {"study_id": study_id}), study_id)
-    with _no_collection():
-        trials = [skeleton(row) for row in rows]
+    rows = _get_trial_rows(database.fetch_rows(_TRIALS, {"study_id": study_id}), study_id)
+    with _paused_gc():
+        trials = [make_bare_trial(row) for row in rows]
         finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
         if finished:
-            _fill(database, finished, {"study_id": study_id, "last": max(finished)})
+            _add_details(database, finished, {"study_id": study_id, "last": max(finished)})
     return trials
 
 
-def _fill(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
+def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
     """Give the trials their details; of those that finished only after they were listed there may be details too."""
 
     def rows(table: str, order: str, columns: str) -> Rows:
-        return database.rows(_OF_FINISHED.format(table=table, order=order, columns=columns), of)
+        return database.fetch_rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
 
     for trial_id, name, value, text in rows("trial_params", "param_id", "param_name, param_value, distribution_json"):
         if trial_id in trials:
-            trial, given = trials[trial_id], distribution(text)
+            trial, given = trials[trial_id], parse_distribution(text)
             trial._params[name] = given.to_external_repr(value)
             trial._distributions[name] = given
     columns = "step, intermediate_value, intermediate_value_type"
     for trial_id, step, value, kind in rows("trial_intermediate_values", "trial_intermediate_value_id", columns):
         if trial_id in trials:
-            trials[trial_id].intermediate_values[step] = value if value is not None else restore(value, kind)
+            trials[trial_id].intermediate_values[step] = value if value is not None else decode_value(value, kind)
     for trial_id, value, kind in rows("trial_values", "objective", "value, value_type"):
         if trial_id in trials:
             trial = trials[trial_id]
-            trial.values = [*(trial.values or ()), restore(value, kind)]
+            trial.values = [*(trial.values or ()), decode_value(value, kind)]
     for trial_id, key, text in rows("trial_user_attributes", "trial_user_attribute_id", "key, value_json"):
         if trial_id in trials:
             trials[trial_id]._user_attrs[key] = json.loads(text)
@@ -315,7 +319,7 @@ def _fill(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _paused_gc() -> Iterator[None]:
     """Make many objects without looking for garbage among them again and again, which takes longer than making them."""
     was_on = gc.isenabled()
     gc.disable()
@@ -326,7 +330,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-_PREFIX = "completed_rung_"
+_RUNG_PREFIX = "completed_rung_"
 
 # Trials in every state: a pruned one sets the cut-off as much as one that runs.
 _RUNG_VALUES = sa.text("""
@@ -335,12 +339,12 @@ _RUNG_VALUES = sa.text("""
 """)
 
 
-def rung_key(rung: int) -> str:
+def get_rung_key(rung: int) -> str:
     """Return the trial system attribute in which Optuna, too, keeps the value at a rung (from 0)."""
-    return f"{_PREFIX}{rung}"
+    return f"{_RUNG_PREFIX}{rung}"
 
 
-def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
+def read_rung_values(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
     """Return (trial number, value, or those of several metrics) of all trials at a rung, in no particular order."""
-    rows = Database(engine).rows(_RUNG_VALUES, {"study": study_id, "key": rung_key(rung)})
+    rows = Database(engine).fetch_rows(_RUNG_VALUES, {"study": study_id, "key": get_rung_key(rung)})
     return [(row.number, json.loads(row.value_json)) for row in rows]

@@ -18,38 +18,38 @@ from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.study_storage import creating, studies, writing
 from hpsearch.storage.study_storage.cache import StudyCache
 from hpsearch.storage.study_storage.reading import (
-    FINISHED,
+    FINISHED_STATES,
     copy_trial,
-    distribution,
+    parse_distribution,
     read_in_states,
     read_trial,
     utc_now,
 )
-from hpsearch.storage.study_storage.writing import Batch, guard_of
+from hpsearch.storage.study_storage.writing import Batch, raise_if_not_writable
 
 
 @dataclass
-class Owned:
+class OwnedTrial:
     """A trial that this process alone writes, as it has written it, and the attempt by which it does."""
 
     trial: FrozenTrial
     attempt: int
 
 
-def overlaid(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
+def with_pending_writes(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
     """Return a copy of the trial with what the batch would write."""
     copied = copy_trial(trial)
     if batch is not None:
-        overlay(copied, batch)
+        apply_pending_writes(copied, batch)
     return copied
 
 
-def overlay(trial: FrozenTrial, batch: Batch) -> None:
+def apply_pending_writes(trial: FrozenTrial, batch: Batch) -> None:
     """Change the trial as writing the batch does."""
     for name, (value, kind) in batch.params.items():
         if name not in trial.params:  # the first value stays
@@ -59,7 +59,9 @@ def overlay(trial: FrozenTrial, batch: Batch) -> None:
     trial.system_attrs.update(batch.system_attrs)
 
 
-def open_storage(url: str, *, application_name: str, pool_size: int = 2, patience: float = PATIENCE) -> PostgresStorage:
+def open_storage(
+    url: str, *, application_name: str, pool_size: int = 2, retry_seconds: float = RETRY_SECONDS
+) -> PostgresStorage:
     """Return the storage on `url`.
 
     Call :func:`storage.database.connect.check_database` first: it says in one line what is wrong with a database.
@@ -68,11 +70,11 @@ def open_storage(url: str, *, application_name: str, pool_size: int = 2, patienc
         url: A Postgres URL in any of its spellings.
         application_name: What `pg_stat_activity` shows for the connections.
         pool_size: Connections kept open.
-        patience: For how many seconds a call waits for a database that is away.
+        retry_seconds: time for retries while the database is unavailable.
     """
     # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
-    return PostgresStorage(engine, patience=patience)
+    return PostgresStorage(engine, retry_seconds=retry_seconds)
 
 
 _FIRST_DISTRIBUTION = """
@@ -91,28 +93,28 @@ class PostgresStorage(BaseStorage):
 
     Args:
         engine: Of a database that `hpsearch.storage.database.migrate` made. Its pool may go without pre-ping.
-        patience: For how many seconds a call waits for a database that is away.
+        retry_seconds: time for retries while the database is unavailable.
     """
 
-    def __init__(self, engine: sa.Engine, *, patience: float = PATIENCE) -> None:
-        self._start(engine, patience)
+    def __init__(self, engine: sa.Engine, *, retry_seconds: float = RETRY_SECONDS) -> None:
+        self._start(engine, retry_seconds)
 
-    def _start(self, engine: sa.Engine, patience: float) -> None:
-        self._database = Database(engine, patience)
+    def _start(self, engine: sa.Engine, retry_seconds: float) -> None:
+        self._database = Database(engine, retry_seconds)
         self._lock = threading.RLock()
         self._caches: dict[int, StudyCache] = {}
         self._names: dict[int, str] = {}
         self._directions: dict[int, list[StudyDirection]] = {}
         self._study_of: dict[int, int] = {}  # of a trial's id
-        self._owned: dict[int, Owned] = {}
+        self._owned: dict[int, OwnedTrial] = {}
         self._deferred: dict[int, Batch] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         url = self.engine.url.render_as_string(hide_password=False)
-        return {"url": url, "patience": self._database.patience}
+        return {"url": url, "retry_seconds": self._database.retry_seconds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(make_engine(state["url"], application_name="hpsearch"), state["patience"])
+        self._start(make_engine(state["url"], application_name="hpsearch"), state["retry_seconds"])
 
     @property
     def engine(self) -> sa.Engine:
@@ -123,7 +125,7 @@ class PostgresStorage(BaseStorage):
 
     def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
         name = DEFAULT_STUDY_NAME_PREFIX + str(uuid.uuid4()) if study_name is None else study_name
-        study_id = studies.create(self._database, name, directions)
+        study_id = studies.create_study(self._database, name, directions)
         self._names[study_id], self._directions[study_id] = name, list(directions)
         return study_id
 
@@ -150,16 +152,16 @@ class PostgresStorage(BaseStorage):
         """
 
         def fill(connection: sa.Connection, study_id: int) -> None:
-            studies.set_attrs_by(connection, study_id, user_attrs)
-            creating.insert_by(connection, study_id, trials)
+            studies.set_attrs_in(connection, study_id, user_attrs)
+            creating.insert_trials_in(connection, study_id, trials)
             if also is not None:
                 also(connection, study_id)
 
-        return studies.create(self._database, study_name, directions, fill=fill)
+        return studies.create_study(self._database, study_name, directions, fill=fill)
 
     def delete_study(self, study_id: int) -> None:
         self._forget(study_id)
-        studies.delete(self._database, study_id)
+        studies.delete_study(self._database, study_id)
 
     def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
         studies.set_attr(self._database, "user", study_id, key, value)
@@ -168,26 +170,26 @@ class PostgresStorage(BaseStorage):
         studies.set_attr(self._database, "system", study_id, key, value)
 
     def get_study_id_from_name(self, study_name: str) -> int:
-        return studies.id_of(self._database, study_name)
+        return studies.get_study_id(self._database, study_name)
 
     def get_study_name_from_id(self, study_id: int) -> str:
         if study_id not in self._names:
-            self._names[study_id] = studies.name_of(self._database, study_id)
+            self._names[study_id] = studies.get_study_name(self._database, study_id)
         return self._names[study_id]
 
     def get_study_directions(self, study_id: int) -> list[StudyDirection]:
         if study_id not in self._directions:
-            self._directions[study_id] = studies.directions_of(self._database, study_id)
+            self._directions[study_id] = studies.get_directions(self._database, study_id)
         return list(self._directions[study_id])
 
     def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
-        return studies.attrs_of(self._database, "user", study_id)
+        return studies.get_attrs(self._database, "user", study_id)
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
-        return studies.attrs_of(self._database, "system", study_id)
+        return studies.get_attrs(self._database, "system", study_id)
 
     def get_all_studies(self) -> list[FrozenStudy]:
-        return studies.read_all(self._database)
+        return studies.read_studies(self._database)
 
     # New trials
 
@@ -195,7 +197,7 @@ class PostgresStorage(BaseStorage):
         if template_trial is not None:
             return self.import_trials(study_id, [template_trial])[0]
         start = utc_now()
-        trial_id, _ = creating.create(self._database, study_id, start, self._cache(study_id).seen)
+        trial_id, _ = creating.create_trial(self._database, study_id, start, self._cache(study_id).last_trial_id)
         self._study_of[trial_id] = study_id
         return trial_id
 
@@ -220,7 +222,7 @@ class PostgresStorage(BaseStorage):
                 if previous is not None and previous is not given:
                     check_distribution_compatibility(previous, given)
                 found.setdefault(name, given)
-        made = creating.insert(self._database, study_id, trials)
+        made = creating.insert_trials(self._database, study_id, trials)
         self._study_of.update((trial_id, study_id) for trial_id, _ in made)
         return [trial_id for trial_id, _ in made]
 
@@ -239,7 +241,7 @@ class PostgresStorage(BaseStorage):
         self._set(trial_id, Batch(system_attrs={key: value}))
 
     def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
-        writing.write_step(self._database, trial_id, self._attempt(trial_id), step, intermediate_value)
+        writing.write_intermediate_value(self._database, trial_id, self._attempt(trial_id), step, intermediate_value)
         self._read_owned(trial_id)
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
@@ -260,19 +262,19 @@ class PostgresStorage(BaseStorage):
             self._write(trial_id, batch)
 
     def _write(self, trial_id: int, batch: Batch) -> None:
-        writing.write(self._database, trial_id, self._attempt(trial_id), batch)
+        writing.write_batch(self._database, trial_id, self._attempt(trial_id), batch)
         with self._lock:
             if (owned := self._owned.get(trial_id)) is not None:
-                overlay(owned.trial, batch)
+                apply_pending_writes(owned.trial, batch)
             for name, (_, given) in batch.params.items():
                 self._cache(self._study_of[trial_id]).distributions.setdefault(name, given)
 
     # Trials of one's own
 
-    def own(self, trial: FrozenTrial, attempt: int) -> None:
+    def acquire_trial(self, trial: FrozenTrial, attempt: int) -> None:
         """Take a trial as this process's own: `attempt` must be its live attempt in `hpsearch_attempts`.
 
-        Until `disown`, every write of it through this storage is refused with `ClaimLostError`, and writes nothing,
+        Until `release_trial`, this storage rejects every write of the trial with `ClaimLostError`, and writes nothing,
         once the attempt has ended or the trial does not run; reads of it are answered from what was written here.
 
         Args:
@@ -280,26 +282,26 @@ class PostgresStorage(BaseStorage):
             attempt: The attempt that the writes are made by.
         """
         with self._lock:
-            self._owned[trial._trial_id] = Owned(overlaid(trial, None), attempt)
+            self._owned[trial._trial_id] = OwnedTrial(with_pending_writes(trial, None), attempt)
 
-    def disown(self, trial_id: int) -> None:
-        """Undo `own`; nothing happens where the trial is not owned."""
+    def release_trial(self, trial_id: int) -> None:
+        """Undo `acquire_trial`; nothing happens where the trial is not owned."""
         with self._lock:
             if self._owned.pop(trial_id, None) is not None and trial_id in self._study_of:
                 # It may have finished: a worker's next trial is judged by all that it has run itself.
-                self._cache(self._study_of[trial_id]).look_again()
+                self._cache(self._study_of[trial_id]).invalidate()
 
     @contextmanager
-    def owned(self, trial_id: int, attempt: int) -> Iterator[None]:
-        """Read the trial and `own` it inside; raises KeyError if it is not there."""
-        self.own(self.read_trial(trial_id), attempt)
+    def hold_trial(self, trial_id: int, attempt: int) -> Iterator[None]:
+        """Read the trial and `acquire_trial` it inside; raises KeyError if it is not there."""
+        self.acquire_trial(self.read_trial(trial_id), attempt)
         try:
             yield
         finally:
-            self.disown(trial_id)
+            self.release_trial(trial_id)
 
     @contextmanager
-    def together(self, trial_id: int) -> Iterator[Batch]:
+    def batch_writes(self, trial_id: int) -> Iterator[Batch]:
         """Defer what is set of a trial's parameters and attributes, and write it in one statement at the exit.
 
         Reads of the trial through this storage show what is deferred. When the block raises, nothing of it is written;
@@ -326,12 +328,12 @@ class PostgresStorage(BaseStorage):
         with self._lock:
             deferred = self._deferred.get(trial_id)
             if (owned := self._owned.get(trial_id)) is not None:
-                return overlaid(owned.trial, deferred)
+                return with_pending_writes(owned.trial, deferred)
         study_id = self._study_of.get(trial_id)
-        if study_id is not None and (known := self._cache(study_id).finished(trial_id)) is not None:
+        if study_id is not None and (known := self._cache(study_id).get_finished(trial_id)) is not None:
             return known
         trial = self.read_trial(trial_id)
-        return trial if deferred is None else overlaid(trial, deferred)
+        return trial if deferred is None else with_pending_writes(trial, deferred)
 
     def read_trial(self, trial_id: int) -> FrozenTrial:
         """Return a trial as the database has it now, whatever is known of it here; raises KeyError if it is not there.
@@ -344,7 +346,7 @@ class PostgresStorage(BaseStorage):
         trial, self._study_of[trial_id] = found
         return trial
 
-    def read_again(self, trial_id: int) -> None:
+    def refresh_trial(self, trial_id: int) -> None:
         """Read a trial that is known to be finished anew: somebody has written to it by other ways than Optuna's.
 
         Raises:
@@ -360,10 +362,10 @@ class PostgresStorage(BaseStorage):
         return self.get_trial(trial_id).system_attrs
 
     def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
-        if (known := self._cache(study_id).id_of(trial_number)) is not None:
+        if (known := self._cache(study_id).get_trial_id(trial_number)) is not None:
             return known
         statement = "SELECT trial_id FROM trials WHERE study_id = :study_id AND number = :number"
-        rows = self._database.rows(statement, {"study_id": study_id, "number": trial_number})
+        rows = self._database.fetch_rows(statement, {"study_id": study_id, "number": trial_number})
         if not rows:
             raise KeyError(f"there is no trial {trial_number} in the study with id {study_id}")
         return int(rows[0].trial_id)
@@ -373,18 +375,18 @@ class PostgresStorage(BaseStorage):
     ) -> list[FrozenTrial]:
         wanted = frozenset(TrialState if states is None else (state for state in TrialState if state in states))
         try:
-            if wanted and not wanted & FINISHED:
+            if wanted and not wanted & FINISHED_STATES:
                 trials = read_in_states(self._database, study_id, [state.name for state in wanted])
             else:
                 trials = self._cache(study_id).select(self._database, wanted)
         except KeyError:
             self._forget(study_id)
             raise
-        if not wanted <= FINISHED:
+        if not wanted <= FINISHED_STATES:
             trials = [self._with_deferred(trial) for trial in trials] if self._deferred else trials
         return [copy_trial(trial) for trial in trials] if deepcopy else trials
 
-    def finished_trials(
+    def get_finished_trials(
         self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0
     ) -> list[FrozenTrial]:
         """Return the trials in those of `states` that are final, by number; they are not copied.
@@ -398,12 +400,12 @@ class PostgresStorage(BaseStorage):
         Raises:
             KeyError: There is no such study.
         """
-        wanted = frozenset(state for state in FINISHED if state in states)
+        wanted = frozenset(state for state in FINISHED_STATES if state in states)
         return self._cache(study_id).select(self._database, wanted, max_age=max_age)
 
     def _with_deferred(self, trial: FrozenTrial) -> FrozenTrial:
         deferred = self._deferred.get(trial._trial_id)
-        return trial if deferred is None or trial.state.is_finished() else overlaid(trial, deferred)
+        return trial if deferred is None or trial.state.is_finished() else with_pending_writes(trial, deferred)
 
     # Helpers
 
@@ -427,14 +429,14 @@ class PostgresStorage(BaseStorage):
         except ValueError:
             if self._attempt(trial_id) is None:  # that the trial is finished comes first
                 statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
-                guard_of(self._database.rows(statement, {"trial_id": trial_id}), trial_id)
+                raise_if_not_writable(self._database.fetch_rows(statement, {"trial_id": trial_id}), trial_id)
             raise
 
     def _distribution(self, study_id: int, name: str) -> BaseDistribution | None:
         """Return a distribution that the parameter has in the study, if it has been set there."""
         known = self._cache(study_id).distributions
         if name not in known:
-            rows = self._database.rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})
+            rows = self._database.fetch_rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})
             if rows:
-                known[name] = distribution(rows[0].distribution_json)
+                known[name] = parse_distribution(rows[0].distribution_json)
         return known.get(name)

@@ -12,9 +12,9 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
-from hpsearch.storage.database.statements import Database, Rows, text
+from hpsearch.storage.database.statements import Database, Rows, to_sql
 
-Kind = Literal["user", "system"]
+AttrKind = Literal["user", "system"]
 
 _CREATE = """
     WITH study AS (INSERT INTO studies (study_name) VALUES (:name) RETURNING study_id),
@@ -25,7 +25,7 @@ _CREATE = """
     SELECT study_id FROM study
 """
 
-_ID = "SELECT study_id FROM studies WHERE study_name = :name"
+_SELECT_ID = "SELECT study_id FROM studies WHERE study_name = :name"
 
 _SET_ATTR = """
     INSERT INTO study_{kind}_attributes (study_id, key, value_json)
@@ -51,7 +51,7 @@ _DELETE = """
     DELETE FROM studies WHERE study_id = :study_id RETURNING 1
 """
 
-_ALL = """
+_SELECT_ALL = """
     SELECT s.study_id, s.study_name,
            ARRAY(SELECT CAST(d.direction AS text) FROM study_directions d
                   WHERE d.study_id = s.study_id ORDER BY d.objective) AS directions,
@@ -63,7 +63,7 @@ _ALL = """
 """
 
 
-def require(rows: Rows, study: int | str) -> Rows:
+def require_study(rows: Rows, study: int | str) -> Rows:
     """Return the rows about a study, given by its id or its name.
 
     Raises:
@@ -79,7 +79,7 @@ def _nothing(_connection: sa.Connection, _study_id: int) -> None:
     pass
 
 
-def create(
+def create_study(
     database: Database,
     name: str,
     directions: Sequence[StudyDirection],
@@ -101,69 +101,71 @@ def create(
 
     def run(connection: sa.Connection, repeated: bool) -> int:
         # When the connection broke at the commit, it may have been made.
-        if repeated and made and connection.execute(text(_ID), {"name": name}).scalar() == made[0]:
+        if repeated and made and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == made[0]:
             return made[0]
         made[:] = [
-            connection.execute(text(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
+            connection.execute(to_sql(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
         ]
         fill(connection, made[0])
         return made[0]
 
     try:
-        return database.transaction(run)
+        return database.run_transaction(run)
     except IntegrityError:
         raise DuplicatedStudyError(f"there is a study named {name!r} already") from None
 
 
-def delete(database: Database, study_id: int) -> None:
+def delete_study(database: Database, study_id: int) -> None:
     """Delete a study with all that belongs to it; raises KeyError where there is none."""
-    rows, repeated = database.rows_once(_DELETE, {"study_id": study_id})
+    rows, repeated = database.fetch_with_retry_flag(_DELETE, {"study_id": study_id})
     if not repeated:
-        require(rows, study_id)
+        require_study(rows, study_id)
 
 
-def id_of(database: Database, name: str) -> int:
+def get_study_id(database: Database, name: str) -> int:
     """Return the id of a study; raises KeyError where there is none."""
-    return int(require(database.rows(_ID, {"name": name}), name)[0].study_id)
+    return int(require_study(database.fetch_rows(_SELECT_ID, {"name": name}), name)[0].study_id)
 
 
-def name_of(database: Database, study_id: int) -> str:
+def get_study_name(database: Database, study_id: int) -> str:
     """Return the name of a study; raises KeyError where there is none."""
-    rows = database.rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
-    return str(require(rows, study_id)[0].study_name)
+    rows = database.fetch_rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
+    return str(require_study(rows, study_id)[0].study_name)
 
 
-def directions_of(database: Database, study_id: int) -> list[StudyDirection]:
+def get_directions(database: Database, study_id: int) -> list[StudyDirection]:
     """Return the directions of a study; raises KeyError where there is none."""
     statement = "SELECT direction FROM study_directions WHERE study_id = :study_id ORDER BY objective"
-    rows = database.rows(statement, {"study_id": study_id})
-    return [StudyDirection[row.direction] for row in require(rows, study_id)]
+    rows = database.fetch_rows(statement, {"study_id": study_id})
+    return [StudyDirection[row.direction] for row in require_study(rows, study_id)]
 
 
-def set_attr(database: Database, kind: Kind, study_id: int, key: str, value: Any) -> None:
+def set_attr(database: Database, kind: AttrKind, study_id: int, key: str, value: Any) -> None:
     """Set an attribute of a study; raises KeyError where there is none."""
     parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-    require(database.rows(_SET_ATTR.format(kind=kind), parameters), study_id)
+    require_study(database.fetch_rows(_SET_ATTR.format(kind=kind), parameters), study_id)
 
 
-def set_attrs_by(connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], *, kind: Kind = "user") -> None:
+def set_attrs_in(
+    connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], *, kind: AttrKind = "user"
+) -> None:
     """Set attributes of a study in the connection's transaction."""
     for key, value in attrs.items():
         parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-        connection.execute(text(_SET_ATTR.format(kind=kind)), parameters)
+        connection.execute(to_sql(_SET_ATTR.format(kind=kind)), parameters)
 
 
-def attrs_of(database: Database, kind: Kind, study_id: int) -> dict[str, Any]:
+def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, Any]:
     """Return the attributes of a study; raises KeyError where there is none."""
     statement = f"""
         SELECT a.key, a.value_json FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
          WHERE s.study_id = :study_id ORDER BY a.study_{kind}_attribute_id
     """  # noqa: S608 `kind` is one of two literals
-    rows = require(database.rows(statement, {"study_id": study_id}), study_id)
+    rows = require_study(database.fetch_rows(statement, {"study_id": study_id}), study_id)
     return {row.key: json.loads(row.value_json) for row in rows if row.key is not None}
 
 
-def read_all(database: Database) -> list[FrozenStudy]:
+def read_studies(database: Database) -> list[FrozenStudy]:
     """Return all studies, by id."""
     return [
         FrozenStudy(
@@ -174,5 +176,5 @@ def read_all(database: Database) -> list[FrozenStudy]:
             system_attrs={key: json.loads(value) for key, value in row.system_attrs},
             study_id=row.study_id,
         )
-        for row in database.rows(_ALL, {})
+        for row in database.fetch_rows(_SELECT_ALL, {})
     ]

@@ -17,24 +17,24 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import (
-    MAY_WRITE,
+    FENCE,
     SET_ATTRS,
     SET_VALUES,
-    attr_parameters,
-    claim_lost,
-    store,
-    value_parameters,
+    encode_value,
+    make_attr_parameters,
+    make_claim_lost_error,
+    make_value_parameters,
 )
-from hpsearch.storage.study_storage.reading import FINISHED, STATES, read_trial, to_local
+from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local
 
 # `trial` is locked against others that would finish it at the same time; `mine` is the same row if it may be written.
-_ANYBODY = """
+_UNOWNED_GUARD = """
     WITH trial AS (SELECT trial_id, number, state FROM trials WHERE trial_id = :trial_id FOR {lock}),
          mine AS (SELECT trial_id, state FROM trial WHERE state IN ('RUNNING', 'WAITING'))
 """
-_OWNER = f"""
+_OWNER_GUARD = f"""
     WITH trial AS (SELECT t.trial_id, t.number, t.state
-                     FROM hpsearch_attempts a, trials t WHERE {MAY_WRITE} FOR {{lock}}),
+                     FROM hpsearch_attempts a, trials t WHERE {FENCE} FOR {{lock}}),
          mine AS (SELECT trial_id, state FROM trial)
 """  # noqa: S608 the parts are constants
 
@@ -61,8 +61,8 @@ _STATE = """
           FROM mine WHERE t.trial_id = mine.trial_id {when}
         RETURNING 1)
 """
-_CHECK = "SELECT number, state FROM trial"
-_CHECK_MOVED = "SELECT number, state, EXISTS (SELECT FROM moved) AS moved FROM trial"
+_SELECT_STATE = "SELECT number, state FROM trial"
+_SELECT_STATE_AND_MOVED = "SELECT number, state, EXISTS (SELECT FROM moved) AS moved FROM trial"
 
 
 @dataclass
@@ -88,14 +88,14 @@ class Batch:
         self.params, self.user_attrs, self.system_attrs = {}, {}, {}
 
 
-def write(database: Database, trial_id: int, attempt: int | None, batch: Batch) -> None:
+def write_batch(database: Database, trial_id: int, attempt: int | None, batch: Batch) -> None:
     """Write parameters and attributes.
 
     Raises:
         KeyError, UpdateFinishedTrialError: as Optuna's storages.
         ClaimLostError: `attempt` is given and does not own the trial (any more).
     """
-    parts = [_guard(attempt, "SHARE")]
+    parts = [_format_guard(attempt, "SHARE")]
     parameters: dict[str, Any] = {"trial_id": trial_id, "attempt": attempt}
     if batch.params:
         parts.append(_PARAMS)
@@ -105,36 +105,36 @@ def write(database: Database, trial_id: int, attempt: int | None, batch: Batch) 
     for kind, attrs in (("user", batch.user_attrs), ("system", batch.system_attrs)):
         if attrs:
             parts.append(SET_ATTRS.format(kind=kind))
-            parameters |= attr_parameters(kind, attrs)
-    check(database, database.rows(", ".join(parts) + _CHECK, parameters), trial_id, attempt)
+            parameters |= make_attr_parameters(kind, attrs)
+    raise_if_rejected(database, database.fetch_rows(", ".join(parts) + _SELECT_STATE, parameters), trial_id, attempt)
 
 
-def write_step(database: Database, trial_id: int, attempt: int | None, step: int, value: float) -> None:
+def write_intermediate_value(database: Database, trial_id: int, attempt: int | None, step: int, value: float) -> None:
     """Write an intermediate value; raises as `write`."""
-    stored, kind = store(value, nan=True)
+    stored, kind = encode_value(value, nan=True)
     parameters = {"trial_id": trial_id, "attempt": attempt, "step": step, "value": stored, "kind": kind}
-    statement = f"{_guard(attempt, 'SHARE')}, {_STEP} {_CHECK}"
-    check(database, database.rows(statement, parameters), trial_id, attempt)
+    statement = f"{_format_guard(attempt, 'SHARE')}, {_STEP} {_SELECT_STATE}"
+    raise_if_rejected(database, database.fetch_rows(statement, parameters), trial_id, attempt)
 
 
-def guard_of(rows: Rows, trial_id: int) -> None:
+def raise_if_not_writable(rows: Rows, trial_id: int) -> None:
     """Raise what Optuna's storages raise where `rows`, of number and state, show a trial that may not be written."""
     if not rows:
         raise KeyError(f"there is no trial with id {trial_id}")
-    if STATES[rows[0].state] in FINISHED:
+    if STATE_BY_NAME[rows[0].state] in FINISHED_STATES:
         raise UpdateFinishedTrialError(f"Trial#{rows[0].number} has already finished and can not be updated.")
 
 
-def check(database: Database, rows: Rows, trial_id: int, attempt: int | None) -> None:
+def raise_if_rejected(database: Database, rows: Rows, trial_id: int, attempt: int | None) -> None:
     """Raise why a guard let nothing through."""
     if attempt is None:
-        guard_of(rows, trial_id)
+        raise_if_not_writable(rows, trial_id)
     elif not rows:
-        raise claim_lost(database, trial_id, attempt)
+        raise make_claim_lost_error(database, trial_id, attempt)
 
 
-def _guard(attempt: int | None, lock: str) -> str:
-    return (_ANYBODY if attempt is None else _OWNER).format(lock=lock)
+def _format_guard(attempt: int | None, lock: str) -> str:
+    return (_UNOWNED_GUARD if attempt is None else _OWNER_GUARD).format(lock=lock)
 
 
 def write_state(
@@ -158,22 +158,22 @@ def write_state(
     running = state == TrialState.RUNNING
     moved = _STATE.format(
         start=clock if running else "t.datetime_start",
-        complete=clock if state in FINISHED else "t.datetime_complete",
+        complete=clock if state in FINISHED_STATES else "t.datetime_complete",
         when="AND mine.state = 'WAITING'" if running else "",
     )
-    parts = [_guard(attempt, "NO KEY UPDATE"), moved]
+    parts = [_format_guard(attempt, "NO KEY UPDATE"), moved]
     parameters: dict[str, Any] = {"trial_id": trial_id, "attempt": attempt, "state": state.name, "now": now}
     if values is not None:
         parts.append(SET_VALUES)
-        parameters |= value_parameters(values)
-    rows, repeated = database.rows_once(", ".join(parts) + _CHECK_MOVED, parameters)
-    if repeated and not (rows and rows[0].moved) and _is_done(database, trial_id, state, values, now):
+        parameters |= make_value_parameters(values)
+    rows, repeated = database.fetch_with_retry_flag(", ".join(parts) + _SELECT_STATE_AND_MOVED, parameters)
+    if repeated and not (rows and rows[0].moved) and _is_already_written(database, trial_id, state, values, now):
         return True
-    check(database, rows, trial_id, attempt)
+    raise_if_rejected(database, rows, trial_id, attempt)
     return bool(rows[0].moved)
 
 
-def _is_done(
+def _is_already_written(
     database: Database, trial_id: int, state: TrialState, values: Sequence[float] | None, now: datetime
 ) -> bool:
     """Whether an earlier try, whose reply was lost, has made the change.

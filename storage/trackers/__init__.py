@@ -1,1 +1,1 @@
-"""Trackers in addition to MLflow; each one is used by the studies that have the setting of its name."""
+"""Trackers in addition to MLflow, which a study selects by the settings of their names."""

@@ -1,4 +1,4 @@
-"""The budgets of a study: spend, extend, and give up the rest."""
+"""Budgets of a study: spending, changes, and early termination."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.study_storage.studies import set_attrs_by
-from hpsearch.storage.trials.claim_sql import CHOICE, STUDY
+from hpsearch.storage.study_storage.studies import set_attrs_in
+from hpsearch.storage.trials.claim_sql import LOCK_STUDY, SELECT_CANDIDATES
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What a study may spend, and has spent; a budget of None bounds nothing.
+    """Budgets of a study in epochs and seconds, and the spent amounts.
 
     Attributes:
-        budget_epochs, budget_seconds: the budgets.
-        epochs: reported by all trials, each once.
-        seconds: of training, up to the last report of each attempt.
+        budget_epochs, budget_seconds: the budgets; None is unlimited.
+        epochs: epochs reported by all trials; a repeated epoch counts once.
+        seconds: training time of all attempts, up to their last reports.
     """
 
     budget_epochs: int | None
@@ -33,29 +33,29 @@ class Spending:
     seconds: float
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is left of one of them."""
+    def is_exhausted(self) -> bool:
+        """Whether one of the budgets is spent."""
         return self.share >= 1
 
     @property
     def share(self) -> float:
-        """How much of the budget is spent, from 0 to 1: of the one of which more is."""
+        """Spent share, from 0 to 1, of the budget that is closer to its end."""
         return min(max(spent / budget for spent, budget, _ in self._units()), 1.0)
 
     @property
-    def spent(self) -> str:
-        """Return it for a person: ``120/2000 epochs, 35/7200 s``."""
+    def summary(self) -> str:
+        """Spent amounts and budgets as text: ``120/2000 epochs, 35/7200 s``."""
         return ", ".join(f"{spent:.0f}/{budget:.12g} {unit}" for spent, budget, unit in self._units())
 
     @property
-    def why(self) -> str:
-        """Say which of them is over."""
+    def exhausted_reason(self) -> str:
+        """Message with the budget that is spent."""
         budget, unit = next((b, unit) for spent, b, unit in self._units() if spent >= b)
         return f"the budget of {budget:.12g} {unit} was spent"
 
-    def room(self, running: int) -> bool:
-        """Whether an epoch more may be begun beside those of so many running trials."""
-        return not self.over and (self.budget_epochs is None or self.epochs + running < self.budget_epochs)
+    def has_room_for_epoch(self, running: int) -> bool:
+        """Whether another epoch can start while `running` trials train one each."""
+        return not self.is_exhausted and (self.budget_epochs is None or self.epochs + running < self.budget_epochs)
 
     def _units(self) -> Iterator[tuple[float, float, str]]:
         if self.budget_epochs is not None:
@@ -64,51 +64,51 @@ class Spending:
             yield self.seconds, self.budget_seconds, "s"
 
 
-UNBOUNDED = 1_000_000  # trials: what the spec of a study has that is bounded by epochs or seconds alone
+UNBOUNDED_TRIALS = 1_000_000  # `n_trials` of a study that has a budget in epochs or seconds only
 
 
-def done(finished: int, n_trials: int, spending: Spending | None) -> str:
-    """Return for a person how much of its budgets a study has spent: ``12/50 trials, 120/2000 epochs``."""
+def format_progress(finished: int, n_trials: int, spending: Spending | None) -> str:
+    """Return the spent budgets of a study as text: ``12/50 trials, 120/2000 epochs``."""
     if spending is None:
         return f"{finished}/{n_trials} trials"
-    if n_trials < UNBOUNDED:
-        return f"{finished}/{n_trials} trials, {spending.spent}"
-    return f"{finished} {'trial' if finished == 1 else 'trials'}, {spending.spent}"
+    if n_trials < UNBOUNDED_TRIALS:
+        return f"{finished}/{n_trials} trials, {spending.summary}"
+    return f"{finished} {'trial' if finished == 1 else 'trials'}, {spending.summary}"
 
 
-_OPEN = sa.text("""
+_INSERT = sa.text("""
     INSERT INTO hpsearch_spending (study_id, budget_epochs, budget_seconds) VALUES (:study, :epochs, :seconds)
     ON CONFLICT (study_id) DO NOTHING
 """)
 
-_READ = sa.text("""
+_SELECT = sa.text("""
     SELECT budget_epochs, budget_seconds, epochs, seconds FROM hpsearch_spending WHERE study_id = :study
 """)
 
-_CHANGE = sa.text("""
+_UPDATE_BUDGETS = sa.text("""
     UPDATE hpsearch_spending SET budget_epochs = :epochs, budget_seconds = :seconds
      WHERE study_id = :study AND (epochs < :epochs) IS NOT FALSE AND (seconds < :seconds) IS NOT FALSE
 """)
 
 
-def open_spending(connection: sa.Connection, study_id: int, *, epochs: int | None, seconds: float | None) -> None:
-    """Give a study budgets in epochs or seconds, once."""
-    connection.execute(_OPEN, {"study": study_id, "epochs": epochs, "seconds": seconds})
+def create_spending(connection: sa.Connection, study_id: int, *, epochs: int | None, seconds: float | None) -> None:
+    """Store the budgets of a study in epochs and seconds, unless it has them already."""
+    connection.execute(_INSERT, {"study": study_id, "epochs": epochs, "seconds": seconds})
 
 
 def read_spending(engine: sa.Engine, study_id: int) -> Spending | None:
-    """Return what a study has spent; None where it has no budget in epochs or seconds."""
-    return next((Spending(**row._mapping) for row in Database(engine).rows(_READ, {"study": study_id})), None)
+    """Return the budgets and the spent amounts of a study; None if it has no budget in epochs or seconds."""
+    return next((Spending(**row._mapping) for row in Database(engine).fetch_rows(_SELECT, {"study": study_id})), None)
 
 
-def spending_in(connection: sa.Connection, study_id: int) -> Spending:
-    """Return what a study that has such a budget has spent."""
-    return Spending(**connection.execute(_READ, {"study": study_id}).one()._mapping)
+def read_spending_in(connection: sa.Connection, study_id: int) -> Spending:
+    """Return the budgets and the spent amounts in an open transaction; the study must have such a budget."""
+    return Spending(**connection.execute(_SELECT, {"study": study_id}).one()._mapping)
 
 
 def change_budgets(connection: sa.Connection, study_id: int, *, epochs: int | None, seconds: float | None) -> bool:
-    """Change the budgets; return whether they are above what is spent, else nothing is written."""
-    return connection.execute(_CHANGE, {"study": study_id, "epochs": epochs, "seconds": seconds}).rowcount == 1
+    """Change the budgets; return False, and write nothing, if more than that is spent already."""
+    return connection.execute(_UPDATE_BUDGETS, {"study": study_id, "epochs": epochs, "seconds": seconds}).rowcount == 1
 
 
 def change_spec(
@@ -118,38 +118,38 @@ def change_spec(
     *,
     then: Callable[[sa.Connection, dict[str, Any]], object] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Replace a study's stored spec while no trial is handed out, and return the new one.
+    """Replace the stored spec of a study under the lock that claims take, and return the new spec.
 
     Args:
         engine: of the study's database.
         study_id: the study.
-        change: is given the spec and how many trials were started, and returns the spec to store; what it raises
-            leaves everything as it was.
-        then: is called with the new spec in the same transaction.
+        change: returns the new spec, given the old one and the number of started trials; an exception in it rolls
+            back the transaction.
+        then: function to call with the new spec in the same transaction.
 
     Raises:
-        StorageError: there is no such study any more.
+        StorageError: the study was deleted.
     """
     with engine.begin() as connection:
-        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         if study is None:
             raise StorageError("the study was deleted")
-        trials = connection.execute(CHOICE, {"study": study_id, "n_trials": study.n_trials}).one()
+        trials = connection.execute(SELECT_CANDIDATES, {"study": study_id, "n_trials": study.n_trials}).one()
         spec = change(json.loads(study.spec), trials.total - trials.enqueued)
-        set_attrs_by(connection, study_id, {SPEC: spec})
+        set_attrs_in(connection, study_id, {SPEC: spec})
         then(connection, spec)
     return spec
 
 
 @dataclass(frozen=True)
-class GivenUp:
-    """That the rest of a study's budget was given up.
+class EarlyStop:
+    """Early termination of a study: the rest of its budget is not used.
 
     Attributes:
-        gain: that was expected of it, in the metric's unit.
-        threshold: below which the study was to stop.
-        started: trials by then.
-        budget: of trials.
+        gain: expected gain of the remaining budget, in the unit of the metric.
+        threshold: gain below which the study stops (`--stop-when`).
+        started: number of trials that were started.
+        budget: the budget in trials.
     """
 
     gain: float
@@ -158,24 +158,24 @@ class GivenUp:
     budget: int
 
     @property
-    def why(self) -> str:
-        """For a person to read."""
+    def reason(self) -> str:
+        """Message with the expected gain and the threshold."""
         return f"the rest of the budget was expected to gain {self.gain:.2g} (< {self.threshold:g})"
 
     @classmethod
-    def of(cls, attrs: Mapping[str, Any]) -> GivenUp | None:
-        """What a study's user attributes say; None while nothing was given up."""
-        told = attrs.get(GIVEN_UP)
-        return None if told is None else cls(**told)
+    def from_attrs(cls, attrs: Mapping[str, Any]) -> EarlyStop | None:
+        """Return the early termination from the user attributes of a study; None if it was not terminated."""
+        stored = attrs.get(EARLY_TERMINATION)
+        return None if stored is None else cls(**stored)
 
 
-_TAKE_UP = sa.text("""
+_CANCEL_EARLY_STOP = sa.text("""
     UPDATE study_user_attributes SET value_json = 'null'
      WHERE study_id = :study AND key = :given_up AND value_json <> 'null'
 """)
 
-# What ended since the rest was judged, as all who waited at a rung did, is no reason to judge it again.
-_JUDGED_NOW = sa.text("""
+# Trials that ended since the last forecast, such as those pruned at a rung, must not trigger another forecast at once.
+_UPDATE_JUDGED = sa.text("""
     UPDATE study_user_attributes SET value_json = jsonb_set(value_json::jsonb, '{ended}', to_jsonb(
         (SELECT count(*) FROM trials WHERE study_id = :study AND state IN ('COMPLETE', 'PRUNED', 'FAIL'))))::text
      WHERE study_id = :study AND key = :foreseen
@@ -183,36 +183,35 @@ _JUDGED_NOW = sa.text("""
 
 
 @kill_point("stop early")
-def give_up(
+def stop_early(
     engine: sa.Engine, study_id: int, *, gain: float, threshold: float, foreseen: Mapping[str, Any]
-) -> GivenUp | None:
-    """Give the rest of a study's budget up.
+) -> EarlyStop | None:
+    """Stop a study early: no further trials are started.
 
-    When it was judged is written with it: who dies before leaves the judgement to the next, and nobody believes that it
-    was made, and the study goes on.
+    The forecast is stored in the same transaction. If this worker dies before the commit, the next worker repeats it.
 
     Returns:
-        What was written; None where it was given up before, nothing is left of it, or enqueued trials are to be run.
+        The stored early termination; None if the study was stopped before, has no budget left, or has enqueued trials.
     """
 
-    def once(connection: sa.Connection, _repeated: bool) -> GivenUp | None:
-        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+    def once(connection: sa.Connection, _repeated: bool) -> EarlyStop | None:
+        study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         if study is None:
             return None
-        trials = connection.execute(CHOICE, {"study": study_id, "n_trials": study.n_trials}).one()
+        trials = connection.execute(SELECT_CANDIDATES, {"study": study_id, "n_trials": study.n_trials}).one()
         started = trials.total - trials.enqueued
         if trials.enqueued or started >= trials.opens:
             return None
-        told = GivenUp(gain, threshold, started, study.n_trials)
-        set_attrs_by(connection, study_id, {GIVEN_UP: asdict(told), FORESEEN: dict(foreseen)})
-        return told
+        stop = EarlyStop(gain, threshold, started, study.n_trials)
+        set_attrs_in(connection, study_id, {EARLY_TERMINATION: asdict(stop), EXPECTED_GAIN: dict(foreseen)})
+        return stop
 
-    return Database(engine).transaction(once)
+    return Database(engine).run_transaction(once)
 
 
-def take_up(connection: sa.Connection, study_id: int) -> bool:
-    """Let a study go on with what it had given up; return whether it had."""
-    if connection.execute(_TAKE_UP, {"study": study_id, "given_up": GIVEN_UP}).rowcount != 1:
+def cancel_early_stop(connection: sa.Connection, study_id: int) -> bool:
+    """Cancel the early termination of a study; return whether it had one."""
+    if connection.execute(_CANCEL_EARLY_STOP, {"study": study_id, "given_up": EARLY_TERMINATION}).rowcount != 1:
         return False
-    connection.execute(_JUDGED_NOW, {"study": study_id, "foreseen": FORESEEN})
+    connection.execute(_UPDATE_JUDGED, {"study": study_id, "foreseen": EXPECTED_GAIN})
     return True

@@ -1,21 +1,21 @@
-"""The statements by which trials are claimed and reported on. Times are the database's.
+"""SQL statements of claims and reports. All times are by the database's clock.
 
-They are those of the moment, not of the transaction's beginning: a claim may have waited for its lock since.
+They use `clock_timestamp()` and not the start of the transaction, because a claim may have waited for its lock.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import GIVEN_UP, GOT_ON, SPEC, STOPPED
-from hpsearch.storage.database.locks import UNLESS_FROZEN
-from hpsearch.storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
-from hpsearch.storage.rungs.rungs import BUT_PAUSED
+from hpsearch.storage.attributes import EARLY_TERMINATION, LAST_PROGRESS, SPEC, STOPPED
+from hpsearch.storage.database.locks import IDLE_TIMEOUT
+from hpsearch.storage.database.trial_rows import FENCE, NEXT_NUMBER
+from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
 
-# Locks the study's row, as Optuna does to number a trial, and the spec's: a claim that waited while the budget was
-# changed reads the new one. Trials are counted in a later statement: this one sees those from before it waited.
-STUDY = sa.text(f"""
-    {UNLESS_FROZEN}
+# Locks the study's row, as Optuna does to number a trial, and the spec's row, so that a claim that waited for a change
+# of the budget reads the new one. A later statement counts the trials, because this one sees the state before the wait.
+LOCK_STUDY = sa.text(f"""
+    {IDLE_TIMEOUT}
     SELECT spec.value_json AS spec, (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
            CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
                 THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
@@ -27,43 +27,42 @@ STUDY = sa.text(f"""
        FOR UPDATE OF s, spec
 """)  # noqa: S608 the parts are constants
 
-MADE = sa.text("""
+SELECT_CLAIM = sa.text("""
     SELECT trial_id, number, attempt FROM hpsearch_attempts JOIN trials USING (trial_id)
      WHERE claim_id = :claim AND ended_at IS NULL
 """)
 
-# Attempts that came to nothing since the trial last got on: an attempt that an engine preempted after some epochs costs
-# those before it nothing, and one epoch that kills every worker is tried no oftener for those before it.
-_FAILURES = f"""
+# Lost and failed attempts since the trial last made progress: an attempt that is preempted after some epochs resets the
+# count, and an epoch that kills every worker gets no extra tries for the epochs before it.
+_COUNT_FAILURES = f"""
     (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = {{trial}} AND b.outcome IN ('lost', 'failed')
         AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
-                                    WHERE g.trial_id = b.trial_id AND g.key = '{GOT_ON}'), 1))
+                                    WHERE g.trial_id = b.trial_id AND g.key = '{LAST_PROGRESS}'), 1))
 """  # noqa: S608 the part is a constant
 
-# A lease that ran out while the server itself was down says nothing about the worker.
-_EXPIRED = """
+# A lease that expired while the server was down does not show that the worker is dead.
+_IS_EXPIRED = """
     (a.expires_at < clock_timestamp()
      AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second')
 """
 
-LIVE = sa.text(f"""
-    SELECT a.process, {_EXPIRED} AS expired
+SELECT_LIVE_ATTEMPTS = sa.text(f"""
+    SELECT a.process, {_IS_EXPIRED} AS expired
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
      WHERE t.study_id = :study AND a.ended_at IS NULL
 """)  # noqa: S608 the part is a constant
 
-# Of the live attempts those that may be over: of the others a claim has nothing to ask, and of a large fleet's there
-# are as many as workers.
-SUSPECTS = sa.text(f"""
-    SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_EXPIRED} AS expired,
-           {_FAILURES.format(trial="a.trial_id")} AS failures
+# Only live attempts that may have ended: a large fleet has many others, which a claim need not read.
+SELECT_SUSPECT_ATTEMPTS = sa.text(f"""
+    SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_IS_EXPIRED} AS expired,
+           {_COUNT_FAILURES.format(trial="a.trial_id")} AS failures
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
-     WHERE t.study_id = :study AND a.ended_at IS NULL AND ({_EXPIRED} OR starts_with(a.process, :machine))
+     WHERE t.study_id = :study AND a.ended_at IS NULL AND ({_IS_EXPIRED} OR starts_with(a.process, :machine))
      ORDER BY t.number
 """)  # noqa: S608 the parts are constants
 
-# `opens`: as many trials as may be started, which are fewer than `n_trials` once the rest was given up.
-_CHOICE = f"""
+# `opens`: number of trials that may be started; fewer than `n_trials` after early termination.
+_SELECT_CANDIDATES = f"""
     WITH waiting AS (
         SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
           FROM trials t WHERE study_id = :study AND state = 'WAITING' {{which}}
@@ -75,12 +74,12 @@ _CHOICE = f"""
            (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
              WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running,
            least(:n_trials, (SELECT (value_json::jsonb ->> 'started')::int FROM study_user_attributes
-                              WHERE study_id = :study AND key = '{GIVEN_UP}')) AS opens
+                              WHERE study_id = :study AND key = '{EARLY_TERMINATION}')) AS opens
 """  # noqa: S608 the part is a constant
-CHOICE = sa.text(_CHOICE.format(which=""))
-CHOICE_BUT_PAUSED = sa.text(_CHOICE.format(which=BUT_PAUSED))
+SELECT_CANDIDATES = sa.text(_SELECT_CANDIDATES.format(which=""))
+SELECT_CANDIDATES_EXCEPT_PAUSED = sa.text(_SELECT_CANDIDATES.format(which=EXCEPT_PAUSED))
 
-_LEASED = """
+_INSERT_LEASE = """
     lease AS (
         INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, lease, started_at, expires_at)
         SELECT trial_id, attempt, :claim, :worker, :process, :lease, clock_timestamp(),
@@ -94,8 +93,8 @@ _LEASED = """
     )
 """
 
-# A trial that was given back has its first start again.
-TAKE = sa.text(f"""
+# A released trial gets its first start back.
+CLAIM_WAITING_TRIAL = sa.text(f"""
     WITH mine AS (
         UPDATE trials t
            SET state = 'RUNNING',
@@ -106,40 +105,40 @@ TAKE = sa.text(f"""
         RETURNING trial_id, number,
                   (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)
                   AS attempt
-    ), {_LEASED}
+    ), {_INSERT_LEASE}
     SELECT number, attempt FROM mine
 """)  # noqa: S608 the parts are constants
 
-CREATE = sa.text(f"""
+CLAIM_NEW_TRIAL = sa.text(f"""
     WITH mine AS (
         INSERT INTO trials (study_id, number, state, datetime_start)
         VALUES (:study_id, {NEXT_NUMBER}, 'RUNNING', timezone('utc', clock_timestamp()))
         RETURNING trial_id, number, 1 AS attempt
-    ), {_LEASED}
+    ), {_INSERT_LEASE}
     SELECT trial_id, number FROM mine
 """)  # noqa: S608 the parts are constants
 
-MAY = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {MAY_WRITE}")
+CHECK_OWNERSHIP = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {FENCE}")
 
-_MINE = f"""
+_RENEW_OWN_LEASE = f"""
     mine AS (
         UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
-          FROM trials t WHERE {MAY_WRITE}
+          FROM trials t WHERE {FENCE}
         RETURNING a.trial_id, a.attempt
     )
 """  # noqa: S608 the part is a constant
 
-# The attempt after which failures count from the beginning.
-_GOT_ON = f"""
+# Failures are counted from this attempt on.
+_PROGRESS = f"""
     INSERT INTO trial_user_attributes (trial_id, key, value_json)
-    SELECT trial_id, '{GOT_ON}', attempt::text FROM mine WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
+    SELECT trial_id, '{LAST_PROGRESS}', attempt::text FROM mine WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
 """  # noqa: S608 the part is a constant
-_GOT_ON_AGAIN = """
+_PROGRESS_AGAIN = """
     ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
      WHERE trial_user_attributes.value_json <> excluded.value_json
 """
 
-_KEPT = """
+_CHECKPOINT = """
     kept AS (
         INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
         SELECT trial_id, :step, attempt, :path, :sha256, CAST(:size AS bigint) FROM mine
@@ -149,9 +148,9 @@ _KEPT = """
     )
 """
 
-# A state in the midst of an epoch takes the place of that after the epoch before.
-KEEP = sa.text(f"""
-    WITH {_MINE}, got_on AS ({_GOT_ON} {_GOT_ON_AGAIN}), {_KEPT}
+# A mid-epoch checkpoint replaces the checkpoint after the previous epoch.
+RECORD_MID_EPOCH_CHECKPOINT = sa.text(f"""
+    WITH {_RENEW_OWN_LEASE}, got_on AS ({_PROGRESS} {_PROGRESS_AGAIN}), {_CHECKPOINT}
     SELECT EXISTS (SELECT FROM mine) AS mine
 """)  # noqa: S608 the parts are constants
 
@@ -161,7 +160,7 @@ _REPORT = f"""
         SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
         ON CONFLICT (trial_id, step) DO NOTHING
         RETURNING trial_id
-    ), {{others}} got_on AS ({_GOT_ON} AND EXISTS (SELECT FROM valued) {_GOT_ON_AGAIN}), {_KEPT}, dropped AS (
+    ), {{others}} got_on AS ({_PROGRESS} AND EXISTS (SELECT FROM valued) {_PROGRESS_AGAIN}), {_CHECKPOINT}, dropped AS (
         DELETE FROM hpsearch_checkpoints
          WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
            AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial_id AND epoch < :step)
@@ -170,8 +169,8 @@ _REPORT = f"""
            EXISTS (SELECT FROM study_user_attributes
                     WHERE study_id = :study AND key = '{STOPPED}' AND value_json <> 'null') AS stopped
 """  # noqa: S608 the parts are constants
-# Of a study of several metrics.
-_OTHERS = """
+# For multi-objective studies.
+_INSERT_METRICS = """
     others AS (
         INSERT INTO hpsearch_epoch_values (trial_id, step, metrics)
         SELECT trial_id, :step, CAST(:metrics AS double precision[]) FROM mine ON CONFLICT (trial_id, step) DO NOTHING
@@ -180,18 +179,18 @@ _OTHERS = """
 
 
 def _report(others: str) -> sa.TextClause:
-    return sa.text(f"WITH {_MINE}, {_REPORT.format(live='mine', others=others)}")
+    return sa.text(f"WITH {_RENEW_OWN_LEASE}, {_REPORT.format(live='mine', others=others)}")
 
 
-# Of a study with a budget in epochs or seconds. The update waits for those who count at the same moment, and looks
-# again: an epoch past the budget is not written. One that was reported before is counted already.
-def _report_counted(others: str) -> sa.TextClause:
+# For studies with a budget in epochs or seconds. The UPDATE waits for concurrent reports and evaluates its condition
+# again, so no epoch beyond the budget is written. An epoch that was reported before is not counted again.
+def _budgeted_report(others: str) -> sa.TextClause:
     return sa.text(f"""
     WITH live AS (
         UPDATE hpsearch_attempts a
            SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
           FROM trials t, hpsearch_attempts was
-         WHERE {MAY_WRITE} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
+         WHERE {FENCE} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
         RETURNING a.trial_id, a.attempt,
                   extract(epoch FROM a.reported_at - coalesce(was.reported_at, was.started_at)) AS seconds
     ), known AS (
@@ -213,26 +212,26 @@ def _report_counted(others: str) -> sa.TextClause:
 """)  # noqa: S608 the parts are constants
 
 
-# By whether the study has a budget in epochs or seconds, and several metrics.
+# Keys: whether the study has a budget in epochs or seconds, and whether it is multi-objective.
 REPORT = {
     (False, False): _report(""),
-    (False, True): _report(_OTHERS),
-    (True, False): _report_counted(""),
-    (True, True): _report_counted(_OTHERS),
+    (False, True): _report(_INSERT_METRICS),
+    (True, False): _budgeted_report(""),
+    (True, True): _budgeted_report(_INSERT_METRICS),
 }
 
-# A trial that has reported all of its epochs needs none of the budget.
-IS_WHOLE = sa.text("SELECT count(*) >= :epochs FROM trial_intermediate_values WHERE trial_id = :trial")
+# A trial that has reported all of its epochs needs no budget.
+HAS_ALL_EPOCHS = sa.text("SELECT count(*) >= :epochs FROM trial_intermediate_values WHERE trial_id = :trial")
 
-CUT = sa.text("""
+SELECT_LAST_EPOCH = sa.text("""
     SELECT t.number, (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS attempt,
            (SELECT max(step) FROM trial_intermediate_values v WHERE v.trial_id = t.trial_id) AS step
       FROM trials t WHERE t.trial_id = :trial
 """)
 
-FAILURES = sa.text(f"SELECT {_FAILURES.format(trial=':trial')} AS failures")
+COUNT_FAILURES = sa.text(f"SELECT {_COUNT_FAILURES.format(trial=':trial')} AS failures")
 
-RENEW = sa.text("""
+SET_LEASE = sa.text("""
     UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)

@@ -1,4 +1,4 @@
-"""Claim a trial and write to it under a lease and a fencing token."""
+"""Claims: take a trial, and write to it under a lease and a fencing token."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, WORKER
-from hpsearch.storage.database.connect import each_committed
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.attributes import ATTEMPT, BUDGET_CUT, PRUNING, REASON, RUNG, WORKER
+from hpsearch.storage.database.connect import open_autocommit
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.database.trial_rows import claim_lost, store
+from hpsearch.storage.database.trial_rows import encode_value, make_claim_lost_error
 from hpsearch.storage.errors import ClaimLostError, StorageError
 from hpsearch.storage.rungs.rungs import (
-    Retired,
+    PrunedTrial,
+    RungRank,
     Rungs,
-    Standing,
-    next_promoted,
-    next_retired,
-    next_to_the_end,
-    note,
-    promote,
-    standing,
+    find_next_to_complete,
+    find_next_to_promote,
+    find_next_to_prune,
+    read_rung_rank,
+    record_promotion,
+    record_rung_value,
 )
-from hpsearch.storage.trials import LEASE
+from hpsearch.storage.trials import LEASE, finishing
 from hpsearch.storage.trials import claim_sql as sql
-from hpsearch.storage.trials import settle as settling
-from hpsearch.storage.trials.budget import Spending, spending_in
+from hpsearch.storage.trials.budget import Spending, read_spending_in
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
-from hpsearch.storage.trials.settle import Outcome
 
 if TYPE_CHECKING:
-    from hpsearch.storage.checkpoints.store import Stored
+    from hpsearch.storage.checkpoints.store import StoredFile
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ class Claim:
     attempt: int
 
     @property
-    def resumed(self) -> bool:
-        """Whether the trial has been started before."""
+    def is_resumed(self) -> bool:
+        """Whether the trial had an earlier attempt."""
         return self.attempt > 1
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A trial that was settled as FAIL just now, because too many of its workers died."""
+class RetriesExhausted:
+    """A trial that this claim set to FAIL, because it lost its worker more often than `retries` allows."""
 
     trial_id: int
     number: int
@@ -65,48 +64,58 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """No trial to take now. With `running` trials of others, one may yet come back; with none, the study is done."""
+class NoTrialAvailable:
+    """No trial to take now. One of the `running` trials may be released later; if none runs, the study is finished."""
 
     running: int
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """The study was stopped: nothing is handed out until it is started again."""
+class StudyStopped:
+    """The study was stopped: no claim returns a trial until it is started again."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Reported:
-    """What a report is answered with.
+class ReportResult:
+    """Result of a report.
 
     Attributes:
-        stopped: whether the study was stopped: the trial is to be given back.
-        counted: whether the epoch was written; not when the study's budget in epochs was spent before.
-        room: whether the study's budgets in epochs and seconds have room for the trial's next epoch.
+        is_stopped: whether the study was stopped, so that the worker must release the trial.
+        is_counted: whether the epoch was written; False if the budget in epochs was spent before.
+        has_room: whether the budgets in epochs and seconds allow the trial's next epoch.
     """
 
-    stopped: bool
-    counted: bool = True
-    room: bool = True
+    is_stopped: bool
+    is_counted: bool = True
+    has_room: bool = True
 
 
-__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
+ClaimResult = Claim | RetriesExhausted | PrunedTrial | NoTrialAvailable | StudyStopped
+__all__ = [
+    "Claim",
+    "ClaimLostError",
+    "Claims",
+    "NoTrialAvailable",
+    "PrunedTrial",
+    "ReportResult",
+    "RetriesExhausted",
+    "StudyStopped",
+]
 
 
 class Claims:
     """Claims of one worker in one study.
 
     Args:
-        engine: of the study's database.
-        study_id: the study; its spec, with budget and retries, is read from the database at every claim.
-        worker: who claims, for a person to read.
-        lease: seconds without a sign of life after which another worker may take a trial over.
-        patience: seconds to wait for a database that does not answer.
-        rungs: at which trials of the study wait, if they do.
-        metered: epochs of a full trial, where the study has a budget in epochs or seconds.
+        engine: engine of the study's database.
+        study_id: id of the study; every claim reads the budget and retries of its spec from the database.
+        worker: name of the worker.
+        lease: seconds without a renewal after which another worker may take the trial.
+        retry_seconds: seconds to wait for an unavailable database.
+        rungs: rungs at which trials wait; None if they do not.
+        metered_epochs: epochs of a full trial, if the study has a budget in epochs or seconds; None otherwise.
     """
 
     def __init__(
@@ -116,62 +125,60 @@ class Claims:
         *,
         worker: str,
         lease: float = LEASE,
-        patience: float = PATIENCE,
+        retry_seconds: float = RETRY_SECONDS,
         rungs: Rungs | None = None,
-        metered: int | None = None,
+        metered_epochs: int | None = None,
     ) -> None:
         self._engine = engine
-        self._database = Database(engine, patience)
+        self._database = Database(engine, retry_seconds)
         self._study_id = study_id
         self._worker = worker
         self._process = current_process()
         self.lease = lease
         self._rungs = rungs
-        self._metered = metered
-        self._choice = sql.CHOICE if rungs is None else sql.CHOICE_BUT_PAUSED
-        self._back_at = -math.inf  # when the database last came back after it had been away
+        self._metered_epochs = metered_epochs
+        self._candidates = sql.SELECT_CANDIDATES if rungs is None else sql.SELECT_CANDIDATES_EXCEPT_PAUSED
+        self._back_at = -math.inf  # when the database last became available again
 
     def note_outage(self) -> None:
-        """Take note that the database was away until now: nobody could renew, and each gets its lease anew."""
+        """Record that the database was unavailable until now: no worker could renew, so all leases start again."""
         self._back_at = time.monotonic()
 
     @kill_point("claim")
-    def claim(self, *, open_new: bool = True) -> Claim | Lost | Retired | Nothing | Stopped:
+    def claim(self, *, open_new: bool = True) -> ClaimResult:
         """Take a trial.
 
-        Args:
-            open_new: whether trials that were never started, or wait at a rung, may be taken (no, when the time is up).
+        If the claim ends a trial and the reply of its commit is lost, no caller learns of that end. The MLflow run of
+        such a trial ends with the study's.
 
-        A trial that is settled here, when the answer of the commit was lost as well, is told to nobody: its run in
-        MLflow is ended with the study's.
+        Args:
+            open_new: whether trials that were never started, or wait at a rung, may be taken; False after the timeout.
 
         Raises:
             StorageError: the study was deleted.
         """
         claim_id = uuid.uuid4()
 
-        def take(connection: sa.Connection, repeated: bool) -> Claim | Lost | Retired | Nothing | Stopped:
-            if repeated:  # a claim whose commit was answered by silence may be there
+        def take(connection: sa.Connection, repeated: bool) -> ClaimResult:
+            if repeated:  # the first try may have been committed, with its reply lost
                 self.note_outage()
-                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none()
-                if made is not None:
-                    return Claim(made.trial_id, made.number, made.attempt)
+                claimed = connection.execute(sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
+                if claimed is not None:
+                    return Claim(claimed.trial_id, claimed.number, claimed.attempt)
             return self._take(connection, claim_id, open_new=open_new)
 
-        return self._database.transaction(take)
+        return self._database.run_transaction(take)
 
     @kill_point("write claim")
-    def _take(
-        self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
-    ) -> Claim | Lost | Retired | Nothing | Stopped:
+    def _take(self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool) -> ClaimResult:
         study = self._study(connection)
         if study is None:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
-            return Stopped(study.stopped)
-        if lost := self._recover(connection, retries=study.retries):
+            return StudyStopped(study.stopped)
+        if lost := self._end_lost_attempts(connection, retries=study.retries):
             return lost
-        row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
+        row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
         arguments = {
             "study_id": self._study_id,
             "claim": claim_id,
@@ -181,125 +188,136 @@ class Claims:
             "keys": [ATTEMPT, WORKER],
         }
         spending = self._spending(connection)
-        room = spending is None or spending.room(row.running)
-        why = "the time was up" if spending is None or not spending.over else spending.why
+        room = spending is None or spending.has_room_for_epoch(row.running)
+        why = "the time was up" if spending is None or not spending.is_exhausted else spending.exhausted_reason
         may_open = open_new and room and row.total - row.enqueued < row.opens
         trial_id, rung = row.given_back, None
-        if trial_id is not None and spending is not None and not room and not self._is_whole(connection, trial_id):
+        if (
+            trial_id is not None
+            and spending is not None
+            and not room
+            and not self._has_all_epochs(connection, trial_id)
+        ):
             if row.running == 0:
-                return self._cut(connection, trial_id, spending)
-            trial_id = None  # others may leave it some of the budget
+                return self._prune_cut(connection, trial_id, spending)
+            trial_id = None  # running trials may leave it some of the budget
         if trial_id is None and self._rungs is not None:
             over = not may_open and row.running == 0
             begun = None if may_open else row.running
             if open_new and room and (waiting := self._next_waiting(connection, self._rungs, running=begun)):
                 trial_id, rung = waiting
-            elif retired := self._retire(connection, n_trials=study.n_trials, over=over, why=why):
+            elif retired := self._prune_at_rung(connection, n_trials=study.n_trials, over=over, why=why):
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
-            taken = connection.execute(sql.TAKE, {**arguments, "trial": trial_id}).one_or_none()
-            if taken is None:  # a notebook was faster
+            taken = connection.execute(sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
+            if taken is None:  # another program changed its state meanwhile
                 return self._take(connection, claim_id, open_new=open_new)
             if rung is not None:
-                promote(connection, trial_id, rung)
+                record_promotion(connection, trial_id, rung)
             return Claim(trial_id, taken.number, taken.attempt)
         if may_open:
-            new = connection.execute(sql.CREATE, arguments).one()
+            new = connection.execute(sql.CLAIM_NEW_TRIAL, arguments).one()
             return Claim(new.trial_id, new.number, 1)
-        return Nothing(row.running)
+        return NoTrialAvailable(row.running)
 
     def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
-        """Lock the study and return its budget, retries and stop; None where it was deleted."""
-        return connection.execute(sql.STUDY, {"study": self._study_id}).one_or_none()
+        """Lock the study and return its budget, retries and stop request; None if it was deleted."""
+        return connection.execute(sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
 
     def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
-        """The trial that goes on from a rung, and which; when all were begun, the best for want of complete ones."""
-        found = next_promoted(connection, self._study_id)
+        """Return the next trial to promote, and its rung; if no trial can start, also one for `min_complete`."""
+        found = find_next_to_promote(connection, self._study_id)
         if found is not None or running is None:
             return found
-        return next_to_the_end(connection, self._study_id, rungs, running=running)
+        return find_next_to_complete(connection, self._study_id, rungs, running=running)
 
     def _spending(self, connection: sa.Connection) -> Spending | None:
-        return None if self._metered is None else spending_in(connection, self._study_id)
+        return None if self._metered_epochs is None else read_spending_in(connection, self._study_id)
 
-    def _is_whole(self, connection: sa.Connection, trial_id: int) -> bool:
-        """Whether a trial has reported all of its epochs, so that only its end is left to write."""
-        return bool(connection.execute(sql.IS_WHOLE, {"trial": trial_id, "epochs": self._metered}).scalar())
+    def _has_all_epochs(self, connection: sa.Connection, trial_id: int) -> bool:
+        """Return whether a trial has reported all of its epochs, so that only its end is missing."""
+        return bool(
+            connection.execute(sql.HAS_ALL_EPOCHS, {"trial": trial_id, "epochs": self._metered_epochs}).scalar()
+        )
 
-    def _cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> Retired:
-        """End a trial that was given back, for which nothing of the budget is left."""
-        at = connection.execute(sql.CUT, {"trial": trial_id}).one()
+    def _prune_cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
+        """Prune a released trial because the budget is spent."""
+        at = connection.execute(sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
         epochs = 0 if at.step is None else at.step + 1
-        reason = f"after epoch {epochs} of {self._metered}: {spending.why}"
-        settling.retire(connection, trial_id, attrs={REASON: reason, CUT: True})
-        return Retired(trial_id, at.number, at.attempt, reason, {}, cut=True)
+        reason = f"after epoch {epochs} of {self._metered_epochs}: {spending.exhausted_reason}"
+        finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, BUDGET_CUT: True})
+        return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, is_cut=True)
 
-    def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> Retired | None:
-        """End a trial that waits at a rung and will never go on, where there is one."""
+    def _prune_at_rung(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> PrunedTrial | None:
+        """Prune one trial that waits at a rung and cannot be promoted any more, if there is one."""
         assert self._rungs is not None
-        retired = next_retired(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
+        retired = find_next_to_prune(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
         if retired is not None:
-            settling.retire(connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.grounds})
+            finishing.prune_waiting_trial(
+                connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.decision}
+            )
         return retired
 
-    def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
-        """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
+    def _end_lost_attempts(
+        self, connection: sa.Connection, *, retries: int, fail: bool = True
+    ) -> RetriesExhausted | None:
+        """End the attempts of dead workers; their trials wait again, or fail without retries left."""
         suspects = {"study": self._study_id, "machine": f"{current_machine()}/"}
-        for row in connection.execute(sql.SUSPECTS, suspects).all():
+        for row in connection.execute(sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
             expired = row.expired and time.monotonic() - self._back_at > row.lease
             if not (expired or has_ended(row.process)):
                 continue
-            if row.state != "RUNNING":  # ended from outside, and then its worker died
-                settling.end_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
+            if row.state != "RUNNING":  # another program set the state, and then the worker died
+                finishing.close_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
             elif (failures := row.failures + 1) <= retries:
-                settling.settle(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
+                finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
             elif fail:
-                reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
-                settling.settle(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
-                return Lost(row.trial_id, row.number, row.attempt, reason)
+                reason = f"lost its worker {row.worker}; {failures} attempts without progress"
+                finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
+                return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
         return None
 
-    def any_left(self, *, open_new: bool = True) -> bool:
-        """Whether the study is to go on: a trial can be taken, or is run by others; asked once, for an answer at once.
+    def has_trials_left(self, *, open_new: bool = True) -> bool:
+        """Return whether a trial can be claimed or is running. The database is queried once, without retries.
 
         Args:
-            open_new: as of `claim`.
+            open_new: as for `claim`.
         """
         with self._engine.begin() as connection:
             study = self._study(connection)
             if study is None or study.stopped is not None:
                 return False
-            row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
-            # A trial that waits at a rung is promoted, or is to be ended.
-            at_rung = self._rungs and next_retired(connection, self._study_id, self._rungs, n_trials=0, over=True)
+            row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
+            # A trial that waits at a rung must be promoted or pruned.
+            at_rung = self._rungs and find_next_to_prune(connection, self._study_id, self._rungs, n_trials=0, over=True)
             spending = self._spending(connection)
-        room = spending is None or spending.room(row.running)
+        room = spending is None or spending.has_room_for_epoch(row.running)
         waits = open_new and room and row.total - row.enqueued < row.opens
         return bool(row.given_back or row.running or at_rung or waits)
 
-    def sweep(self) -> None:
-        """Put back the trials of workers that died, so that whoever claims next finds them.
+    def reclaim_expired_leases(self) -> None:
+        """Release the trials of dead workers for the next claim.
 
-        A trial that is out of retries stays for a claim, which says so and ends its run.
+        Trials without retries left stay for a claim, which fails them and ends their MLflow runs.
         """
         with self._engine.begin() as connection:
             study = self._study(connection)
             if study is not None:
-                self._recover(connection, retries=study.retries, fail=False)
+                self._end_lost_attempts(connection, retries=study.retries, fail=False)
 
     def renew(self, claim: Claim) -> bool:
-        """Extend the lease; return whether the attempt is still live."""
+        """Extend the lease; return False if the attempt is not live any more."""
         return self._set_lease(claim, self.lease)
 
-    def expire(self, claim: Claim) -> None:
-        """Let the lease expire now: this process is about to end without having ended its attempt."""
+    def expire_lease(self, claim: Claim) -> None:
+        """Let the lease expire now, because this process exits without ending its attempt."""
         self._set_lease(claim, -1.0)
 
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
         arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}
-        with each_committed(self._engine) as connection:
-            return connection.execute(sql.RENEW, arguments).rowcount == 1
+        with open_autocommit(self._engine) as connection:
+            return connection.execute(sql.SET_LEASE, arguments).rowcount == 1
 
     @kill_point("report")
     def report(
@@ -307,100 +325,104 @@ class Claims:
         claim: Claim,
         step: int,
         value: float,
-        checkpoint: Stored | None = None,
+        checkpoint: StoredFile | None = None,
         *,
         metrics: Sequence[float] | None = None,
-    ) -> Reported:
-        """Write what an epoch gave, once, and the checkpoint that goes with it; the lease is renewed besides.
+    ) -> ReportResult:
+        """Write the value and the checkpoint of an epoch, and renew the lease.
 
         Args:
-            claim: whose trial it is.
-            step: the epoch, from 0; one that was reported before keeps its value.
-            value: any float; NaN and infinities are stored as Optuna does.
-            checkpoint: where the trial can be resumed after this epoch; the one before it is kept too.
-            metrics: of a study of several, the values of all of them.
+            claim: claim of the trial.
+            step: the epoch, from 0; a value that was reported before stays.
+            value: value of the metric; NaN and infinities are stored as in Optuna.
+            checkpoint: checkpoint after this epoch; the previous one stays valid too.
+            metrics: values of all objectives in a multi-objective study.
 
         Returns:
-            Whether the trial may go on. Of an epoch that the study's budget has no room for nothing was written.
+            Whether the trial may continue. If the budget has no room for the epoch, nothing was written.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's; nothing was written.
+            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
         """
-        finite, kind = store(value, nan=True)
+        finite, kind = encode_value(value, nan=True)
         values: dict[str, Any] = {"study": self._study_id, "finite": finite, "type": kind}
         if metrics is not None:
             values["metrics"] = list(metrics)
-        statement = sql.REPORT[self._metered is not None, metrics is not None]
+        statement = sql.REPORT[self._metered_epochs is not None, metrics is not None]
         row = self._write(statement, claim, step, checkpoint, **values)
-        return Reported(row.stopped) if self._metered is None else Reported(row.stopped, row.counted, row.room)
+        return (
+            ReportResult(row.stopped)
+            if self._metered_epochs is None
+            else ReportResult(row.stopped, row.counted, row.room)
+        )
 
     @kill_point("record mid-epoch checkpoint")
-    def keep(self, claim: Claim, epoch: int, checkpoint: Stored) -> None:
-        """Write where the trial can be resumed in the midst of an epoch; the lease is renewed besides.
+    def record_mid_epoch_checkpoint(self, claim: Claim, epoch: int, checkpoint: StoredFile) -> None:
+        """Write a checkpoint within an epoch, and renew the lease.
 
         Args:
-            claim: whose trial it is.
-            epoch: the last one that was ended, from 0; -1 before the first.
-            checkpoint: in place of that after `epoch`.
+            claim: claim of the trial.
+            epoch: the last finished epoch, from 0; -1 before the first.
+            checkpoint: the checkpoint; it replaces the one after `epoch`.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's; nothing was written.
+            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
         """
-        self._write(sql.KEEP, claim, epoch, checkpoint)
+        self._write(sql.RECORD_MID_EPOCH_CHECKPOINT, claim, epoch, checkpoint)
 
     def _write(
-        self, statement: sa.TextClause, claim: Claim, step: int, checkpoint: Stored | None, **values: Any
+        self, statement: sa.TextClause, claim: Claim, step: int, checkpoint: StoredFile | None, **values: Any
     ) -> sa.Row[Any]:
         arguments = {"trial_id": claim.trial_id, "attempt": claim.attempt, "lease": self.lease, "step": step, **values}
         arguments |= vars(checkpoint) if checkpoint else {"path": None, "sha256": None, "size": None}
-        row: sa.Row[Any] = self._database.rows(statement, arguments)[0]
+        row: sa.Row[Any] = self._database.fetch_rows(statement, arguments)[0]
         if not row.mine:
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+            raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
         return row
 
     @kill_point("reach rung")
-    def reach(
+    def report_rung(
         self, claim: Claim, rung: int, value: float | Sequence[float], *, system: Mapping[str, Any] | None = None
-    ) -> Standing:
-        """Note what a trial has come to at a rung, once: it goes on, or its attempt ends and it waits there.
+    ) -> RungRank:
+        """Record the value of a trial at a rung. The trial is promoted, or its attempt ends and it is paused.
 
         Args:
-            claim: whose trial it is.
-            rung: that it has reached, from 0.
-            value: its best up to there; not NaN. Of several metrics all values of its best epoch.
-            system: system attributes to set where it waits.
+            claim: claim of the trial.
+            rung: the reached rung, from 0.
+            value: best value up to the rung, not NaN; with several objectives, all values of the best epoch.
+            system: system attributes to set if the trial is paused.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's; nothing was written.
+            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
         """
         rungs = self._rungs
         assert rungs is not None
 
-        def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
+        def reached(connection: sa.Connection, repeated: bool) -> RungRank | None:
             study = self._study(connection)
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
-            if study is None or connection.execute(sql.MAY, mine).one_or_none() is None:
-                if repeated and settling.ended_as(*place, Outcome.PAUSED):  # and the answer to it was lost
-                    return replace(standing(connection, claim.trial_id, rung), promoted=False)
+            if study is None or connection.execute(sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
+                if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):  # by the first try; its reply was lost
+                    return replace(read_rung_rank(connection, claim.trial_id, rung), is_promoted=False)
                 return None
             at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
-            note(connection, self._study_id, claim.trial_id, rungs, **at_rung)
-            at = standing(connection, claim.trial_id, rung)
-            if at.promoted:
-                promote(connection, claim.trial_id, rung)
+            record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
+            at = read_rung_rank(connection, claim.trial_id, rung)
+            if at.is_promoted:
+                record_promotion(connection, claim.trial_id, rung)
             else:
-                told = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached}
-                settling.settle(*place, Outcome.PAUSED, attrs={RUNG: told}, system=system)
+                paused = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached}
+                finishing.finish_attempt(*place, Outcome.PAUSED, attrs={RUNG: paused}, system=system)
             return at
 
-        found = self._database.transaction(reached)
+        found = self._database.run_transaction(reached)
         if found is None:
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+            raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
         return found
 
     @kill_point("record outcome")
-    def settle(
+    def finish_attempt(
         self,
         claim: Claim,
         outcome: Outcome,
@@ -410,42 +432,42 @@ class Claims:
         attrs: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None,
     ) -> None:
-        """End the attempt, and with it the trial, unless that is given back.
+        """End the attempt, and the trial unless it is released.
 
         Args:
-            claim: whose trial it is.
-            outcome: of the attempt.
-            retry: give the trial back to whoever claims next, as RELEASED does in any case.
-            value: of a COMPLETE or PRUNED trial; of several metrics one for each.
-            attrs: user attributes to set with it, in the same transaction.
-            system: system attributes likewise.
+            claim: claim of the trial.
+            outcome: outcome of the attempt.
+            retry: release the trial, which the outcome RELEASED always does.
+            value: value of a COMPLETE or PRUNED trial; with several objectives, one for each.
+            attrs: user attributes to set in the same transaction.
+            system: system attributes to set in the same transaction.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's; nothing was written.
+            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
         """
 
         def settled(connection: sa.Connection) -> bool:
             place = (connection, claim.trial_id, claim.attempt)
-            # Written already, when the answer to it was lost.
-            return settling.settle(
+            # A repeated call finds the attempt ended by the first one, whose reply was lost.
+            return finishing.finish_attempt(
                 *place, outcome, retry=retry, value=value, attrs=attrs, system=system
-            ) or settling.ended_as(*place, outcome)
+            ) or finishing.has_ended_as(*place, outcome)
 
-        if not self._database.connected(settled):
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+        if not self._database.run_autocommit(settled):
+            raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
 
-    def failures(self, claim: Claim) -> int:
-        """Return how many attempts came to nothing, by death or error, since the last that added a checkpoint."""
-        return int(self._database.rows(sql.FAILURES, {"trial": claim.trial_id})[0].failures)
+    def count_failures(self, claim: Claim) -> int:
+        """Return the number of lost and failed attempts since the last one that added a checkpoint."""
+        return int(self._database.fetch_rows(sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
 
-    def let_go(self, claim: Claim) -> None:
-        """End the attempt at a trial that was lost, whatever is left of it."""
-        self._database.connected(
-            lambda connection: settling.end_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
+    def release(self, claim: Claim) -> None:
+        """End the attempt as CANCELLED if it is still live, after the claim was lost."""
+        self._database.run_autocommit(
+            lambda connection: finishing.close_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
         )
 
 
-def running_now(engine: sa.Engine, study_id: int) -> int:
-    """Return how many of the study's trials are run by a worker that seems alive."""
-    rows = Database(engine).rows(sql.LIVE, {"study": study_id})
+def count_running_trials(engine: sa.Engine, study_id: int) -> int:
+    """Return the number of the study's trials that run on a worker that is not known to be dead."""
+    rows = Database(engine).fetch_rows(sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

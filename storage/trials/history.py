@@ -1,4 +1,4 @@
-"""What is recorded of trials: attempts, progress, epoch values and finalist sets."""
+"""Queries on stored trials: attempts, progress, epoch values and finalist studies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import BROKEN, GIVEN_UP, SPEC
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.attributes import EARLY_TERMINATION, SPEC, VIOLATIONS
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.trials.budget import Spending, done
+from hpsearch.storage.trials.budget import Spending, format_progress
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt at a trial: who made it, when, and how it ended; both are None while it is live.
+    """One attempt of a trial.
 
-    `device` is what its worker trained on, such as "2 x cuda"; None where the register does not know the worker.
+    Attributes:
+        number: number of the attempt, from 1.
+        worker: name of the worker.
+        started_at, ended_at: times by the database's clock; `ended_at` is None while the attempt is live.
+        outcome: value of its `Outcome`; None while the attempt is live.
+        device: device of the worker, such as "2 x cuda"; None if the worker is not registered.
     """
 
     number: int
@@ -31,11 +36,11 @@ class AttemptRecord:
 
     @property
     def seconds(self) -> float:
-        """The duration; 0 while the attempt is live."""
+        """Duration of the attempt; 0 while it is live."""
         return 0.0 if self.ended_at is None else (self.ended_at - self.started_at).total_seconds()
 
 
-TIMES = " x "  # in the device of a worker that trains each trial on several
+DEVICE_COUNT_SEPARATOR = " x "  # in "2 x cuda"
 
 
 _ATTEMPTS = sa.text("""
@@ -48,13 +53,13 @@ _ATTEMPTS = sa.text("""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """For how long a trial was run without a break: from its worker's claim to the last epoch that it reported.
+class RunInterval:
+    """Period in which a trial ran without a break: from the claim to the last reported epoch.
 
     Attributes:
-        number: of the trial.
-        started_at, until: when; `until` of a live attempt that has reported nothing is now.
-        rung: at which it was paused then; None where it was not.
+        number: number of the trial.
+        started_at, until: begin and end; the end is now for a live attempt that has not reported.
+        rung: rung at which the trial was paused at the end; None if it was not paused.
     """
 
     number: int
@@ -63,8 +68,8 @@ class Stretch:
     rung: int | None
 
 
-# Who went on from a rung without a pause has reached a later one when its attempt ends.
-_STRETCHES = sa.text("""
+# max: an attempt that was promoted at a rung without a pause has also reached a later one.
+_RUN_INTERVALS = sa.text("""
     SELECT t.number, a.started_at, coalesce(a.reported_at, a.ended_at, clock_timestamp()) AS until,
            CASE WHEN a.outcome = 'paused' THEN (SELECT max(r.rung) FROM hpsearch_rungs r
              WHERE r.trial_id = a.trial_id AND r.reached_at <= a.ended_at) END AS rung
@@ -85,33 +90,33 @@ _DEVICES = sa.text("""
 
 
 def read_attempts(engine: sa.Engine, trial_ids: Sequence[int]) -> dict[int, list[AttemptRecord]]:
-    """Return the attempts at each of these trials that has any, by trial id, the first one first."""
+    """Return the attempts of these trials, by trial id and in order; trials without attempts are left out."""
     found: dict[int, list[AttemptRecord]] = {}
-    for row in Database(engine).rows(_ATTEMPTS, {"trials": list(trial_ids)}) if trial_ids else ():
+    for row in Database(engine).fetch_rows(_ATTEMPTS, {"trials": list(trial_ids)}) if trial_ids else ():
         values = dict(row._mapping)
         found.setdefault(values.pop("trial_id"), []).append(AttemptRecord(**values))
     return found
 
 
-def read_stretches(engine: sa.Engine, study_id: int) -> list[Stretch]:
-    """Return when the trials of a study were run, by number and attempt."""
-    return [Stretch(**row._mapping) for row in Database(engine).rows(_STRETCHES, {"study": study_id})]
+def read_run_intervals(engine: sa.Engine, study_id: int) -> list[RunInterval]:
+    """Return the run intervals of all trials of a study, by number and attempt."""
+    return [RunInterval(**row._mapping) for row in Database(engine).fetch_rows(_RUN_INTERVALS, {"study": study_id})]
 
 
 def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:
-    """Return the devices of the attempts at each trial of a study, the first attempt's first: trial number to devices.
+    """Return, by trial number, the devices of a trial's attempts in order.
 
-    Nothing of a study whose workers have one device each, which costs one look at the register.
+    The result is empty if all workers of the study have one device each.
     """
     found: dict[int, list[str]] = {}
-    for row in Database(engine).rows(_DEVICES, {"study": study_id, "times": TIMES}):
+    for row in Database(engine).fetch_rows(_DEVICES, {"study": study_id, "times": DEVICE_COUNT_SEPARATOR}):
         found.setdefault(row.number, []).append(row.device)
     return found
 
 
 @dataclass(frozen=True)
-class Running:
-    """A trial that runs now; `step` is its last reported epoch, counted from 0."""
+class RunningTrial:
+    """A trial in state RUNNING; `step` is its last reported epoch, from 0."""
 
     number: int
     worker: str
@@ -121,10 +126,10 @@ class Running:
 
 @dataclass(frozen=True)
 class Progress:
-    """The budget, trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
+    """Budget of a study, its trials by state, reported epochs, the best COMPLETE trial, and the running trials."""
 
     budget: int
-    given_up: int | None = None  # trials that were begun when the rest of the budget was given up
+    given_up: int | None = None  # trials that were started before early termination
     complete: int = 0
     pruned: int = 0
     fail: int = 0
@@ -133,34 +138,34 @@ class Progress:
     epochs: int = 0
     best_number: int | None = None
     best_value: float | None = None
-    running: list[Running] = field(default_factory=list)
-    spending: Spending | None = None  # where there is a budget in epochs or seconds
+    running: list[RunningTrial] = field(default_factory=list)
+    spending: Spending | None = None  # None without a budget in epochs or seconds
 
     @property
     def finished(self) -> int:
-        """COMPLETE, PRUNED and FAIL together: what the budget has spent."""
+        """Number of COMPLETE, PRUNED and FAIL trials."""
         return self.complete + self.pruned + self.fail
 
     @property
-    def done(self) -> str:
-        """How much of the budgets is spent, for a person."""
-        return done(self.finished, self.budget, self.spending)
+    def summary(self) -> str:
+        """Spent budgets as text: ``12/50 trials, 120/2000 epochs``."""
+        return format_progress(self.finished, self.budget, self.spending)
 
     @property
-    def early(self) -> str:
-        """What follows that, where the rest of the budget was given up."""
+    def early_stop_note(self) -> str:
+        """Text to append to `summary`: empty unless the study was terminated early."""
         return "" if self.given_up is None else ", stopped early"
 
     @property
     def share(self) -> float:
-        """How much of what the study is to run has ended, from 0 to 1: of the budget of which most is spent."""
+        """Finished share of the study, from 0 to 1, by the budget that is closest to its end."""
         last = self.budget if self.given_up is None else min(self.budget, self.given_up)
         trials = self.finished / last if last else 1.0
         return max(trials, 0.0 if self.spending is None else self.spending.share)
 
     @property
-    def with_result(self) -> int:
-        """COMPLETE and PRUNED together: trials that came to something."""
+    def count_with_result(self) -> int:
+        """Number of COMPLETE and PRUNED trials."""
         return self.complete + self.pruned
 
 
@@ -182,11 +187,11 @@ _COUNTS = sa.text("""
       FROM trials WHERE study_id = :study
 """)
 
-# By the first metric, where there are several.
+# By the first metric of a multi-objective study.
 _BEST = f"""
     SELECT t.number AS best_number, v.value AS best_value FROM trials t JOIN trial_values v USING (trial_id)
      WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE' AND v.objective = 0
-       AND NOT EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{BROKEN}')
+       AND NOT EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{VIOLATIONS}')
      ORDER BY v.value {{order}}, t.number LIMIT 1
 """  # noqa: S608 the part is a constant
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
@@ -202,25 +207,27 @@ _RUNNING = sa.text("""
 """)
 
 
-def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience: float = PATIENCE) -> Progress:
-    """Return where the study stands.
+def read_progress(
+    engine: sa.Engine, study_id: int, direction: str, *, retry_seconds: float = RETRY_SECONDS
+) -> Progress:
+    """Return the progress of a study.
 
     Args:
-        engine: of the study's database.
-        study_id: the study.
+        engine: engine of the study's database.
+        study_id: id of the study.
         direction: ``maximize`` or ``minimize``.
-        patience: seconds to wait for a database that is away.
+        retry_seconds: seconds to wait for an unavailable database.
     """
-    database = Database(engine, patience)
-    [row] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
+    database = Database(engine, retry_seconds)
+    [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": EARLY_TERMINATION})
     counts = {**row._mapping, "budget": row.budget or 0, "waiting": row.waiting - row.paused}
     spending = counts.pop("spending")
-    best = [best._mapping for best in database.rows(_BEST_OF[direction], {"study": study_id})]
+    best = [best._mapping for best in database.fetch_rows(_BEST_OF[direction], {"study": study_id})]
     return Progress(
         **counts,
         **(best[0] if best else {}),
         spending=None if spending is None else Spending(**spending),
-        running=[Running(**running._mapping) for running in database.rows(_RUNNING, {"study": study_id})],
+        running=[RunningTrial(**running._mapping) for running in database.fetch_rows(_RUNNING, {"study": study_id})],
     )
 
 
@@ -231,15 +238,15 @@ _VALUES = sa.text("""
 
 
 def read_epoch_values(engine: sa.Engine, study_id: int) -> dict[int, dict[int, list[float]]]:
-    """Return the values of all metrics that are optimised, by the trial's id and the epoch (from 0)."""
+    """Return the values of all objectives, by trial id and epoch (from 0)."""
     found: dict[int, dict[int, list[float]]] = defaultdict(dict)
-    for row in Database(engine).rows(_VALUES, {"study": study_id}):
+    for row in Database(engine).fetch_rows(_VALUES, {"study": study_id}):
         found[row.trial_id][row.step] = row.metrics
     return dict(found)
 
 
-# In the order of a CASE: another attribute may hold a NaN, which Postgres takes for no JSON.
-_SETS = sa.text("""
+# CASE guarantees the order of evaluation: other attributes may contain NaN, which Postgres rejects as JSON.
+_SELECT_FINALIST_STUDIES = sa.text("""
     SELECT study_name, value_json::jsonb -> 'finalists_of' ->> 'refit' IS NOT NULL AS is_refit
       FROM studies JOIN study_user_attributes USING (study_id)
      WHERE CASE WHEN key = :spec THEN (value_json::jsonb -> 'finalists_of' ->> 'study_id')::int = :study END
@@ -247,16 +254,16 @@ _SETS = sa.text("""
 """)
 
 
-def finalist_studies(engine: sa.Engine, study_id: int) -> list[str]:
-    """Return the names of the studies that hold finalists of a study, the first one made first."""
-    return _names(engine, study_id, refits=False)
+def read_finalist_studies(engine: sa.Engine, study_id: int) -> list[str]:
+    """Return the names of the studies with the finalists of a study, in order of creation."""
+    return _read_names(engine, study_id, refits=False)
 
 
-def refit_studies(engine: sa.Engine, study_id: int) -> list[str]:
-    """Return the names of the studies that hold refits of a study's winners, the first one made first."""
-    return _names(engine, study_id, refits=True)
+def read_refit_studies(engine: sa.Engine, study_id: int) -> list[str]:
+    """Return the names of the studies with the refits of a study's winners, in order of creation."""
+    return _read_names(engine, study_id, refits=True)
 
 
-def _names(engine: sa.Engine, study_id: int, *, refits: bool) -> list[str]:
-    rows = Database(engine).rows(_SETS, {"spec": SPEC, "study": study_id})
+def _read_names(engine: sa.Engine, study_id: int, *, refits: bool) -> list[str]:
+    rows = Database(engine).fetch_rows(_SELECT_FINALIST_STUDIES, {"spec": SPEC, "study": study_id})
     return [row.study_name for row in rows if row.is_refit == refits]

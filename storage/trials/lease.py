@@ -1,4 +1,4 @@
-"""The thread that keeps a worker's lease, and puts back what dead workers left, while the worker trains."""
+"""Thread that renews the lease of a worker's trial, and releases trials of dead workers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Self
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.storage.errors import one_line
+from hpsearch.storage.errors import format_error
 from hpsearch.storage.trials.claims import Claim, Claims
 
 log = logging.getLogger(__name__)
 
-_BEATS = 4  # renewals in the time of one lease: three may fail in a row
+_BEATS = 4  # renewals per lease period: three in a row may fail
 
 
 class LeaseKeeper:
-    """Renews the lease of the trial that runs; a database that is away only delays it."""
+    """Background renewal of the lease of the running trial; it retries while the database is unavailable."""
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
         self._claim: Claim | None = None
-        self._gone: Claim | None = None  # whose loss was logged
+        self._gone: Claim | None = None  # the claim whose loss was logged
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
@@ -39,7 +39,7 @@ class LeaseKeeper:
 
     @contextmanager
     def renewing(self, claim: Claim) -> Iterator[None]:
-        """Renew this claim's lease inside."""
+        """Renew the lease of the claim within the context."""
         self._claim = claim
         try:
             yield
@@ -55,19 +55,19 @@ class LeaseKeeper:
                 self._renew()
             except SQLAlchemyError as error:
                 if not away:
-                    log.warning("the lease could not be renewed, trying on: %s", one_line(error, 200))
+                    log.warning("could not renew the lease, retrying: %s", format_error(error, 200))
                 away = True
                 continue
             if away or time.monotonic() - began > self._claims.lease / 2:
                 self._claims.note_outage()
             away = False
             if beats % _BEATS == 0:
-                with suppress(SQLAlchemyError):  # the next beat tells
-                    self._claims.sweep()
+                with suppress(SQLAlchemyError):  # the next beat logs an outage
+                    self._claims.reclaim_expired_leases()
 
     def _renew(self) -> None:
         claim = self._claim
         if claim is None or claim == self._gone or self._claims.renew(claim) or self._claim is not claim:
             return
         self._gone = claim
-        log.warning("trial %d: the lease is gone; this worker will let go of it", claim.number)
+        log.warning("trial %d: lease lost; this worker stops working on it", claim.number)

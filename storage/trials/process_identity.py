@@ -1,8 +1,10 @@
-"""Whether a worker of this machine still runs: known at once, where a worker of another machine is known by its lease.
+"""Unique names of processes, and the check whether a process of this machine has ended.
 
-A process is named by the machine's boot, its namespaces of process ids and of time (a container has its own), its id
-and its start: the name is never given twice, and says who can look. A container that was given another's /proc looks at
-other processes there: it judges nobody, and is judged by its lease alone.
+The death of a worker on the same machine is detected at once; on other machines it shows when the lease expires.
+
+A name consists of the machine's boot id, the namespaces of process ids and time (a container has its own), the process
+id and the start time. No two processes have the same name. A container that mounts the /proc of another one sees other
+processes there, so it makes no such checks, and only its lease shows its death.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 import psutil
 
 _PROC = Path("/proc")
-_UNKNOWN = "unknown"  # a start that cannot be seen
+_UNKNOWN = "unknown"  # start time of a process that /proc does not show
 
 
 def current_process() -> str:
@@ -24,17 +26,17 @@ def current_process() -> str:
 
 
 def current_machine() -> str:
-    """Return what the names of all processes begin with that this one can judge."""
+    """Return the prefix of the names of all processes that this one can check."""
     return _machine()
 
 
 def process_name(pid: int) -> str:
-    """Return the name of a process of this machine, as seen from here."""
+    """Return the name of a process of this machine, given its id in this namespace."""
     return f"{_machine()}/{pid}/{_start(pid)}"
 
 
 def has_ended(process: str) -> bool:
-    """Whether the process of that name has surely ended; False where this machine cannot tell."""
+    """Return whether the process has ended; False if it cannot be checked from here."""
     machine, pid, start = process.rsplit("/", 2)
     if machine != _machine() or start == _UNKNOWN or not _sees_itself():
         return False
@@ -43,7 +45,7 @@ def has_ended(process: str) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether there is such a process, of another user's, which /proc does not show (its option hidepid)."""
+    """Return whether another user has such a process, which the /proc option `hidepid` hides."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -64,13 +66,13 @@ def _machine() -> str:
 def _namespace(name: str) -> Path | None:
     try:
         return (_PROC / "self/ns" / name).readlink()
-    except OSError:  # a kernel without it, or a sandbox
+    except OSError:  # an old kernel, or a sandbox
         return None
 
 
 @functools.cache
 def _sees_itself() -> bool:
-    """Whether /proc shows the processes of this one's namespace."""
+    """Return whether /proc shows the processes of this namespace."""
     if platform.system() != "Linux":
         return True
     try:
@@ -80,12 +82,12 @@ def _sees_itself() -> bool:
 
 
 def _start(pid: int) -> str:
-    """When the process was started; nothing if it has ended, though its parent may not have looked yet."""
+    """Return the start time of a process; an empty text if it has ended, also if it is a zombie."""
     if not _sees_itself():
         return _UNKNOWN
     try:
         if platform.system() == "Linux":
-            # The name of the program, in parentheses, may hold spaces. Ticks since the boot do not move with the clock.
+            # The program name, in parentheses, may contain spaces. Ticks since boot do not depend on the clock.
             fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
             return "" if fields[0] in "ZX" else fields[19]
         process = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""The register of a study's workers: who they are, where they run, what they are at, and how they left."""
+"""The workers of a study: identity, machine, current trial, and exit."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.process_identity import current_process, has_ended
 
-_EVERY = 10.0  # seconds between two signs of life of a worker without a trial; one with a trial renews its lease
+_HEARTBEAT_SECONDS = 10.0  # interval of a worker without a trial; a worker with a trial renews its lease
 
-_ENTER = sa.text("""
+_INSERT = sa.text("""
     INSERT INTO hpsearch_workers (worker_id, study_id, name, host, pid, process, engine, job, device, version)
     VALUES (:worker, :study, :name, :host, :pid, :process, :engine, :job, :device, :version)
     ON CONFLICT (worker_id) DO NOTHING
 """)
-_SEEN = sa.text("UPDATE hpsearch_workers SET seen_at = clock_timestamp() WHERE worker_id = :worker")
-_LEAVE = sa.text("""
+_UPDATE_SEEN = sa.text("UPDATE hpsearch_workers SET seen_at = clock_timestamp() WHERE worker_id = :worker")
+_UPDATE_LEFT = sa.text("""
     UPDATE hpsearch_workers SET seen_at = clock_timestamp(), left_at = clock_timestamp(), left_as = :how
      WHERE worker_id = :worker
 """)
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Who a worker is, for a person: `engine` started it, as its `job`; None of one that was started by hand."""
+class WorkerIdentity:
+    """Identity of a worker; `engine` and `job` name the engine and its job, and are None if it was started by hand."""
 
     name: str
     host: str
@@ -42,27 +42,27 @@ class Identity:
     version: str
 
 
-class Register:
-    """The entry of one worker. A database that is away costs it nothing but its entry."""
+class WorkerRegistration:
+    """Registration of one worker. If the database is unavailable, the writes are skipped without an error."""
 
-    def __init__(self, engine: sa.Engine, study_id: int, identity: Identity) -> None:
+    def __init__(self, engine: sa.Engine, study_id: int, identity: WorkerIdentity) -> None:
         self._engine, self._study_id, self._identity = engine, study_id, identity
         self._id = uuid.uuid4()
         self._seen_at = time.monotonic()
 
-    def enter(self) -> None:
-        """Write the entry."""
-        self._write(_ENTER, study=self._study_id, process=current_process(), **vars(self._identity))
+    def register(self) -> None:
+        """Insert the row of this worker."""
+        self._write(_INSERT, study=self._study_id, process=current_process(), **vars(self._identity))
 
-    def seen(self) -> None:
-        """Note that the worker is there, now and then."""
-        if time.monotonic() - self._seen_at > _EVERY:
+    def send_heartbeat(self) -> None:
+        """Update the time of the last sign of life, at most every 10 seconds."""
+        if time.monotonic() - self._seen_at > _HEARTBEAT_SECONDS:
             self._seen_at = time.monotonic()
-            self._write(_SEEN)
+            self._write(_UPDATE_SEEN)
 
-    def leave(self, how: str) -> None:
-        """Note that the worker ends, and how."""
-        self._write(_LEAVE, how=how)
+    def record_exit(self, how: str) -> None:
+        """Record that the worker exits, and its reason."""
+        self._write(_UPDATE_LEFT, how=how)
 
     def _write(self, statement: sa.TextClause, **values: object) -> None:
         with suppress(SQLAlchemyError), self._engine.begin() as connection:
@@ -71,19 +71,19 @@ class Register:
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """A worker as the register has it.
+    """A registered worker and its current work.
 
     Attributes:
-        identity: who it is.
-        state: ``running`` a trial, ``idle``, ``left``, or ``lost``: no sign of life, and no word of its end.
-        trial, epoch: what it is at; epochs count from 1, 0 is none yet.
-        trials: that it ended as COMPLETE or PRUNED.
-        started_at, seen_at: by the database's clock.
-        lease_left: seconds; None without a trial.
-        left_as: how it left.
+        identity: identity of the worker.
+        state: ``running``, ``idle``, ``left`` (exited), or ``lost`` (no sign of life, and no recorded exit).
+        trial, epoch: current trial and its last reported epoch, from 1; 0 before the first, None without a trial.
+        trials: number of trials that it ended as COMPLETE or PRUNED.
+        started_at, seen_at: times by the database's clock.
+        lease_left: seconds until the lease expires; None without a trial.
+        left_as: recorded reason of the exit; None before.
     """
 
-    identity: Identity
+    identity: WorkerIdentity
     state: str
     trial: int | None
     epoch: int | None
@@ -94,11 +94,11 @@ class WorkerRow:
     left_as: str | None
 
 
-# A worker without a trial is lost when it was not seen for a few of its signs.
-_ROWS = sa.text(f"""
+# A worker without a trial counts as lost after six missed heartbeats.
+_SELECT_WORKERS = sa.text(f"""
     SELECT w.*, a.number, a.lease_left, a.expired, v.step, done.trials,
            greatest(w.seen_at, a.renewed_at) AS seen,
-           extract(epoch FROM clock_timestamp() - w.seen_at) > {6 * _EVERY} AS silent
+           extract(epoch FROM clock_timestamp() - w.seen_at) > {6 * _HEARTBEAT_SECONDS} AS silent
       FROM hpsearch_workers w
       LEFT JOIN LATERAL (
            SELECT t.trial_id, t.number, extract(epoch FROM a.expires_at - clock_timestamp()) AS lease_left,
@@ -118,15 +118,15 @@ _ROWS = sa.text(f"""
 """)  # noqa: S608 the part is a constant
 
 
-def read_workers(engine: sa.Engine, study_id: int, *, patience: float = PATIENCE) -> list[WorkerRow]:
-    """Return the workers of a study, those that are there first."""
+def read_workers(engine: sa.Engine, study_id: int, *, retry_seconds: float = RETRY_SECONDS) -> list[WorkerRow]:
+    """Return the workers of a study; those that have not exited come first."""
     found = []
-    for row in Database(engine, patience).rows(_ROWS, {"study": study_id}):
+    for row in Database(engine, retry_seconds).fetch_rows(_SELECT_WORKERS, {"study": study_id}):
         lost = has_ended(row.process) or (row.silent if row.number is None else row.expired)
         state = "left" if row.left_at else "lost" if lost else "idle" if row.number is None else "running"
         found.append(
             WorkerRow(
-                identity=Identity(row.name, row.host, row.pid, row.engine, row.job, row.device, row.version),
+                identity=WorkerIdentity(row.name, row.host, row.pid, row.engine, row.job, row.device, row.version),
                 state=state,
                 trial=row.number,
                 epoch=None if row.number is None else 0 if row.step is None else row.step + 1,
@@ -141,8 +141,8 @@ def read_workers(engine: sa.Engine, study_id: int, *, patience: float = PATIENCE
 
 
 @dataclass(frozen=True)
-class Event:
-    """An attempt's end: when, at which trial, how, by whom, and why the trial ended where it did."""
+class AttemptEnd:
+    """End of an attempt: time, trial number, outcome and worker; `reason` if the trial ended with it."""
 
     at: datetime
     trial: int
@@ -151,7 +151,7 @@ class Event:
     reason: str | None
 
 
-_EVENTS = sa.text("""
+_SELECT_ATTEMPT_ENDS = sa.text("""
     SELECT a.ended_at, t.number, a.worker,
            CASE WHEN last.it AND a.outcome = 'paused' AND t.state = 'PRUNED' THEN 'pruned' ELSE a.outcome END
            AS outcome,
@@ -167,9 +167,13 @@ _EVENTS = sa.text("""
 """)
 
 
-def read_events(engine: sa.Engine, study_id: int, *, limit: int = 20, patience: float = PATIENCE) -> list[Event]:
-    """Return how the last attempts of a study ended, the newest first."""
+def read_attempt_ends(
+    engine: sa.Engine, study_id: int, *, limit: int = 20, retry_seconds: float = RETRY_SECONDS
+) -> list[AttemptEnd]:
+    """Return the ends of the last `limit` attempts of a study, the newest first."""
     from hpsearch.storage.attributes import REASON
 
-    rows = Database(engine, patience).rows(_EVENTS, {"study": study_id, "limit": limit, "reason": REASON})
-    return [Event(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]
+    rows = Database(engine, retry_seconds).fetch_rows(
+        _SELECT_ATTEMPT_ENDS, {"study": study_id, "limit": limit, "reason": REASON}
+    )
+    return [AttemptEnd(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]

@@ -1,31 +1,30 @@
-"""A trial that failed is made claimable again: the same trial, from its last checkpoint or from its beginning.
+"""Reopen finished trials: failed ones, and those that a larger budget allows to continue.
 
-Optuna's storages let no trial leave a finished state, so that this is a statement of our own. So are those that waited
-at a rung in vain, or ran when the budget was spent, when it grows.
+Optuna's storages never change the state of a finished trial, so these are SQL statements of hpsearch.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, TRACKING
+from hpsearch.storage.attributes import BUDGET_CUT, INFEASIBLE, PRUNING, REASON, TRACKING
 from hpsearch.storage.rungs import fronts
-from hpsearch.storage.rungs.rungs import Rungs, count_places
-from hpsearch.storage.trials.claim_sql import STUDY
+from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs
+from hpsearch.storage.trials.claim_sql import LOCK_STUDY
 
-# The result of a reopened trial and the attributes that explain it.
-_FORGET_RESULT = f"""
+# Deletes the values of reopened trials, and the attributes that explain them.
+_DELETE_RESULT = f"""
     result AS (
         DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
     ), said AS (
         DELETE FROM trial_user_attributes a USING mine
-         WHERE a.trial_id = mine.trial_id AND a.key IN ('{INFEASIBLE}', '{CUT}', '{PRUNING}', '{REASON}', '{TRACKING}')
+         WHERE a.trial_id = mine.trial_id
+           AND a.key IN ('{INFEASIBLE}', '{BUDGET_CUT}', '{PRUNING}', '{REASON}', '{TRACKING}')
     )
 """  # noqa: S608 the parts are constants
 
-# The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
-# nothing are marked, so that they no longer count against the trial's retries. One that is live, at a trial that was
-# failed from outside, is ended: its worker has not noticed yet.
+# Values up to the last checkpoint stay; later epochs run, and are reported, again. Failed attempts are marked, so that
+# they no longer count against the retries. A live attempt of a trial that another program failed is ended.
 _REOPEN = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
@@ -55,7 +54,7 @@ _REOPEN = sa.text(f"""
     ), places AS (
         DELETE FROM hpsearch_rungs r USING mine
          WHERE r.trial_id = mine.trial_id AND (SELECT epoch FROM resumed) IS NULL
-    ), {_FORGET_RESULT}, failures AS (
+    ), {_DELETE_RESULT}, failures AS (
         UPDATE hpsearch_attempts a
            SET ended_at = coalesce(ended_at, now()), outcome = coalesce(outcome || ', retried', 'cancelled') FROM mine
          WHERE a.trial_id = mine.trial_id AND (outcome IN ('lost', 'failed') OR outcome IS NULL)
@@ -64,7 +63,7 @@ _REOPEN = sa.text(f"""
 """)  # noqa: S608 the parts are constants
 
 
-_WAIT_AGAIN = sa.text(f"""
+_REQUEUE_PRUNED_AT_RUNGS = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_complete = NULL
           FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
@@ -73,67 +72,72 @@ _WAIT_AGAIN = sa.text(f"""
         RETURNING t.trial_id
     ), places AS (
         UPDATE hpsearch_rungs r SET retired_at = NULL FROM mine WHERE r.trial_id = mine.trial_id
-    ), {_FORGET_RESULT}
+    ), {_DELETE_RESULT}
     SELECT count(*) FROM mine
 """)  # noqa: S608 the parts are constants
 
 
-def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> int:
-    """Let trials wait at their rungs again that were pruned there, where a budget has places; return how many do.
+def requeue_pruned_at_rungs(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> int:
+    """Requeue trials that were pruned at a rung and that the larger budget may promote. Return their number.
 
-    Their checkpoints are gone: who goes on is trained anew to the rung, to the same values, which stay reported.
+    Their checkpoints are deleted. A promoted trial trains again up to the rung, and reports the same values.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        rungs: of the study.
-        n_trials: its budget from now on.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        rungs: rungs of the study.
+        n_trials: the new budget in trials.
     """
-    count_places(connection, study_id, rungs, n_trials=n_trials)
-    return int(connection.execute(_WAIT_AGAIN, {"study": study_id}).scalar_one())
+    recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
+    return int(connection.execute(_REQUEUE_PRUNED_AT_RUNGS, {"study": study_id}).scalar_one())
 
 
-_GO_ON_AGAIN = sa.text(f"""
+_REQUEUE_CUT_TRIALS = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
           FROM trial_user_attributes a
-         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = '{CUT}'
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = '{BUDGET_CUT}'
         RETURNING t.trial_id
-    ), {_FORGET_RESULT}
+    ), {_DELETE_RESULT}
     SELECT count(*) FROM mine
 """)  # noqa: S608 the parts are constants
 
 
-def go_on_again(connection: sa.Connection, study_id: int) -> int:
-    """Let trials go on that ran when the budget was spent; return how many do: after their last checkpoint.
+def requeue_cut_trials(connection: sa.Connection, study_id: int) -> int:
+    """Requeue trials that were cut off when the budget was spent, to resume from their last checkpoints.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+
+    Returns:
+        The number of requeued trials.
     """
-    return int(connection.execute(_GO_ON_AGAIN, {"study": study_id}).scalar_one())
+    return int(connection.execute(_REQUEUE_CUT_TRIALS, {"study": study_id}).scalar_one())
 
 
 def reopen_trial(
     engine: sa.Engine, study_id: int, trial_id: int, *, from_start: bool, rungs: Rungs | None = None
 ) -> tuple[bool, int | None]:
-    """Make a trial that is FAIL, or PRUNED as infeasible, the next to be claimed, with its number and parameters.
+    """Requeue a trial that is FAIL, or PRUNED as infeasible, with its number and parameters.
 
     Args:
-        engine: of the study's database.
-        study_id: the study of the trial.
-        trial_id: the trial.
-        from_start: whether to forget its checkpoints and all it has reported.
-        rungs: of its study, if trials wait there.
+        engine: engine of the study's database.
+        study_id: id of the study.
+        trial_id: id of the trial.
+        from_start: whether to delete its checkpoints and reported values.
+        rungs: rungs of the study; None if trials do not wait at rungs.
 
     Returns:
-        Whether the trial was in such a state (else nothing was written), and the last epoch, from 0, that it has a
-        checkpoint of and goes on after; None to start anew.
+        Whether the trial was in such a state (otherwise nothing was written), and the epoch, from 0, of the checkpoint
+        that it resumes from; None if it starts from scratch.
     """
     with engine.begin() as connection:
-        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         row = connection.execute(_REOPEN, {"trial": trial_id, "from_start": from_start}).one_or_none()
-        if rungs is not None and study is not None and row is not None and row.epoch is None:  # it left them
-            fronts.place_all(connection, study_id, rungs.several)
-            count_places(connection, study_id, rungs, n_trials=study.n_trials)
+        if (
+            rungs is not None and study is not None and row is not None and row.epoch is None
+        ):  # it restarts below the first rung
+            fronts.rerank_all(connection, study_id, rungs.maximize_each)
+            recompute_cutoffs(connection, study_id, rungs, n_trials=study.n_trials)
     return row is not None, None if row is None else row.epoch

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.embedded.postgres import Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from tests.deployment.machine import PASSWORDS, Machine, compose, free_port, tool
 from tests.faults.harness import Zygote
 
@@ -15,7 +15,7 @@ from tests.faults.harness import Zygote
 def machine(request: pytest.FixtureRequest, fresh_home: Path, open_folder: Path, zygote: Zygote) -> Iterator[Machine]:
     """The deployment by the settings that are the fixture's parameter, with nothing started but Postgres."""
     fresh_home.mkdir(mode=0o755)
-    server = Server(make_folder(fresh_home), fresh_home / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(fresh_home), fresh_home / "postgres.log")
     ports = {5432: server.start(None), **{port: free_port() for port in (5000, 8080, 443, 5443)}}
     secrets = dict(line.split("=", 1) for line in tool("hpsearch", "secrets").stdout.splitlines())
     assert set(secrets) >= set(PASSWORDS)

@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg2
 
-from hpsearch.storage.embedded.postgres import Server
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from tests.faults.harness import Command, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ class Machine:
     """The services' commands on this machine, beside a Postgres of their own."""
 
     folder: Path  # that every user can enter
-    server: Server
+    server: EmbeddedPostgres
     model: dict[str, Any]
     secrets: dict[str, str]
     ports: dict[int, int]  # of the file -> free ones here

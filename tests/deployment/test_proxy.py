@@ -19,7 +19,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.health import check_server, server_version
+from hpsearch.storage.mlflow.health import check_server, read_server_version
 from tests.deployment.machine import Machine
 from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
 
@@ -113,7 +113,7 @@ def test_behind_the_proxy(proxied: Machine, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "hpsearch")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
     check_server(uri)
-    assert server_version(uri)
+    assert read_server_version(uri)
     environment = {**os.environ, "MLFLOW_TRACKING_URI": uri}
     client = [sys.executable, "-c", UPLOAD]
     done = subprocess.run(client, env=environment, capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import pytest
 
 from hpsearch import ObjectiveError
 from tests.docs.devices import CHANGES, EXAMPLES
-from tests.objectives.own_loop.support import EPOCHS, trained, whole_and_resumed
+from tests.objectives.custom_loop.support import EPOCHS, trained, whole_and_resumed
 from tests.objectives.training.ranks.support import on_ranks
 
 _NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None

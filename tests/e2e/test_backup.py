@@ -11,7 +11,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.e2e.support import GATED, Cli, values
 from tests.faults.harness import Zygote
@@ -33,7 +33,7 @@ def homes(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator
 
 @pytest.fixture(scope="module")
 def here(homes: tuple[Path, Path], zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    return Cli(embedded.up(homes[0], dashboard=DASHBOARD), tmp_path_factory.mktemp("cwd"), zygote)
+    return Cli(embedded.up(homes[0], dashboard=DASHBOARD_COMMAND), tmp_path_factory.mktemp("cwd"), zygote)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_search_goes_on_elsewhere_from_a_backup_taken_while_it_ran(
     elsewhere = homes[1]
     said = here("restore", str(file), HPSEARCH_HOME=str(elsewhere))
     assert f"restored 2 studies, {TRIALS + len(before)} trials, " in said
-    there = Cli(embedded.up(elsewhere, dashboard=DASHBOARD), here.cwd, here.zygote)
+    there = Cli(embedded.up(elsewhere, dashboard=DASHBOARD_COMMAND), here.cwd, here.zygote)
     assert there.stack.tracking_uri != here.stack.tracking_uri
     moved = there.study(NAME)
     assert [trial.params for trial in moved.trials] == [trial.params for trial in before]

@@ -10,7 +10,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 from playwright.sync_api import Page, expect
 
-from hpsearch.search.study.ranking import front_of
+from hpsearch.search.study.ranking import find_pareto_front
 from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
 from tests.e2e.support import Cli
 
@@ -32,7 +32,7 @@ class Front:
     def numbers(self) -> list[int]:
         """Of the trials on the front, the best by the first metric first."""
         metrics = len(self.trials[0].values)
-        return [trial.number for trial in front_of(self.trials, [place == 0 for place in range(metrics)])]
+        return [trial.number for trial in find_pareto_front(self.trials, [place == 0 for place in range(metrics)])]
 
 
 def run(cli: Cli, what: str, name: str, trials: int) -> Front:
@@ -87,7 +87,7 @@ def test_the_report_draws_the_front(page: Page, cli: Cli, two: Front, width: int
     front.locator(f'.dot.best[data-trial="{number}"]').hover()
     told = page.locator("#tip")
     expect(told).to_contain_text(f"trial {number} · complete")
-    expect(told).to_contain_text("on the front")
+    expect(told).to_contain_text("on the Pareto front")
     for name, value in zip(("accuracy", "cost"), two.trials[number].values, strict=True):
         expect(told).to_contain_text(f"{name} {float(f'{value:.4g}'):g}")
     for name in ("lr", "width"):

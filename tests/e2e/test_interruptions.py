@@ -77,11 +77,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(cli: Cli, tmp_path: Path, u
         (gate := tmp_path / told.name).mkdir()
         process = start(cli, name, gate)
         process.send_signal(told)
-        wait_for(lambda: log.read_text().count("ending the epoch") == number + 1, "the worker to be told")  # noqa: B023 called at once
+        wait_for(lambda: log.read_text().count("finishing the epoch") == number + 1, "the worker to be told")  # noqa: B023 called at once
         (gate / "open").touch()
         output, _ = process.communicate()
         assert process.returncode == 130, output
-        assert "go on with: hpsearch run" in output
+        assert "continue with: hpsearch run" in output
         trials = cli.study(name).trials
         assert [t.state for t in trials] == [TrialState.COMPLETE] * number + [TrialState.WAITING]
         assert list(trials[number].intermediate_values) == [0, 1, 2], "the epoch was ended"
@@ -98,7 +98,7 @@ def test_a_lost_terminal_drains_the_run(cli: Cli, tmp_path: Path) -> None:
     os.close(terminal)
     process.send_signal(signal.SIGHUP)
     log = cli.stack.home / "logs" / "hung-up" / "worker-0.log"
-    wait_for(lambda: "ending the epoch" in log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in log.read_text(), "the worker to be told")
     (tmp_path / "open").touch()
     process.wait()
     trial = cli.study("hung-up").trials[0]
@@ -202,7 +202,7 @@ def test_killed_services_are_started_again_and_nothing_is_lost(
 ) -> None:
     broken = Cli(own_stack, cli.cwd, cli.zygote)
     process = start(broken, "killed-services", tmp_path)
-    for service in embedded.status(own_stack.home):
+    for service in embedded.read_status(own_stack.home):
         assert service.pid is not None
         for victim in [*psutil.Process(service.pid).children(recursive=True), psutil.Process(service.pid)]:
             with suppress(psutil.NoSuchProcess):  # it may have followed another

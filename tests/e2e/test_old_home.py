@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.embedded.stack import StackInfo, info
+from hpsearch.storage.embedded.stack import StackInfo, find_running
 from tests.e2e.support import Cli
 from tests.faults.harness import Zygote
 
@@ -30,14 +30,14 @@ def test_a_home_of_before_the_namespace_opens_and_resumes(
     with guarded_homes() as home:
         # Commands need the address of services only for their home, until `restore` has started some.
         Cli(StackInfo(home, "", "", "", ""), tmp_path, zygote)("restore", str(backup))
-        stack = info(home)
+        stack = find_running(home)
         assert stack is not None
         cli = Cli(stack, tmp_path, zygote)
 
         listed = cli("studies")
         assert re.search(r"cut +breast_cancer +0/4", listed)
         assert "kept@champion (trial 1)" in listed
-        assert "it is the next to be taken" in cli("show", "cut")
+        assert "a free worker resumes the trial next" in cli("show", "cut")
         before = epochs(cli)
         assert [len(trial) for trial in before] == [9, 1, 1, 1]
 

@@ -45,7 +45,7 @@ def test_a_search_by_each_kind_of_sampler_though_workers_are_killed(
         values = product([("kind", "a"), ("kind", "b")], [("lr", 0.01), ("lr", 0.1)], [("width", 8), ("width", 16)])
         assert configurations == set(values)
         refused = cli("extend", "grid", "--trials", "+1", code=2)
-        assert "--trials 9: grid has 8 configurations, and runs none twice" in refused
+        assert "--trials 9: grid has 8 configurations and runs each once" in refused
         assert "Traceback" not in refused
     if sampler == "brute_force":
         assert "the budget is spent" in cli(*command)  # joined: what was counted is the study's

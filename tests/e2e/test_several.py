@@ -62,8 +62,8 @@ def test_the_journey_of_several_metrics(cli: Cli, tmp_path: Path) -> None:
             assert re.search(rf"^ +{trial.number} +{trial.values[0]:.6g} +{trial.values[1]:.6g}$", text, re.MULTILINE)
 
     told = cli("finalists", NAME, "--seeds", "1")
-    assert "fresh mean" in told
-    assert re.search("^(front on 1 fresh division|winner: trial)", told, re.MULTILINE), told
+    assert "retrained" in told
+    assert re.search("^(front on 1 new split|winner: trial)", told, re.MULTILINE), told
     refused = cli("promote", NAME, code=2)
     assert re.fullmatch(
         rf"hpsearch: study '{NAME}' has \d trials that no other dominates \([\d, ]+\): choose one with --trial, or by "
@@ -74,7 +74,7 @@ def test_the_journey_of_several_metrics(cli: Cli, tmp_path: Path) -> None:
     number = int(re.match(rf"trial (\d+) of {NAME} is models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
     assert study.trials[number].values[1] == ONE, "the smallest"
     assert "unconfirmed: the test set was not opened for it" in promoted
-    opened = cli("open-test", NAME, "--yes")
+    opened = cli("evaluate-test", NAME, "--yes")
     assert re.search(r"^test accuracy 0\.\d+$|^test accuracy 1$", opened, re.MULTILINE)
     assert "unconfirmed" not in opened
     assert re.search(rf"^test set: accuracy .* for trial {number}$", opened, re.MULTILINE)

@@ -55,7 +55,7 @@ def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> Non
         "start": "started wine",
         "worker": "leaves with exit code 0",
         "finalists": "seed",
-        "open-test": "test accuracy",
+        "evaluate-test": "test accuracy",
         "promote": "models:/wine@champion (version 1)",
         "serve-check": "reproduced, in a process without this project's code",
         "gc": "freed",

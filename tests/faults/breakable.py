@@ -12,9 +12,9 @@ import psycopg2
 
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.urls import build
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
+from hpsearch.storage.urls import build_url
 from tests.faults.harness import LEASE, Arena, Worker
 from tests.waiting import wait_for
 
@@ -27,7 +27,7 @@ class Breakable:
         url: of the database, for a worker.
     """
 
-    server: Server
+    server: EmbeddedPostgres
     port: int
     url: str
 
@@ -35,7 +35,7 @@ class Breakable:
     def started(cls, home: Path) -> Breakable:
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        server = Server(make_folder(home), home / "logs" / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = server.start(None)
         create_databases(
             _url(server, port) + "?sslmode=disable", owner_password=OWNER, worker_password=WORKER, mlflow_password="m"
@@ -43,14 +43,14 @@ class Breakable:
 
         def url(user: str) -> str:
             where = {"host": "127.0.0.1", "port": port, "database": "optuna", "query": "sslmode=disable"}
-            return build(user=user, password=user, **where)  # type: ignore[arg-type]
+            return build_url(user=user, password=user, **where)  # type: ignore[arg-type]
 
         migrate(url(OWNER))
         return cls(server, port, url(WORKER))
 
     def kill(self) -> None:
         """End the server as a power cut would, with all its children."""
-        process = self.server.running()
+        process = self.server.find_process()
         assert process is not None
         for victim in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):  # a connection's, which was ending anyway
@@ -63,7 +63,7 @@ class Breakable:
         try:
             (arena.orders / "open").touch()
             back = time.monotonic() + 1.5 * LEASE
-            told = "the database is away"
+            told = "database unavailable, retrying"
             wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
             wait_for(lambda: time.monotonic() > back, "leases to run out")
         finally:
@@ -89,5 +89,5 @@ class Breakable:
             connection.close()
 
 
-def _url(server: Server, port: int) -> str:
-    return build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+def _url(server: EmbeddedPostgres, port: int) -> str:
+    return build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")

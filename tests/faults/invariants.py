@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import sqlalchemy as sa
 
-from hpsearch.storage.checkpoints.store import checkpoint_of
+from hpsearch.storage.checkpoints.store import get_checkpoint_path
 from tests.faults.scripted import EPOCHS
 
 OUTCOMES = {
@@ -143,7 +143,7 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     """No checkpoint is left that nobody would resume from, and no temporary file."""
     kept = {path for trial in trials for path in trial.pointers}
     assert not [t.number for t in trials if t.pointers and t.state != "FAIL"], "pointers of trials that have ended"
-    found = {checkpoint_of(str(path.relative_to(store))) for path in store.rglob("*") if path.is_file()}
+    found = {get_checkpoint_path(str(path.relative_to(store))) for path in store.rglob("*") if path.is_file()}
     assert found == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
     failed = {trial.number for trial in trials if trial.state == "FAIL"}
     names = ("last.pt", "previous.pt", "shards", ".*")

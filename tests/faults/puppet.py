@@ -26,12 +26,12 @@ def main(arguments: list[str]) -> int:
     exit_on_signals()
     spare()
     kill_points.install(run_step)
-    wrap("hpsearch.storage.journals.reader", "Reader.ship", follow_sender)
+    wrap("hpsearch.storage.journals.consumer", "Consumer.consume", follow_sender)
     wrap("hpsearch.objectives.training.loop.epoch", "train_step", follow_steps)
     if least := os.environ.get("STALL_LEAST"):
         from hpsearch.search.worker import watchdog
 
-        watchdog.LEAST = float(least)
+        watchdog.MIN_PAUSE_SECONDS = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
     from hpsearch.search.cli import run_command
@@ -79,15 +79,15 @@ def wants_model() -> bool:
 
 
 def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
-    def ship(self: Any, place: Any) -> Any:
-        head = place.journal.head
-        orders.Sending.trial, orders.Sending.attempt = head.number, head.attempt
+    def consume(self: Any, cursor: Any) -> Any:
+        header = cursor.journal.header
+        orders.Sending.trial, orders.Sending.attempt = header.number, header.attempt
         try:
-            return original(self, place)
+            return original(self, cursor)
         finally:
             orders.Sending.trial = None
 
-    return ship
+    return consume
 
 
 def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,5 +137,5 @@ def spare() -> None:
     from hpsearch.objectives.training.reports import run_dir
     from hpsearch.search.run import search
 
-    run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]
+    run_dir.plot_curves = run_dir.plot_gradient_norms = lambda *_args, **_kwargs: None  # type: ignore[assignment]
     search.smoke_test = lambda *_: None

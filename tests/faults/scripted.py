@@ -35,7 +35,7 @@ class Scripted(Objective):
             batch_size=32,
             ema_decay=0.9,
             strategy=os.environ.get("STRATEGY", "ddp"),
-            shard_above=0.0,
+            shard_checkpoint_above_gib=0.0,
         )
 
     def data(self, seed: int) -> Splits:

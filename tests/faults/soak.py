@@ -138,7 +138,7 @@ def soak(
 
 def main() -> None:
     """Soak by hand."""
-    from hpsearch.search.services import DASHBOARD
+    from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -152,7 +152,7 @@ def main() -> None:
         folder = Path(name).resolve()
         folder.chmod(0o755)
         zygote = Zygote(shared.enter_context(zygotes(folder / "zygote"))(), folder)
-        info = stack.up(folder / "stack", dashboard=DASHBOARD)
+        info = stack.up(folder / "stack", dashboard=DASHBOARD_COMMAND)
         server = Breakable.started(folder / "postgres")
         try:
             path = folder / "undisturbed.json"

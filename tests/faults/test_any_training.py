@@ -100,7 +100,7 @@ def assert_confirmed(arena: Arena, study: StoredStudy, reference: str) -> None:
     assert found.winner == found.rows[0].trial
     objective = load_objective(reference)
     if isinstance(objective, LoopObjective) and not objective.defines("test"):
-        said = arena.run("open-test", NAME, "--yes", code=2)
+        said = arena.run("evaluate-test", NAME, "--yes", code=2)
         assert "has no test()" in said
     else:
-        assert f"test {objective.metric} " in arena.run("open-test", NAME, "--yes")
+        assert f"test {objective.metric} " in arena.run("evaluate-test", NAME, "--yes")

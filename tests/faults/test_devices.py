@@ -200,7 +200,7 @@ def test_all_processes_leave_after_the_same_epoch_when_one_is_told(
     pids = [int((arena.orders / f"obeyed-{rank}").read_text()) for rank in range(2)]
     pid = worker.pid if told == "worker" else pids[int(told[-1])]
     psutil.Process(pid).send_signal(signal.SIGTERM)
-    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "it to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "it to be told")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     assert worker.exit_code == 128 + 15, arena.tell("")

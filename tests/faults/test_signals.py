@@ -26,7 +26,7 @@ def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
         wait_for(lambda: arena.obeyed(number), "the worker to be in mid-epoch")  # noqa: B023 called at once
     for worker in workers:
         worker.send(signal.SIGTERM)
-        wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")  # noqa: B023 called at once
+        wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")  # noqa: B023 called at once
     workers[1].send(signal.SIGKILL)
     wait_for(lambda: arena.reap() or workers[1].ended, "the worker to be killed")
     (arena.orders / "open").touch()
@@ -56,7 +56,7 @@ def test_a_worker_that_trains_again_what_was_reported_leaves_when_told(
     again = arena.start()
     wait_for(lambda: arena.obeyed(1), "the worker to be in its first epoch")
     again.send(signal.SIGTERM)
-    wait_for(lambda: "ending the epoch" in again.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in again.log.read_text(), "the worker to be told")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or again.ended, "the worker to leave")
     assert [e["epoch"] for e in arena.events("training") if e["attempt"] == 2] == [0]

@@ -9,7 +9,7 @@ import optuna
 import psutil
 import pytest
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
@@ -29,14 +29,14 @@ class Server:
         self.home, self.uri = stack.home, stack.tracking_uri
 
     def kill(self) -> None:
-        [service] = [one for one in embedded.status(self.home) if one.name == "MLflow"]
+        [service] = [one for one in embedded.read_status(self.home) if one.name == "MLflow"]
         process = psutil.Process(service.pid)
         for victim in [process, *process.children(recursive=True)]:
             victim.send_signal(signal.SIGKILL)
         psutil.wait_procs([process])
 
     def start(self) -> None:
-        assert embedded.up(self.home, dashboard=DASHBOARD).tracking_uri == self.uri
+        assert embedded.up(self.home, dashboard=DASHBOARD_COMMAND).tracking_uri == self.uri
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_search_begins_without_mlflow_and_tells_it_later(arena: Arena, undistu
         arena.create(2, [])
         told = arena.workers[0].log.read_text()
         assert "no MLflow server answers" in told
-        assert "the search goes on" in told
+        assert "the search continues" in told
         assert "no MLflow server answers" in arena.run("worker", "--study", arena.name, "--tracking-required", code=1)
         workers = [arena.start() for _ in range(2)]
         wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")

@@ -24,7 +24,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that look at none: drawing them takes longer than such short runs take otherwise."""
-    for name in ("curves", "gradient_flow"):
+    for name in ("plot_curves", "plot_gradient_norms"):
         monkeypatch.setattr(run_dir, name, lambda *_args, **_kwargs: None)
 
 

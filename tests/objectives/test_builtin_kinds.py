@@ -133,8 +133,8 @@ def test_it_beats_its_baseline_and_its_export_scores_what_was_recorded(name):
     result = fit(objective, objective.default_config(), RunPlan(epochs, 0, 0), device="cpu")
     ahead = result.best_value - baseline if objective.direction == "maximize" else baseline - result.best_value
     assert ahead > 0
-    exported = result.exported()
-    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in exported.free]
+    exported = result.exportable_model()
+    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in exported.dynamic_dims]
     arguments = tuple(part for _, part in exported.inputs)
     program = torch.export.export(exported.module, arguments, dynamic_shapes=shapes)
     loaded = program.module()

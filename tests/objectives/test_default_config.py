@@ -4,7 +4,7 @@ import optuna
 import pytest
 
 from hpsearch import ObjectiveError, TrainConfig
-from hpsearch.objectives.search_space import Given
+from hpsearch.objectives.search_space import FixedTrial
 from tests.objectives.training.support import fit
 
 
@@ -13,7 +13,7 @@ def _wide(_self, trial):
         lr=trial.suggest_float("lr", 1e-4, 1e-2, log=True),
         weight_decay=trial.suggest_float("weight_decay", 0.0, 0.1, step=0.04),
         batch_size=trial.suggest_int("batch_size", 8, 128, log=True),
-        accumulate=trial.suggest_int("accumulate", 1, 8, step=3),
+        gradient_accumulation_steps=trial.suggest_int("gradient_accumulation_steps", 1, 8, step=3),
         optimizer=trial.suggest_categorical("optimizer", ["sgd", "adamw"]),
     )
 
@@ -22,14 +22,14 @@ def test_the_default_is_the_middle_of_the_search_space(objective_with):
     found = objective_with(suggest=_wide).default_config()
     assert found.lr == pytest.approx(1e-3)
     assert found.weight_decay == pytest.approx(0.04)
-    assert (found.batch_size, found.accumulate, found.optimizer) == (32, 4, "sgd")
+    assert (found.batch_size, found.gradient_accumulation_steps, found.optimizer) == (32, 4, "sgd")
 
 
 def test_every_middle_is_in_its_range():
     """Optuna, asked to take what the middle gives, finds it in the distribution."""
     study = optuna.create_study()
     for low, high, step in ((1, 1, 1), (0, 6, 3), (3, 100, 1), (2, 9, 7)):
-        middle = Given({}).suggest_int("n", low, high, step=step)
+        middle = FixedTrial({}).suggest_int("n", low, high, step=step)
         study.enqueue_trial({"n": middle})
         trial = study.ask({"n": optuna.distributions.IntDistribution(low, high, step=step)})
         assert trial.params["n"] == middle

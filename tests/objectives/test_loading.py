@@ -118,32 +118,32 @@ def test_a_base_class_with_an_underscore_is_passed_over(write):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("digit", "unknown objective 'digit': did you mean 'digits'?"),
+        ("digit", "unknown objective 'digit'; did you mean 'digits'?"),
         (
             "qqqq",
-            f"unknown objective 'qqqq': known: {', '.join(sorted(BUILTIN))}",
+            f"unknown objective 'qqqq'; known: {', '.join(sorted(BUILTIN))}",
         ),
         ("", "unknown objective ''"),
         ("mine", "did you mean the file mine.py?"),
         ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
-        ("nowhere.py", "no objective file nowhere.py: `hpsearch init nowhere.py` writes one"),
+        ("nowhere.py", "no objective file nowhere.py; create one with `hpsearch init nowhere.py`"),
         ("some/nowhere.py:Mine", "no objective file some/nowhere.py"),
         ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
         ("hpsearch.nothing:Mine", "no module 'hpsearch.nothing'"),
-        ("..:Mine", "is not the name of a module"),
+        ("..:Mine", "is not a module name"),
         (
             "hpsearch.objectives.builtin.digits:Digit",
-            "hpsearch.objectives.builtin.digits has no 'Digit': did you mean 'Digits'?",
+            "hpsearch.objectives.builtin.digits has no 'Digit'; did you mean 'Digits'?",
         ),
         (
             "hpsearch.objectives.builtin.digits:CLASSES",
-            "hpsearch.objectives.builtin.digits:CLASSES is not an Objective",
+            "hpsearch.objectives.builtin.digits:CLASSES is not an objective",
         ),
         ("hpsearch.objectives.builtin.digits:nn.Module", "hpsearch.objectives.builtin.digits has no 'nn.Module'"),
-        ("mine.py:Yours", "mine.py has no 'Yours': known: Mine"),
-        ("two.py", "two.py defines 2 objectives (First, Second): say which, as in two.py:First"),
-        ("none.py", "none.py defines no Objective: subclass hpsearch.Objective in it"),
-        ("none.py:Mine", "none.py has no 'Mine': it defines no Objective"),
+        ("mine.py:Yours", "mine.py has no 'Yours'; known: Mine"),
+        ("two.py", "two.py defines 2 objectives (First, Second); select one, as in two.py:First"),
+        ("none.py", "none.py defines no Objective; subclass hpsearch.Objective in it"),
+        ("none.py:Mine", "none.py has no 'Mine'; it defines no Objective"),
     ],
 )
 def test_what_cannot_be_found_is_told_with_a_remedy(write, reference, message):
@@ -196,7 +196,7 @@ def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypa
     write("mine.py", text)
     told = _refused("mine.py")
     assert told.startswith("mine.py:1: ")
-    remedy = f"(where it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
+    remedy = f"(if it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
     assert told.endswith(remedy) if package else "a package:" not in told
 
 
@@ -219,7 +219,7 @@ def test_a_package_called_as_one_of_hpsearch_is_told_with_both_remedies(write, m
 
 
 def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("hpsearch.objectives.errors._LIBRARIES", (tmp_path,))
+    monkeypatch.setattr("hpsearch.objectives.errors._LIBRARY_FOLDERS", (tmp_path,))
     write("deeper.py", "def f():\n    raise KeyError('x')\n")
     write("mine.py", "import deeper\n\ndeeper.f()\n")
     assert _refused("mine:Mine") == "mine.py:3: KeyError: 'x'"
@@ -234,14 +234,14 @@ def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("pass", "Mine lacks data, model, suggest: an Objective defines"),
-        ("def __init__(self, path): ...", "Mine cannot be made: "),
-        (None, "Mine cannot be made: mine.py:5: KeyError: 'HOME_OF_DATA'"),
+        ("pass", "Mine does not define data, model, suggest; an Objective needs"),
+        ("def __init__(self, path): ...", r"Mine\(\) failed: "),
+        (None, r"Mine\(\) failed: mine.py:5: KeyError: 'HOME_OF_DATA'"),
         ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),
-        ("metric = None", "Mine.metric must be a word, not None"),
-        ("name = ''", "Mine.name must be a word, not ''"),
-        ("epochs = 0", "Mine.epochs must be a whole number of at least 1, not 0"),
-        ("n_trials = 2.5", "Mine.n_trials must be a whole number of at least 1, not 2.5"),
+        ("metric = None", "Mine.metric must be a non-empty string, not None"),
+        ("name = ''", "Mine.name must be a non-empty string, not ''"),
+        ("epochs = 0", "Mine.epochs must be an integer of at least 1, not 0"),
+        ("n_trials = 2.5", "Mine.n_trials must be an integer of at least 1, not 2.5"),
     ],
 )
 def test_an_objective_that_cannot_be_used_is_told(write, body, message):

@@ -4,7 +4,7 @@ import pytest
 
 from hpsearch import LoopObjective, ObjectiveError, load_objective
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.measured import MEASURED, value_of
+from hpsearch.objectives.model_metrics import MODEL_METRICS, get_metric_value
 from tests.objectives.training.support import Wine
 
 ERRORS = {"error": "minimize", "model_mb": "minimize"}
@@ -29,14 +29,23 @@ def test_the_first_is_the_metric_by_which_the_best_epoch_is_chosen():
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
-        ({"metric": "accuracy", "directions": SEVERAL}, "Several.metric is 'accuracy', but directions begin with 'mac"),
-        ({"direction": "minimize", "directions": SEVERAL}, "Several.direction is 'minimize', but directions begin"),
+        (
+            {"metric": "accuracy", "directions": SEVERAL},
+            "Several.metric is 'accuracy', but the first entry of directions is 'mac",
+        ),
+        (
+            {"direction": "minimize", "directions": SEVERAL},
+            "Several.direction is 'minimize', but the first entry of directions is",
+        ),
         (
             {"directions": {"accuracy": "max"}},
-            "Several.directions: accuracy must be 'maximize' or 'minimize', not",
+            "Several.directions['accuracy'] must be 'maximize' or 'minimize', not",
         ),
-        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary of directions by metric"),
-        ({"directions": {1: "maximize"}}, "Several.directions must be a dictionary of directions by metric"),
+        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary of 'maximize' or 'minimize' by metric"),
+        (
+            {"directions": {1: "maximize"}},
+            "Several.directions must be a dictionary of 'maximize' or 'minimize' by metric",
+        ),
     ],
 )
 def test_directions_that_are_none_are_refused_where_the_class_is_made(attributes, said):
@@ -69,7 +78,7 @@ def test_a_function_has_them_as_attributes(tmp_path):
 
 
 def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
-    wine.also_report(["accuracy", "latency_ms", "macro_f1", "latency_ms", "loss"])
+    wine.set_reported_metrics(["accuracy", "latency_ms", "macro_f1", "latency_ms", "loss"])
     assert wine.reported == ("latency_ms", "macro_f1", "loss")
     assert Wine.reported == ()
 
@@ -79,28 +88,28 @@ def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
 )
 def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
     with pytest.raises(MetricError) as error:
-        wine.also_report([name])
-    assert f"metric {name!r} is none that comes with accuracy, nor measured" in str(error.value)
+        wine.set_reported_metrics([name])
+    assert f"metric {name!r} is not reported with accuracy; " in str(error.value)
     assert near in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_what_nobody_can_know_yet_is_not_refused(objective_with):
     own = objective_with(metrics=lambda self, train: None)
-    own.also_report(["whatever"])
+    own.set_reported_metrics(["whatever"])
     measuring = objective_with(measures=lambda self, model, config: {})
-    measuring.also_report(["sparsity"])
+    measuring.set_reported_metrics(["sparsity"])
     assert (own.reported, measuring.reported) == (("whatever",), ("sparsity",))
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", MODEL_METRICS)
 def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
-    with pytest.raises(MetricError, match="does not tell the best epoch"):
-        wine.judge_by(name, "minimize")
+    with pytest.raises(MetricError, match="cannot select the best epoch"):
+        wine.set_metric(name, "minimize")
 
 
 def test_the_value_of_a_metric_in_a_record():
     record = {"val_accuracy": 0.5, "latency_ms": 3.0, "parameters": 1.0, "val_parameters": 2.0}
-    assert [value_of(record, name) for name in ("accuracy", "latency_ms", "parameters")] == [0.5, 3.0, 2.0]
+    assert [get_metric_value(record, name) for name in ("accuracy", "latency_ms", "parameters")] == [0.5, 3.0, 2.0]
     with pytest.raises(KeyError, match=r"^'model_mb'$"):
-        value_of(record, "model_mb")
+        get_metric_value(record, "model_mb")

@@ -71,8 +71,8 @@ def opened(database_url: str) -> Iterator[Open]:
     """Opens the database as a storage of its own, and closes it after the test."""
     storages: list[PostgresStorage] = []
 
-    def open_one(application_name: str, *, patience: float) -> PostgresStorage:
-        storages.append(open_storage(database_url, application_name=application_name, patience=patience))
+    def open_one(application_name: str, *, retry_seconds: float) -> PostgresStorage:
+        storages.append(open_storage(database_url, application_name=application_name, retry_seconds=retry_seconds))
         return storages[-1]
 
     yield open_one

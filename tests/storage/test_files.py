@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.files import append_whole, lock_file, size_of
+from hpsearch.storage.files import append_atomically, compute_folder_bytes, lock_file
 
 
 def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "kept").write_bytes(b"x" * 1000)
     (tmp_path / "link").symlink_to(tmp_path / "kept")
-    own = size_of(tmp_path)
+    own = compute_folder_bytes(tmp_path)
     assert own == 1000 + len(str(tmp_path / "kept")), "a link is as long as its target's name"
     end = threading.Event()
 
@@ -31,17 +31,17 @@ def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
     other = threading.Thread(target=disturb)
     other.start()
     try:
-        assert {size_of(tmp_path) for _ in range(300)} == {own}
+        assert {compute_folder_bytes(tmp_path) for _ in range(300)} == {own}
     finally:
         end.set()
         other.join()
-    assert size_of(tmp_path / "nothing") == 0
+    assert compute_folder_bytes(tmp_path / "nothing") == 0
 
 
 def test_an_append_without_room_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "file", os.write
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    append_whole(descriptor, b"first\n", 0)
+    append_atomically(descriptor, b"first\n", 0)
 
     def torn(descriptor: int, data: bytes) -> int:
         if len(data) < 5:
@@ -51,9 +51,9 @@ def test_an_append_without_room_leaves_the_file_as_it_was(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", torn)
         with pytest.raises(OSError, match="No space left"):
-            append_whole(descriptor, b"second\n", 6)
+            append_atomically(descriptor, b"second\n", 6)
     assert path.read_bytes() == b"first\n"
-    append_whole(descriptor, b"second\n", 6)
+    append_atomically(descriptor, b"second\n", 6)
     os.close(descriptor)
     assert path.read_bytes() == b"first\nsecond\n"
 

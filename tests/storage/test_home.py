@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import home_dir, private_folder
+from hpsearch.storage.home import make_private_folder, prepare_home
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
 
-_SHOW = "from hpsearch.storage.home import home_dir; print(home_dir())"
+_SHOW = "from hpsearch.storage.home import prepare_home; print(prepare_home())"
 
 
 def _mode(path: Path) -> int:
@@ -22,30 +22,30 @@ def _mode(path: Path) -> int:
 
 def test_the_argument_wins_over_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "variable"))
-    assert home_dir() == tmp_path / "variable"
-    assert home_dir(str(tmp_path / "argument")) == tmp_path / "argument"
+    assert prepare_home() == tmp_path / "variable"
+    assert prepare_home(str(tmp_path / "argument")) == tmp_path / "argument"
 
 
 def test_it_is_made_with_its_parents_for_its_owner_alone(tmp_path: Path) -> None:
-    home = home_dir(str(tmp_path / "with spaces" / ("long" * 50) / "home"))
+    home = prepare_home(str(tmp_path / "with spaces" / ("long" * 50) / "home"))
     # Root's may be passed through: its Postgres runs as somebody else.
     assert _mode(home) == (0o711 if os.geteuid() == 0 else 0o700)
-    assert _mode(private_folder(home / "a" / "b")) == 0o700
+    assert _mode(make_private_folder(home / "a" / "b")) == 0o700
 
 
 def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
-    assert home_dir(str(tmp_path)) == tmp_path
+    assert prepare_home(str(tmp_path)) == tmp_path
     assert _mode(tmp_path) == 0o750
 
 
 def test_a_relative_path_and_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
-    assert home_dir("here") == tmp_path / "here"
-    assert home_dir("~/mine") == tmp_path / "user" / "mine"
+    assert prepare_home("here") == tmp_path / "here"
+    assert prepare_home("~/mine") == tmp_path / "user" / "mine"
     with pytest.raises(StorageError, match="unknown user"):
-        home_dir("~nobody-of-this-name/mine")
+        prepare_home("~nobody-of-this-name/mine")
 
 
 @pytest.mark.parametrize("value", ["file/home", "file", "/proc/1/home", "a\0b"])
@@ -53,7 +53,7 @@ def test_a_place_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"^HPSEARCH_HOME ") as raised:
-        home_dir(value)
+        prepare_home(value)
     assert "set HPSEARCH_HOME to a folder that you may write to" in str(raised.value)
     assert "\n" not in str(raised.value)
 

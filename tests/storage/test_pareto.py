@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpsearch.storage.rungs.fronts import best_first, crowding, dominating, front, hypervolume, losses_of, ranks
+from hpsearch.storage.rungs.fronts import (
+    compute_crowding_distances,
+    compute_front_ranks,
+    compute_hypervolume,
+    count_dominating,
+    find_front,
+    sort_by_crowding,
+    to_losses,
+)
 
 vectors = st.integers(1, 3).flatmap(
     lambda metrics: st.lists(st.tuples(*[st.integers(0, 5)] * metrics), min_size=1, max_size=30)
@@ -18,7 +26,7 @@ def dominates(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 @given(vectors)
 def test_a_front_is_what_none_dominates_when_those_before_it_are_gone(found: list[tuple[int, ...]]) -> None:
-    rank = ranks(np.array(found, dtype=float))
+    rank = compute_front_ranks(np.array(found, dtype=float))
     left, expected = set(range(len(found))), 0
     while left:
         best = {one for one in left if not any(dominates(found[other], found[one]) for other in left)}
@@ -29,36 +37,36 @@ def test_a_front_is_what_none_dominates_when_those_before_it_are_gone(found: lis
 @given(vectors)
 def test_who_is_dominated_by_how_many(found: list[tuple[int, ...]]) -> None:
     expected = [sum(dominates(other, one) for other in found) for one in found]
-    assert dominating(np.array(found, dtype=float)).tolist() == expected
+    assert count_dominating(np.array(found, dtype=float)).tolist() == expected
 
 
 @given(vectors)
 def test_the_order_goes_front_by_front(found: list[tuple[int, ...]]) -> None:
     losses = np.array(found, dtype=float)
-    order = best_first(losses)
+    order = sort_by_crowding(losses)
     assert sorted(order) == list(range(len(found)))
-    assert (np.diff(ranks(losses)[order]) >= 0).all()
+    assert (np.diff(compute_front_ranks(losses)[order]) >= 0).all()
 
 
 def test_values_become_losses() -> None:
-    losses = losses_of([(0.9, 5.0), (float("nan"), 1.0)], [True, False])
+    losses = to_losses([(0.9, 5.0), (float("nan"), 1.0)], [True, False])
     assert losses.tolist() == [[-0.9, 5.0], [np.inf, 1.0]]
-    assert losses_of([], [True, False]).shape == (0, 2)
+    assert to_losses([], [True, False]).shape == (0, 2)
 
 
 def test_the_ends_of_a_front_come_first_and_then_who_has_most_room() -> None:
     losses = np.array([[0.0, 10.0], [1.0, 9.0], [2.0, 3.0], [10.0, 0.0], [1.0, 9.0]])
-    assert crowding(losses).tolist() == pytest.approx([np.inf, 0.9, 1.8, np.inf, 0.0])
-    assert best_first(losses) == [0, 3, 2, 1, 4]
-    assert front(losses) == [0, 1, 2, 3, 4]
+    assert compute_crowding_distances(losses).tolist() == pytest.approx([np.inf, 0.9, 1.8, np.inf, 0.0])
+    assert sort_by_crowding(losses) == [0, 3, 2, 1, 4]
+    assert find_front(losses) == [0, 1, 2, 3, 4]
 
 
 def test_infinite_losses_do_not_hide_the_others() -> None:
     losses = np.array([[np.inf, 0.0], [1.0, 1.0], [0.5, 2.0]])
-    assert front(losses) == [0, 1, 2]
-    assert not np.isnan(crowding(losses)).any()
+    assert find_front(losses) == [0, 1, 2]
+    assert not np.isnan(compute_crowding_distances(losses)).any()
 
 
 def test_the_volume_that_is_dominated() -> None:
-    assert hypervolume(np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [5.0, 0.0]]), [4.0, 4.0]) == 8.0
-    assert hypervolume(np.empty((0, 2)), [1.0, 1.0]) == 0.0
+    assert compute_hypervolume(np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [5.0, 0.0]]), [4.0, 4.0]) == 8.0
+    assert compute_hypervolume(np.empty((0, 2)), [1.0, 1.0]) == 0.0

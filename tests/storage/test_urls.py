@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.urls import build, normalise, redact
+from hpsearch.storage.urls import build_url, normalise_url, redact
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from hpsearch.storage.urls import build, normalise, redact
     ],
 )
 def test_every_spelling_becomes_one(given: str, normal: str) -> None:
-    assert normalise(given) == normal
-    assert normalise(normal) == normal
+    assert normalise_url(given) == normal
+    assert normalise_url(normal) == normal
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_every_spelling_becomes_one(given: str, normal: str) -> None:
 )
 def test_anything_else_is_refused_without_its_password(given: str) -> None:
     with pytest.raises(StorageError) as raised:
-        normalise(given, setting="--here")
+        normalise_url(given, setting="--here")
     message = str(raised.value)
     assert message.startswith("--here")
     assert "\n" not in message
@@ -59,6 +59,8 @@ def test_redact_keeps_all_but_the_password() -> None:
 def test_build_escapes_what_it_is_given() -> None:
     from sqlalchemy.engine import make_url
 
-    url = make_url(build(user="a b", password="p@/:#?%&", host="::1", port=5, database="d", query="sslmode=disable"))
+    url = make_url(
+        build_url(user="a b", password="p@/:#?%&", host="::1", port=5, database="d", query="sslmode=disable")
+    )
     assert (url.username, url.password, url.host, url.port, url.database) == ("a b", "p@/:#?%&", "::1", 5, "d")
     assert url.query == {"sslmode": "disable"}

@@ -12,8 +12,8 @@ from optuna.samplers import BaseSampler
 from benchmarks.search_quality.peers import Flat, syne_tune_domain
 from benchmarks.search_quality.several.problems import TwoMetrics
 from benchmarks.search_quality.simulation import Work
-from hpsearch.search.curves.multi_objective import path
-from hpsearch.storage.rungs.fronts import ranks
+from hpsearch.search.freeze_thaw.multi_objective import track_incumbent
+from hpsearch.storage.rungs.fronts import compute_front_ranks
 
 
 class Optuna:
@@ -36,7 +36,7 @@ class Optuna:
         self._values[trial][epoch + 1] = value
         if epoch + 1 < self._training.problem.epochs:
             return True
-        best = path(self._values.pop(trial), self._training.maximize)[epoch + 1]
+        best = track_incumbent(self._values.pop(trial), self._training.maximize)[epoch + 1]
         self._study.tell(self._running.pop(trial), (best * np.where(self._training.maximize, -1.0, 1.0)).tolist())
         return False
 
@@ -103,20 +103,20 @@ def as_shipped(objectives: np.ndarray) -> np.ndarray:
     sorted vectors for their places; so it stops others than it means to.
     """
     found: list[int] = []
-    front_of = ranks(objectives)
-    for front in range(int(front_of.max()) + 1):
-        members = np.flatnonzero(front_of == front)
+    find_pareto_front = compute_front_ranks(objectives)
+    for front in range(int(find_pareto_front.max()) + 1):
+        members = np.flatnonzero(find_pareto_front == front)
         found += members[np.argsort(net(objectives[members]))].tolist()
     return np.array(found)
 
 
 def as_meant(objectives: np.ndarray) -> np.ndarray:
     """The places of vectors [n] as Schmucker et al. have them: by front, within one by an epsilon-net, not scaled."""
-    front_of = ranks(objectives)
+    find_pareto_front = compute_front_ranks(objectives)
     found = np.empty(len(objectives), dtype=int)
-    for front in range(int(front_of.max()) + 1):
-        members = np.flatnonzero(front_of == front)
-        found[members[net(objectives[members])]] = (front_of < front).sum() + np.arange(len(members))
+    for front in range(int(find_pareto_front.max()) + 1):
+        members = np.flatnonzero(find_pareto_front == front)
+        found[members[net(objectives[members])]] = (find_pareto_front < front).sum() + np.arange(len(members))
     return found
 
 

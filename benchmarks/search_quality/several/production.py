@@ -16,12 +16,12 @@ from optuna.trial import TrialState
 from benchmarks.search_quality.production import table
 from benchmarks.search_quality.several.problems import TwoMetrics
 from benchmarks.search_quality.simulation import Work
-from hpsearch.search.curves.multi_objective import path
+from hpsearch.search.freeze_thaw.multi_objective import track_incumbent
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.samplers.suggest import make_sampler
-from hpsearch.storage.rungs.fronts import order
+from hpsearch.storage.rungs.fronts import sort_by_front
 
 
 class Production:
@@ -88,7 +88,7 @@ class Production:
 
     def _worth(self, trial: int) -> np.ndarray:
         values = {epoch + 1: vector for epoch, vector in self._values[trial].items()}
-        return path(values, self._training.maximize)[max(values)]
+        return track_incumbent(values, self._training.maximize)[max(values)]
 
     def _promotable(self, rung: int) -> int | None:
         return next((trial for trial in self._best[rung] if trial not in self._on[rung]), None)
@@ -101,4 +101,4 @@ class Production:
         if not places:
             return []
         losses = np.array([self._rungs[rung][trial] for trial in reached])
-        return [reached[place] for place in order(losses, places)]
+        return [reached[place] for place in sort_by_front(losses, places)]

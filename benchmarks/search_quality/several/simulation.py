@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.search_quality.simulation import Simulation, Work
-from hpsearch.storage.rungs.fronts import front, hypervolume
+from hpsearch.storage.rungs.fronts import compute_hypervolume, find_front
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Worth:
     spent: list[int] = field(default_factory=list)
     volume: list[float] = field(default_factory=list)
 
-    def most(self, epochs: int) -> float:
+    def max_trials(self, epochs: int) -> float:
         """The most it was worth until so many epochs were spent."""
         return max(self.volume[: bisect.bisect_right(self.spent, epochs)], default=0.0)
 
@@ -72,8 +72,8 @@ class SeveralMetrics(Simulation):
         if number in self._shown and shown[0] >= self._shown[number][0]:
             return
         self._shown[number], self._true[number] = shown, true
-        kept = front(np.array(list(self._shown.values())))
-        volume = hypervolume(np.array(list(self._true.values()))[kept], self.reference)
+        kept = find_front(np.array(list(self._shown.values())))
+        volume = compute_hypervolume(np.array(list(self._true.values()))[kept], self.reference)
         if not self.worth.volume or volume != self.worth.volume[-1]:
             self.worth.spent.append(self.history.epochs)
             self.worth.volume.append(volume)

@@ -20,7 +20,7 @@ from benchmarks.search_quality.several.run import ratio
 from benchmarks.search_quality.several.simulation import SeveralMetrics, Worth
 from benchmarks.search_quality.simulation import Work
 from hpsearch.objectives.builtin.breast_cancer import BreastCancer
-from hpsearch.storage.rungs.fronts import ranks
+from hpsearch.storage.rungs.fronts import compute_front_ranks
 
 PROBLEM = Problem(BreastCancer, "tuning")
 
@@ -65,7 +65,7 @@ def simulated(sampler: str, *, budget: int = 300, seed: int = 0) -> tuple[Watche
     return way, simulation
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2", "curves"])
+@pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2", "freeze_thaw"])
 def test_a_search_is_a_function_of_its_seed(sampler: str) -> None:
     first, second, other = (simulated(sampler, seed=seed, budget=80)[0].told for seed in (1, 1, 2))
     assert first == second
@@ -80,9 +80,12 @@ def test_the_first_fronts_go_on_once_per_rung_and_where_they_were_left() -> None
     assert any(work.params is None for work in way.given)
     at_first = {trial: value for trial, epoch, value in way.told if epoch == 0}
     on = {trial for trial, epoch, _ in way.told if epoch == 1}
-    front_of = ranks(np.array([[-a, b] for a, b in at_first.values()]))
+    find_pareto_front = compute_front_ranks(np.array([[-a, b] for a, b in at_first.values()]))
     numbers = list(at_first)
-    mean = {who: np.mean([front_of[numbers.index(t)] for t in numbers if (t in on) == who]) for who in (True, False)}
+    mean = {
+        who: np.mean([find_pareto_front[numbers.index(t)] for t in numbers if (t in on) == who])
+        for who in (True, False)
+    }
     assert mean[True] + 1 < mean[False]
     assert simulation.history.epochs == len(way.told) == 300
 

@@ -38,8 +38,8 @@ OURS: dict[str, Make] = {
     "hpsearch random + asha": ours("random"),
     "hpsearch nsga2 + asha": ours("nsga2"),
     "hpsearch tpe + asha": ours("tpe"),
-    "hpsearch curves + asha": ours("curves"),
-    "hpsearch curves + none": ours("curves", "none"),
+    "hpsearch freeze_thaw + asha": ours("freeze_thaw"),
+    "hpsearch freeze_thaw + none": ours("freeze_thaw", "none"),
 }
 
 WAYS = PEERS | OURS

@@ -1,4 +1,4 @@
-"""The held-out test split, opened on purpose and by nothing else; and the best weights of a run, judged again."""
+"""Restore the best weights of a run, and evaluate them on the validation or the held-out test split."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from torch import nn
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.evaluate import evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.evaluation.step import Call, Stepping
-from hpsearch.objectives.training.exportable import example_of, exportable
-from hpsearch.objectives.training.loop.prepared import prepared_splits
-from hpsearch.objectives.training.loop.stepping import build_stepping, call_in
+from hpsearch.objectives.training.evaluation.step import Call, StepFunction
+from hpsearch.objectives.training.exportable import build_example, exportable
+from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.step_functions import build_step_function, forward_call
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
-from hpsearch.objectives.training.result import Exported
+from hpsearch.objectives.training.result import ExportableModel
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
-class Restored:
-    """The model of a run with its best weights, on the CPU, and the run's splits."""
+class RestoredModel:
+    """Model of a run with its best weights, on the CPU, and the splits of the run."""
 
     objective: Objective
     config: TrainConfig
@@ -37,27 +37,27 @@ class Restored:
     model: nn.Module
 
     def validate(self) -> dict[str, float]:
-        """Loss and metrics on the validation split, which the run has seen."""
+        """Return loss and metrics on the validation split, on which the run selected its best epoch."""
         return self._score(self.splits.val)
 
     @kill_point("evaluate test set")
     def test(self) -> dict[str, float]:
-        """Loss and metrics on the test split: what is seen once cannot be unseen."""
+        """Return loss and metrics on the test split. Call it only once per study."""
         return self._score(self.splits.test)
 
-    def exported(self) -> Exported:
+    def exportable_model(self) -> ExportableModel:
         """Return the model in the form in which it is served."""
-        example = example_of(self.splits.val)
-        return Exported(*exportable(self.model, self.call, example.x), example.free)
+        example = build_example(self.splits.val)
+        return ExportableModel(*exportable(self.model, self.call, example.x), example.dynamic_dims)
 
     @property
     def call(self) -> Call:
-        """How the model is called with a batch of inputs."""
-        return call_in(self._stepping)
+        """Function that calls the model with a batch of inputs."""
+        return forward_call(self._stepping)
 
     @property
-    def _stepping(self) -> Stepping:
-        return build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
+    def _stepping(self) -> StepFunction:
+        return build_step_function(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
 
     def _score(self, split: Dataset) -> dict[str, float]:
         with reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
@@ -66,32 +66,32 @@ class Restored:
                 split,
                 self._stepping,
                 as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
-                batch_size=evaluation_rows(self.config),
+                batch_size=get_eval_batch_size(self.config),
                 device="cpu",
                 num_workers=self.config.num_workers or 0,
             )
 
 
-def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
+def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel:
     """Load the weights of a `best.pt` into the objective's model.
 
     Raises:
-        ObjectiveError: the objective's data have changed since the run, or the weights do not fit its model.
+        ObjectiveError: the objective's data has changed since the run, or the weights do not fit its model.
     """
     config = TrainConfig.from_dict(best["config"])
     split_seed = best["split_seed"]
     with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
-        splits, split_hash = prepared_splits(objective, split_seed, "all" if "refit" in best else None)
+        splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
             raise ObjectiveError(
                 f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"
             )
         set_seed(best["seed"], "init")
-        with users_code(f"{type(objective).__name__}.model"):
+        with wrap_user_errors(f"{type(objective).__name__}.model"):
             model = objective.model(config, splits.train)
     try:
         model.load_state_dict(best["model"])
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:200]
         raise ObjectiveError(f"{objective.name}: the weights do not fit the model of today's code: {detail}") from error
-    return Restored(objective, config, splits, model.eval())
+    return RestoredModel(objective, config, splits, model.eval())

@@ -1,4 +1,4 @@
-"""Before a search: can the model fit one batch at all?"""
+"""Smoke test: check before a search that the model can overfit one batch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.data.batches import Pending
+from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
-from hpsearch.objectives.training.loop.guards import NonFiniteError, Point, told_apart
+from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.reports.plots import overfit_curve
+from hpsearch.objectives.training.reports.plots import plot_overfit
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
-_RATES = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
-_SHARE = 0.1  # of what the loss was: how far it must fall where nobody knows how low it can
-_CHECK = 25  # steps between two looks at the losses: on a GPU a look waits
+_LR_FACTORS = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in order: the test is about the model, not the learning rate
+_MIN_FALL = 0.1  # share of the initial loss by which the loss must fall if its floor is unknown
+_CHECK_STEPS = 25  # steps between two reads of the losses, which synchronize with the GPU
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SmokeResult:
 
     Attributes:
         passed: whether the loss fell to `target`.
-        losses: before each step, on the batch.
+        losses: loss of the batch before each step.
         samples: number of samples in the batch.
         lr: the learning rate of `losses`.
-        reason: of a failure, in a sentence; else empty.
+        reason: reason of the failure in one sentence; empty if passed.
     """
 
     passed: bool
@@ -51,13 +51,13 @@ class SmokeResult:
     reason: str = ""
 
     def write(self, folder: Path) -> None:
-        """Writes `smoke.json` and `smoke.png`."""
+        """Write `smoke.json` and `smoke.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "smoke.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
-        overfit_curve(self.losses, folder / "smoke.png", target=self.target)
+        plot_overfit(self.losses, folder / "smoke.png", target=self.target)
 
 
-def smoke(
+def run_smoke_test(
     objective: Objective,
     config: TrainConfig | None = None,
     *,
@@ -67,28 +67,28 @@ def smoke(
     seconds: float = math.inf,
     device: torch.device | None = None,
 ) -> SmokeResult:
-    """Overfits one batch of training data, without regularisation; a model that cannot has a fault in it.
+    """Overfit one batch of training data without regularization. A model that fails has a fault.
 
-    Above the objective's `loss_floor` the loss must fall to a hundredth of what it was, a thousandth where that was
-    above 10, and 0.01 where it was below 1. Where there is no floor, or the loss starts below it, it must fall by a
-    tenth of what it was. Dropout, decay, label smoothing, augmentation and averages are off, and some learning rates
-    around the configured one are tried in turn.
+    The excess of the loss over the objective's `loss_floor` must fall to a hundredth of its initial value and to at
+    most 0.01; if it starts above 10, it must fall to a thousandth. Without a floor, or if the loss starts below it, the
+    loss must fall by a tenth. Dropout, weight decay, label smoothing, augmentation and weight averaging are off.
+    Several learning rates around the configured one are tried in order.
 
     Args:
-        objective: the model and loss to check.
-        config: None is the objective's default.
-        seed: of the split, the weights and the batch.
-        samples: the most in the batch.
-        steps: the most with each learning rate.
-        seconds: the time limit of all rates. A check that reaches it fails.
-        device: None is the CPU.
+        objective: the objective to check.
+        config: configuration; None for the objective's default.
+        seed: seed of the split, the weights and the batch.
+        samples: maximum number of samples in the batch.
+        steps: maximum number of steps per learning rate.
+        seconds: time limit of the whole test; it fails at the limit.
+        device: device to train on; None for the CPU.
     """
     config = config or objective.default_config()
     device = device or torch.device("cpu")
     result, deadline = None, time.monotonic() + seconds
-    for factor in _RATES:
-        tried = _bare(config, config.lr * factor, samples)
-        with reproducible(deterministic=config.deterministic), told_apart(tried, device):
+    for factor in _LR_FACTORS:
+        tried = _disable_regularization(config, config.lr * factor, samples)
+        with reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
             run, _ = build(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(run, samples, steps, deadline, objective.loss_floor)
         if found.passed:
@@ -101,12 +101,12 @@ def smoke(
     return result
 
 
-def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
+def _disable_regularization(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
     return dataclasses.replace(
         config,
         lr=lr,
         batch_size=samples,
-        accumulate=1,
+        gradient_accumulation_steps=1,
         weight_decay=0.0,
         label_smoothing=0.0,
         ema_decay=None,
@@ -121,10 +121,10 @@ def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
     )
 
 
-def _target(first: float, floor: float | None) -> float:
-    """What a loss that starts at `first` has to fall to."""
+def _compute_target(first: float, floor: float | None) -> float:
+    """Return the loss to reach, from the initial loss `first`."""
     if floor is None or first <= floor:
-        return first - _SHARE * max(abs(first), _SHARE)
+        return first - _MIN_FALL * max(abs(first), _MIN_FALL)
     above = first - floor
     return floor + (above / 1000 if above > 10 else min(0.01, above / 100))
 
@@ -136,22 +136,22 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     set_seed(run.plan.seed, "smoke")
     train = run.splits.train
     batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
-    pending = Pending(batch.size, lambda: batch)
-    run.model.train()  # batch norm takes its statistics from the batch, as in training
+    pending = LazyBatch(batch.size, lambda: batch)
+    run.model.train()  # batch norm must use the statistics of the batch, as in training
     with torch.no_grad():
-        losses = [float(run.stepping(run.model, batch, nullcontext()).loss)]
-    target = _target(losses[0], floor)
+        losses = [float(run.step_function(run.model, batch, nullcontext()).loss)]
+    target = _compute_target(losses[0], floor)
     reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
-            loss = train_step(run, [pending], Point(0, step, step, run.config.lr), running).loss
+            loss = train_step(run, [pending], StepPosition(0, step, step, run.config.lr), running).loss
         except NonFiniteError as error:
             reason = str(error)
             break
         if step:
             unread.append(loss)
-        if unread and ((step + 1) % _CHECK == 0 or step + 1 == steps):
+        if unread and ((step + 1) % _CHECK_STEPS == 0 or step + 1 == steps):
             losses += torch.stack(unread).tolist()
             unread.clear()
             if losses[-1] <= target or time.monotonic() >= deadline:
@@ -162,6 +162,6 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
         reason = (
             f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late} and should be below {target:.4g}"
         )
-        if floor == 0 and losses[-1] < (1 - _SHARE) * losses[0]:
+        if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0]:
             reason += ", unless it cannot: then the objective says so by loss_floor"
     return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason)

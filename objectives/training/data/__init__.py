@@ -1,1 +1,1 @@
-"""Data: datasets and their splits, and the feed of batches in an order that a seed fixes."""
+"""Data: datasets, splits, and batches in a reproducible order."""

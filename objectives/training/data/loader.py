@@ -16,38 +16,38 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.tree import Tree
-from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_cpu_libraries, set_seed
 
 _PR_SET_PDEATHSIG = 1
 
 
-def ending_with_parent() -> Callable[[], None]:
-    """Return what a process of `multiprocessing` that this one forks calls, for the kernel to kill it with its parent.
+def make_parent_death_hook() -> Callable[[], None]:
+    """Return a function for child processes of `multiprocessing`, after which the kernel kills them with their parent.
 
-    On Linux, and for a child of the main thread: the kernel takes the end of the thread that forked for the process's.
-    Torch's own loaders look every five seconds whether their parent lives, but not while they load.
+    It has an effect on Linux, and if the main thread forks: the kernel sends the signal when the forking thread ends.
+    DataLoader's workers check every five seconds whether their parent is alive, but not while they load.
     """
-    return partial(_bind, threading.main_thread().ident)  # can be pickled, for processes that are spawned
+    return partial(_bind_to_parent, threading.main_thread().ident)  # a partial can be pickled for spawned processes
 
 
-def _bind(main: int | None) -> None:
+def _bind_to_parent(main: int | None) -> None:
     parent = multiprocessing.parent_process()
     if sys.platform != "linux" or threading.get_ident() != main or parent is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it ended before
+    if os.getppid() != parent.pid:  # the parent has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# A batch of inputs -> inputs, changed at random, of the same structure; for training alone.
+# A random augmentation of a batch of training inputs, which keeps its structure.
 Augment = Callable[[Tree], Tree]
 
 
 class _Batches(torch_data.Dataset[Batch]):
-    """Item i is a whole batch: gathering it row by row costs more than the step that it is for."""
+    """Dataset whose items are batches: collating rows one by one would cost more than a training step."""
 
     def __init__(self, dataset: Dataset, batches: Sequence[Tensor], augment: Augment | None, seed: int) -> None:
         self._dataset, self._batches, self._augment, self._seed = dataset, batches, augment, seed
@@ -55,23 +55,28 @@ class _Batches(torch_data.Dataset[Batch]):
         self.is_stream = dataset.is_stream
 
     def __getitem__(self, index: int) -> Batch:
-        with users_code("loading a batch"), _drawing(self._seed, index) if self.draws else nullcontext():
+        with (
+            wrap_user_errors("loading a batch"),
+            _seeded_generators(self._seed, index) if self.draws else nullcontext(),
+        ):
             batch = self._dataset.batch(self._batches[index])
             return batch if self._augment is None else batch._replace(x=self._augment(batch.x))
 
 
 @contextmanager
-def _drawing(seed: int, index: int) -> Iterator[None]:
-    """Generators seeded by the batch, not by the process that makes it: their number changes nothing."""
+def _seeded_generators(seed: int, index: int) -> Iterator[None]:
+    """Seed the generators by the batch index, so that results do not depend on the number of processes."""
     torch_state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed_host(seed, "augment", index))  # a process that loads has no GPU to touch
+    torch.default_generator.manual_seed(
+        seed_cpu_libraries(seed, "augment", index)
+    )  # a worker process must not use the GPU
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
 
 
-def loaded(
+def load_batches(
     dataset: Dataset,
     batches: Sequence[Tensor],
     *,
@@ -86,35 +91,35 @@ def loaded(
     Args:
         dataset: on the CPU.
         batches: rows [n] of each batch.
-        device: where the batches will go.
-        num_workers: processes that prepare batches ahead; 0 prepares each in this process on demand.
-        augment: changes the inputs at random.
-        seed: of the draws of `augment`, `Dataset.load`, samples and `collate`.
-        first: the first batch to load. Earlier batches do not change what later ones draw.
+        device: destination of the batches.
+        num_workers: number of processes that prefetch batches; 0 loads them in this process.
+        augment: random augmentation of the inputs.
+        seed: seed of the random numbers of `augment`, `Dataset.load`, samples and `collate`.
+        first: index of the first batch to load. Skipped batches do not change the random numbers of later ones.
 
     Raises:
         ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
     """
     source = _Batches(dataset, batches, augment, seed)
-    begin = 0 if source.is_stream else first  # a stream has to be read from its beginning to be where it was
+    begin = 0 if source.is_stream else first  # a stream can only be read from its beginning
     wanted = range(begin, len(batches))
-    # In this process a DataLoader would only add its own time, a fifth of a millisecond a batch.
+    # Without workers, a DataLoader would only add 0.2 ms per batch.
     alone = num_workers == 0 and device.type != "cuda"
-    found = map(source.__getitem__, wanted) if alone else _ahead(source, wanted, seed, device, num_workers)
+    found = map(source.__getitem__, wanted) if alone else _load_ahead(source, wanted, seed, device, num_workers)
     try:
         for index, batch in enumerate(found, begin):
             if index < first:
                 continue
             if source.draws:
-                seed_host(seed, "after", index)  # what comes next draws the same, whoever loaded the batch
+                seed_cpu_libraries(seed, "after", index)  # independent of which process loaded the batch
             yield batch
     except ObjectiveError as error:
-        # A worker's error comes with its traceback, whose last line is the error itself.
+        # The text of a worker's error is its traceback; the last line is the message.
         last = str(error).strip().splitlines()[-1]
         raise ObjectiveError(last.removeprefix("hpsearch.objectives.errors.ObjectiveError: ")) from error
 
 
-def _ahead(
+def _load_ahead(
     source: _Batches, wanted: range, seed: int, device: torch.device, num_workers: int
 ) -> torch_data.DataLoader[Batch]:
     # Python 3.14 no longer forks by default; objectives and their closures cannot be pickled.
@@ -126,13 +131,13 @@ def _ahead(
         num_workers=min(num_workers, 1) if source.is_stream else num_workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
-        worker_init_fn=partial(_start, ending_with_parent(), seed),
+        worker_init_fn=partial(_start_worker, make_parent_death_hook(), seed),
         multiprocessing_context="fork" if num_workers and forks else None,
-        # Those that live on would carry their generators into the next epoch, and a resumed run has none to carry.
+        # Persistent workers would keep their generators for the next epoch, which a resumed run cannot reproduce.
         persistent_workers=False,
     )
 
 
-def _start(bind: Callable[[], None], seed: int, worker: int) -> None:
+def _start_worker(bind: Callable[[], None], seed: int, worker: int) -> None:
     bind()
     set_seed(seed, "worker", worker)

@@ -1,17 +1,17 @@
-"""Preprocessing as modules: fitted on training data, kept as buffers, exported with the model."""
+"""Preprocessing modules, fitted on training data and exported with the model."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.training.data.samples import Mapped
+from hpsearch.objectives.training.data.samples import MemmapRows
 
 
 class Standardize(nn.Module):
-    """(x - mean) / std, with statistics of the training data. Input and output [n, ...], any float type.
+    """Standardization (x - mean) / std by statistics of the training data. Input and output [n, ...], any float type.
 
-    The statistics are buffers: they are in the state dict, move with the module and export with it.
+    The statistics are buffers, so they are in the state dict and in the exported model.
     """
 
     mean: Tensor
@@ -23,12 +23,12 @@ class Standardize(nn.Module):
         self.register_buffer("std", std)
 
     @classmethod
-    def fit(cls, x: Tensor | Mapped, dim: int | tuple[int, ...] = 0) -> Standardize:
-        """Statistics over `dim`: 0 standardises each feature, (0, 2, 3) each channel of images.
+    def fit(cls, x: Tensor | MemmapRows, dim: int | tuple[int, ...] = 0) -> Standardize:
+        """Compute the statistics over `dim`: 0 standardizes each feature, (0, 2, 3) each channel of images.
 
-        A feature that never changes is centred and keeps its scale. Rows that are mapped to memory are read in parts.
+        Constant features are centered but not scaled. Memory-mapped rows are read in parts.
         """
-        if isinstance(x, Mapped):
+        if isinstance(x, MemmapRows):
             count: float = 0
             sums = squares = torch.zeros(())
             for part in x.batches():
@@ -46,5 +46,5 @@ class Standardize(nn.Module):
         return cls(mean[0].to(torch.float32), std[0].to(torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardised x, of the same shape."""
+        """Return x standardized, of the same shape."""
         return (x - self.mean) / self.std

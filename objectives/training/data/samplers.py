@@ -1,4 +1,4 @@
-"""Orders of an epoch that are not plain chance: an objective's own sampler, and batches of samples of like length."""
+"""Order of the samples in an epoch: random, by an objective's sampler, or in batches of similar length."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
 
-# A torch sampler: of rows, or of batches of rows, which then take the place of `batch_size`.
+# A PyTorch sampler of rows, or of batches of rows; the latter override `batch_size`.
 Sampler = torch_data.Sampler[int] | torch_data.Sampler[list[int]]
 
 
-class ByLength(torch_data.Sampler[list[int]]):
+class LengthGroupedSampler(torch_data.Sampler[list[int]]):
     """A sampler for `Objective.sampler` that batches samples of similar length, which reduces padding.
 
     It shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches.
@@ -47,10 +47,10 @@ class ByLength(torch_data.Sampler[list[int]]):
             yield batches[number].tolist()
 
 
-class Order:
-    """The rows of each optimizer step of an epoch, a pure function of (seed, epoch).
+class EpochOrder:
+    """Rows of each optimizer step of an epoch, which depend only on (seed, epoch).
 
-    The order is a random permutation, or that of the objective's sampler if it has one. The last step may have fewer
+    The order is a random permutation, or the one of the objective's sampler. The last step may have fewer
     micro-batches. `drop_last` omits a short last micro-batch unless it is the only one.
     """
 
@@ -60,34 +60,34 @@ class Order:
         self._in_batches = sampler is not None and isinstance(self._first(sampler), (list, tuple))
 
     def _first(self, sampler: Sampler) -> object:
-        with users_code("sampler"), seeded(self._seed, "order", 0):
+        with wrap_user_errors("sampler"), seeded(self._seed, "order", 0):
             first = next(iter(sampler), None)
             if first is None or not self._length:
-                raise ObjectiveError("sampler() gave a sampler without samples, or without a length")
+                raise ObjectiveError("sampler() returned a sampler without samples, or of length 0")
         return first
 
     @property
     def steps(self) -> int:
-        """The optimizer steps in one epoch."""
+        """Number of optimizer steps in one epoch."""
         config, batches = self._config, self._length
         if not self._in_batches:
             batches = math.ceil(self._length / config.batch_size)
             if config.drop_last and batches > 1 and self._length % config.batch_size:
                 batches -= 1
-        return math.ceil(batches / config.accumulate)
+        return math.ceil(batches / config.gradient_accumulation_steps)
 
-    def windows(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    def iterate_steps(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Iterate over the optimizer steps of an epoch, each a tuple of the rows of its micro-batches."""
         batches = self._batches(epoch, device)
-        for start in range(0, len(batches), self._config.accumulate):
-            yield tuple(batches[start : start + self._config.accumulate])
+        for start in range(0, len(batches), self._config.gradient_accumulation_steps):
+            yield tuple(batches[start : start + self._config.gradient_accumulation_steps])
 
     def _batches(self, epoch: int, device: torch.device) -> Sequence[Tensor]:
         if self._sampler is None:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             rows = torch.randperm(self._length, generator=generator)
         else:
-            with users_code("sampler"), seeded(self._seed, "order", epoch):
+            with wrap_user_errors("sampler"), seeded(self._seed, "order", epoch):
                 found = list(self._sampler)
             if self._in_batches:
                 return [torch.as_tensor(batch).to(device) for batch in found]

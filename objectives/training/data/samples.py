@@ -1,4 +1,4 @@
-"""Data that are made sample by sample: a torch or Hugging Face dataset, a ragged list, a file mapped to memory."""
+"""Samples that are loaded one by one: PyTorch and Hugging Face datasets, ragged lists, memory-mapped files."""
 
 from __future__ import annotations
 
@@ -13,56 +13,61 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, blame
+from hpsearch.objectives.errors import ObjectiveError, format_user_error
 from hpsearch.objectives.training.data.tree import Tree
 
-# A list of samples -> inputs and targets, as the model and the loss take them.
+# A list of samples -> a batch: inputs for the model, and targets for the loss.
 Collate = Callable[[list[Any]], Any]
 
-_ENDS = 1 << 16
-TARGETS = ("labels", "label", "target", "targets", "y")  # what a dictionary calls them
+_EDGE_BYTES = 1 << 16
+TARGETS = ("labels", "label", "target", "targets", "y")  # keys of the targets in a dictionary, by priority
 
 
-def collated(
+def collate_rows(
     samples: Sequence[Any], rows: Sequence[int], collate: Collate | None, names: Sequence[int]
 ) -> tuple[Tree, Tree]:
-    """Return inputs and targets of the samples at `rows`, which error messages call `names`."""
+    """Return inputs and targets of the samples at `rows`; error messages use the numbers in `names`."""
     try:
-        read = getattr(samples, "__getitems__", None)  # all at once, as a DataLoader reads them
+        read = getattr(samples, "__getitems__", None)  # reads all rows in one call, as DataLoader does
         found = read(rows) if read is not None else [samples[row] for row in rows]
     except Exception as error:  # whatever the user's code raises
-        raise _unreadable(samples, rows, names, error) from error
-    return _pair(_joined(found, names, collate or torch_data.default_collate, own=collate is not None))
+        raise _make_read_error(samples, rows, names, error) from error
+    return _split_targets(_collate(found, names, collate or torch_data.default_collate, own=collate is not None))
 
 
-def _unreadable(samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception) -> ObjectiveError:
-    """The error of a batch, as that of its first sample that cannot be read alone."""
+def _make_read_error(
+    samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception
+) -> ObjectiveError:
+    """Return the error of the first sample of a batch that cannot be read."""
     for row, name in zip(rows, names, strict=True):
         try:
             samples[row]
         except Exception as alone:  # as above
-            return ObjectiveError(f"sample {name} cannot be read: {blame(alone)}")
-    return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {blame(error)}")
+            return ObjectiveError(f"sample {name} cannot be read: {format_user_error(alone)}")
+    return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {format_user_error(error)}")
 
 
-def _joined(found: list[Any], names: Sequence[int], collate: Collate, *, own: bool) -> Any:
+def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: bool) -> Any:
     try:
         return collate(found)
     except Exception as error:  # as above
         for count, name in enumerate(names, start=1):
-            alone, together = ("", [found[count - 1]]), (f", the {count}th of a batch", found[:count])
+            alone, together = ("", [found[count - 1]]), (f" (position {count} in the batch)", found[:count])
             for where, samples in (alone, together) if own else (alone,):
                 try:
                     collate(samples)
                 except Exception as reason:  # as above
-                    raise ObjectiveError(f"collate fails at sample {name}{where}: {blame(reason)}") from reason
+                    raise ObjectiveError(
+                        f"collate fails at sample {name}{where}: {format_user_error(reason)}"
+                    ) from reason
         first = str(error).strip().splitlines()[0]
         raise ObjectiveError(
-            f"samples {names[0]} to {names[-1]} make no batch ({first}): give collate=, which makes one of a list"
+            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, a function that makes a "
+            "batch from a list"
         ) from error
 
 
-def _pair(batch: Any) -> tuple[Tree, Tree]:
+def _split_targets(batch: Any) -> tuple[Tree, Tree]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
@@ -70,14 +75,14 @@ def _pair(batch: Any) -> tuple[Tree, Tree]:
         if names:
             return {key: value for key, value in batch.items() if key != names[0]}, batch[names[0]]
         raise ObjectiveError(
-            f"a batch has {', '.join(map(str, batch))}, and none of these is its targets: name them labels, or give a "
+            f"a batch has the keys {', '.join(map(str, batch))}, but none for targets; name it labels, or pass a "
             "collate= that returns (inputs, targets)"
         )
-    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}: give collate=")
+    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}; pass collate=")
 
 
-def padded(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """A collate for sequences of different lengths: pairs of ids [t] and a target.
+def pad_collate(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Collate sequences of different lengths: pairs of ids [t] and a target.
 
     Returns:
         ``{"ids": [n, longest], "lengths": [n]}``, padded with 0, and the targets [n, ...].
@@ -98,8 +103,8 @@ def as_target(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 
-class Mapped:
-    """Rows [n, ...] of an array in a memory-mapped file, which are read on use."""
+class MemmapRows:
+    """Rows [n, ...] of a memory-mapped array, which are read on use."""
 
     def __init__(self, array: np.ndarray[Any, Any], rows: Tensor | None = None) -> None:
         self._array = array
@@ -112,32 +117,32 @@ class Mapped:
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         wanted = self._rows[rows].numpy()
-        read = torch.from_numpy(np.array(self._array[wanted]))  # a copy: the file may be open for reading only
+        read = torch.from_numpy(np.array(self._array[wanted]))  # a copy, because the file may be read-only
         return as_input(read)
 
-    def take(self, rows: Tensor) -> Mapped:
+    def take(self, rows: Tensor) -> MemmapRows:
         """Return the rows at `rows`."""
-        return Mapped(self._array, self._rows[rows])
+        return MemmapRows(self._array, self._rows[rows])
 
     def batches(self, size: int = 4096) -> Iterable[Tensor]:
-        """All rows in their order."""
+        """Iterate over all rows in order, in batches of `size`."""
         for start in range(0, len(self), size):
             yield self[slice(start, start + size)]
 
 
-def fingerprint_of(source: Any) -> str | None:
-    """What a dataset says of its contents by itself: Hugging Face's, or that of one that a subset is of."""
+def find_fingerprint(source: Any) -> str | None:
+    """Return the fingerprint of a Hugging Face dataset, or of a subset of one; None if there is none."""
     if isinstance(source, torch_data.Subset):
-        inner = fingerprint_of(source.dataset)
-        return None if inner is None else digest(inner, list(source.indices))
+        inner = find_fingerprint(source.dataset)
+        return None if inner is None else hash_values(inner, list(source.indices))
     own = getattr(source, "fingerprint", None) or getattr(source, "_fingerprint", None)
     return str(own() if callable(own) else own) if own else None
 
 
-def targets_of(source: Any) -> Any:
-    """The targets that a dataset has at hand, as torchvision's and Hugging Face's have; None where it has none."""
+def find_targets(source: Any) -> Any:
+    """Return the targets of a torchvision or Hugging Face dataset without loading its samples; None if unavailable."""
     if isinstance(source, torch_data.Subset):
-        inner = targets_of(source.dataset)
+        inner = find_targets(source.dataset)
         return None if inner is None else np.asarray(inner)[np.asarray(source.indices)]
     columns = getattr(source, "column_names", None)
     if isinstance(columns, list):
@@ -147,12 +152,12 @@ def targets_of(source: Any) -> Any:
 
 
 def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
-    """A fingerprint of the files of a folder, the same on every machine that has them.
+    """Return a fingerprint of the files of a folder, the same on every machine with these files.
 
-    SHA-256 over their names, their sizes and the first and last 64 KiB of each.
+    It is the SHA-256 of the names, the sizes, and the first and last 64 KiB of each file.
 
     Raises:
-        ObjectiveError: there are none.
+        ObjectiveError: no file matches `pattern`.
     """
     root = Path(folder)
     files = sorted(path for path in root.glob(pattern) if path.is_file())
@@ -162,31 +167,35 @@ def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
     for path in files:
         found.update(f"{path.relative_to(root).as_posix()}:{path.stat().st_size}:".encode())
         with path.open("rb") as file:
-            found.update(file.read(_ENDS))
-            file.seek(max(path.stat().st_size - _ENDS, 0))
-            found.update(file.read(_ENDS))
+            found.update(file.read(_EDGE_BYTES))
+            file.seek(max(path.stat().st_size - _EDGE_BYTES, 0))
+            found.update(file.read(_EDGE_BYTES))
     return found.hexdigest()
 
 
-def digest(*parts: Any) -> str:
-    """SHA-256, in hexadecimal, of plain values."""
+def hash_values(*parts: Any) -> str:
+    """Return the hexadecimal SHA-256 of plain values."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def content_digest(samples: Sequence[Any]) -> str:
-    """Return the SHA-256 of samples in memory: nested tensors, arrays, numbers and strings."""
+def hash_samples(samples: Sequence[Any]) -> str:
+    """Return the hexadecimal SHA-256 of samples in memory: nested tensors, arrays, numbers and strings.
+
+    Raises:
+        ObjectiveError: a sample contains another object.
+    """
     found = hashlib.sha256()
     for number, sample in enumerate(samples):
         try:
-            _add(found, sample)
+            _update_hash(found, sample)
         except TypeError as error:
             raise ObjectiveError(
-                f"sample {number} holds a {error}: give fingerprint=, which says what the data are"
+                f"sample {number} contains a {error}; pass fingerprint=, a text that identifies the data"
             ) from error
     return found.hexdigest()
 
 
-def _add(found: Any, value: Any) -> None:
+def _update_hash(found: Any, value: Any) -> None:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         array = np.ascontiguousarray(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
         if array.dtype == object:
@@ -196,11 +205,11 @@ def _add(found: Any, value: Any) -> None:
     elif isinstance(value, Mapping):
         for key in value:
             found.update(f"{key!r}=".encode())
-            _add(found, value[key])
+            _update_hash(found, value[key])
     elif isinstance(value, (tuple, list)):
         found.update(f"{len(value)}(".encode())
         for item in value:
-            _add(found, item)
+            _update_hash(found, item)
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
         found.update(f"{value!r};".encode())
     else:

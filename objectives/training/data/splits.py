@@ -15,44 +15,55 @@ from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets
-from hpsearch.objectives.training.data.division import Blocks, Rows, by_time, divide, moved_back, trained_on, wanted
-from hpsearch.objectives.training.data.samples import Collate, Mapped, as_target, digest
-from hpsearch.objectives.training.data.tree import Tree, concatenated, form, map_tensors, tensors
+from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
+from hpsearch.objectives.training.data.split_rows import (
+    Blocks,
+    Rows,
+    compute_time_shift,
+    draw_split,
+    get_requested_split_seed,
+    select_training_rows,
+    split_by_time,
+)
+from hpsearch.objectives.training.data.tree import Tree, concatenate, describe_shapes, map_tensors, tensors
 
 
-def _hash(*parts: tuple[str, Dataset]) -> str:
-    """Hash names, shapes, types and bytes of parts; the fingerprint stands for samples that are not in memory."""
+def _hash_parts(*parts: tuple[str, Dataset]) -> str:
+    """Hash names, shapes, types and bytes of parts; samples that are not in memory are hashed by their fingerprint."""
     found = hashlib.sha256()
     for name, part in parts:
         if part.samples is not None:
             rows = None if part.rows is None else part.rows.tolist()
-            found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
+            found.update(f"{name}:{hash_values(part.fingerprint, rows)}:".encode())
         for tree in (part.x, part.y):
-            for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
+            for where, tensor in [("", tree)] if isinstance(tree, MemmapRows) else tensors(tree):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 found.update(f"{name}:{f'{where}:' if where else ''}{dtype}:{tuple(tensor.shape)}:".encode())
-                for values in tensor.batches() if isinstance(tensor, Mapped) else (tensor,):
+                for values in tensor.batches() if isinstance(tensor, MemmapRows) else (tensor,):
                     found.update(np.ascontiguousarray(values.detach().cpu().numpy()).data)
     return found.hexdigest()
 
 
 def _check_part(name: str, part: Dataset, train: Dataset) -> None:
-    """Reject a part that is empty, not finite, or of another form than the train split."""
+    """Reject a part that is empty, not finite, or differs in shape from the train split."""
     if not isinstance(part, Dataset):
         raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
     if len(part) == 0:
         raise ObjectiveError(f"the {name} split is empty")
     if part.samples is not None:
         return
-    given, wanted = len(part), {len(tensor) for _, tensor in tensors(part.y)}
-    if wanted != {given}:
-        raise ObjectiveError(f"the {name} split has {given} inputs but {' and '.join(map(str, wanted))} targets")
+    given, get_requested_split_seed = len(part), {len(tensor) for _, tensor in tensors(part.y)}
+    if get_requested_split_seed != {given}:
+        raise ObjectiveError(
+            f"the {name} split has {given} inputs but {' and '.join(map(str, get_requested_split_seed))} targets"
+        )
     for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
-        if _form(tree) != _form(model):
+        if _describe_shapes(tree) != _describe_shapes(model):
             raise ObjectiveError(
-                f"the {name} {what} are {_form(tree)} a sample, but those of the train split are {_form(model)}"
+                f"each sample of the {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} in the "
+                "train split"
             )
-        if not isinstance(tree, Mapped):
+        if not isinstance(tree, MemmapRows):
             _check_finite(f"the {name} {what}", tree)
 
 
@@ -62,26 +73,26 @@ def _check_finite(what: str, tree: Tree) -> None:
             bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
             name = f"{what} {where!r}" if where else what
             remedy = (
-                "fill them in data(), with a column that marks them" if what.endswith("inputs") else "leave those out"
+                "impute them in data(), with an indicator column" if what.endswith("inputs") else "remove these samples"
             )
-            raise ObjectiveError(f"{name} hold NaN or infinity in {bad} of {len(tensor)} samples: {remedy}")
+            raise ObjectiveError(f"{name} contain NaN or infinity in {bad} of {len(tensor)} samples; {remedy}")
 
 
-def _form(tree: Tree) -> str:
-    return form(tree[:1] if isinstance(tree, Mapped) else tree)
+def _describe_shapes(tree: Tree) -> str:
+    return describe_shapes(tree[:1] if isinstance(tree, MemmapRows) else tree)
 
 
-_MOST = 0.5  # share of what a study trains on that a fresh division validates on
-_CLOSE = 0.05  # sizes that differ by less are alike
+_MAX_VAL_SHARE = 0.5  # of the study's training samples, for validation in a new split
+_SIZE_TOLERANCE = 0.05  # relative; smaller differences are ignored
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Disjoint train, validation and test data. Training sees `test` only as a hash.
+    """Disjoint training, validation and test data. Training uses only the hash of `test`.
 
     Attributes:
-        train, val, test: the parts.
-        blocks: what of the validation samples belongs together; None where each stands for itself.
+        train, val, test: the datasets.
+        blocks: groups of the validation samples; None if the samples are independent.
     """
 
     train: Dataset
@@ -90,7 +101,7 @@ class Splits:
     blocks: Blocks | None = None
 
     @classmethod
-    def make(  # noqa: PLR0913 each is a way to divide, and all but the data are by keyword
+    def make(  # noqa: PLR0913 options of the split, by keyword
         cls,
         x: Any,
         y: Any = None,
@@ -105,77 +116,83 @@ class Splits:
         collate: Collate | None = None,
         fingerprint: str | None = None,
     ) -> Splits:
-        """Splits n samples, at random or by time: a pure function of the arguments.
+        """Split n samples at random, by groups or by time. The result depends only on the arguments.
 
-        Where finalists are trained, validation samples are drawn anew, from those that the study trains on, and the
-        test split stays; by time they are moved back.
+        For runs of finalists, validation samples are drawn again from the study's training samples, and the test split
+        stays the same. In a split by time, the validation window moves back in time.
 
         Args:
-            x: inputs [n, ...], or a dict or tuple of such: floating point becomes float32, uint8 stays as it is, other
-                integers become int64, and an array that is mapped to memory is read as it is used. Or samples, as
-                `Dataset.of` takes them: a torch or Hugging Face dataset, or with `collate` a list.
-            y: targets [n, ...], or a dict or tuple of such; integers become int64, floating point float32. With a list
-                of inputs and `collate`, a sample is the pair of an input and its target; with a dataset, what is known
-                of the targets.
+            x: inputs [n, ...], or a dict or tuple of them. Floating point becomes float32, uint8 is kept, and other
+                integers become int64; a NumPy memmap is read on use. Or samples for `Dataset.of`: a PyTorch or Hugging
+                Face dataset, or, with `collate`, a list.
+            y: targets [n, ...], or a dict or tuple of them; integers become int64, floating point float32. With a list
+                of inputs and `collate`, each sample is a pair of input and target. With a dataset, the targets for
+                stratification and metrics, if known.
             seed: the study's seed.
             val: share of the validation split.
             test: share of the test split.
-            stratify: keep the shares of the classes in each split, where y has classes and there are no `groups`.
-                Integers that are not all of 0 to k - 1 and too rare for that are values, and are drawn at random.
-            groups: a group per sample [n] (a patient, a scan): no group is divided between splits, and the shares
-                are shares of the groups.
-            times: when each sample was taken [n], numbers or datetimes: the earliest are trained on, the latest are
-                the test split, and no moment is divided. `seed` and `stratify` then have nothing to decide.
+            stratify: keep the class proportions in each split, if y contains class labels and `groups` is None.
+                Integers that are not exactly 0 to k - 1, and too rare to stratify, are treated as values.
+            groups: group of each sample [n], such as a patient. No group is in two splits, and `val` and `test` are
+                shares of the groups.
+            times: time of each sample [n], numbers or datetimes. The earliest samples are for training, the latest for
+                the test. Samples of equal time are in the same split. `seed` and `stratify` are ignored.
             load: see `Dataset`.
             collate, fingerprint: see `Dataset.of`.
 
         Raises:
-            ObjectiveError: the shares leave a split empty, a class is too rare to be in each split, or x is ragged.
+            ObjectiveError: the shares leave a split empty, a class is too rare for all splits, or x is ragged.
         """
-        data = _whole(x, y, load, collate, fingerprint)
+        data = _build_dataset(x, y, load, collate, fingerprint)
         if min(val, test) <= 0 or val + test >= 1:
-            raise ObjectiveError(f"val={val} and test={test} must be above 0 and leave something to train on")
+            raise ObjectiveError(f"val={val} and test={test} must be above 0, with a sum below 1")
         if times is not None:
             if groups is not None:
-                raise ObjectiveError("give groups or times: a split by both has no single answer")
-            found = by_time(times, len(data), val, test, earlier=moved_back(wanted(), val, test))
+                raise ObjectiveError("groups and times cannot be combined; remove one of them")
+            found = split_by_time(
+                times, len(data), val, test, back=compute_time_shift(get_requested_split_seed(), val, test)
+            )
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
-            return cls(*_taken(data, found), Blocks(moments, ordered=True))
+            return cls(*_take_splits(data, found), Blocks(moments, ordered=True))
         rows = np.arange(len(data))
         classes = isinstance(data.y, Tensor) and data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
         grouped = None if groups is None else np.asarray(groups)
         try:
-            parts = _drawn(rows, val, test, labels, grouped, seed)
+            parts = _draw_rows(rows, val, test, labels, grouped, seed)
         except ObjectiveError as error:
             if labels is None:
                 raise
             if _are_classes(labels):
-                raise ObjectiveError(f"{error}; stratify=False draws without regard to classes") from error
-            parts = _drawn(rows, val, test, None, grouped, seed)
+                raise ObjectiveError(f"{error}; use stratify=False to ignore the classes") from error
+            parts = _draw_rows(rows, val, test, None, grouped, seed)
         parts = [np.sort(part) for part in parts]
         blocks = None if grouped is None else Blocks(np.unique(grouped[parts[1]], return_inverse=True)[1])
-        return cls(*_taken(data, parts), blocks)
+        return cls(*_take_splits(data, parts), blocks)
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
-        """The splits with their names."""
+        """Iterate over the names and datasets of the three splits."""
         yield from (("train", self.train), ("validation", self.val), ("test", self.test))
 
     def hash(self) -> str:
-        """SHA-256 over shapes, types and bytes of all three splits: the same data, split the same way.
+        """Return the SHA-256 of shapes, types and bytes of all three splits.
 
-        Of samples that are not in memory it is over their fingerprint, their rows and what is known of their targets.
+        For samples that are not in memory, it covers their fingerprint, their rows and the known targets.
         """
-        return _hash(*self.parts())
+        return _hash_parts(*self.parts())
 
     def hash_of(self, part: Literal["validation", "test"]) -> str:
-        """SHA-256 over one of them."""
-        return _hash((part, dict(self.parts())[part]))
+        """Return the SHA-256 of one split."""
+        return _hash_parts((part, dict(self.parts())[part]))
 
     def check(self, *, joined: bool = False) -> None:
-        """Reject an empty split, different shapes, NaN or infinity, and shared rows.
+        """Check that splits are non-empty, finite, of equal sample shapes, and without shared rows.
 
-        With `joined`, as in a refit, the training split may have the validation samples.
+        Args:
+            joined: whether the training split may contain the validation samples, as in a refit.
+
+        Raises:
+            ObjectiveError: a check fails.
         """
         for name, part in self.parts():
             _check_part(name, part, self.train)
@@ -189,67 +206,71 @@ class Splits:
             seen |= rows
 
     def check_classes(self, ignored: int | None = None) -> None:
-        """Reject labels below 0 or above those of the train split; `ignored` is no label."""
+        """Check that labels are at least 0 and at most the largest training label; `ignored` is allowed too.
+
+        Raises:
+            ObjectiveError: a label is out of range.
+        """
         labels = {name: part.y for name, part in self.parts() if isinstance(part.y, Tensor)}
         counted = {name: y if ignored is None else y[y != ignored] for name, y in labels.items()}
         classes = int(counted["train"].max()) + 1
         for name, y in counted.items():
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise ObjectiveError(
-                    f"the {name} labels go from {int(y.min())} to {int(y.max())}, "
+                    f"the {name} labels range from {int(y.min())} to {int(y.max())}, "
                     f"but the train split has classes 0 to {classes - 1}"
                 )
 
 
-def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
-    """Train, validation and test rows, drawn by `seed`; train and validation anew where that is wanted."""
-    rest, held = divide(rows, test, labels, groups, seed)
-    train, valid = divide(rest, val / (1 - test), labels, groups, seed)
-    division = wanted()
+def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
+    """Draw training, validation and test rows by `seed`; redraw the first two if a resplit is requested."""
+    rest, held_out = draw_split(rows, test, labels, groups, seed)
+    train, valid = draw_split(rest, val / (1 - test), labels, groups, seed)
+    division = get_requested_split_seed()
     if division is None:
-        return [train, valid, held]
-    share = min(val / (1 - val - test), _MOST)
+        return [train, valid, held_out]
+    share = min(val / (1 - val - test), _MAX_VAL_SHARE)
     for strata in (labels, None):
-        with suppress(ObjectiveError):  # a class or a group is too rare to be divided once more
-            return [*_divided_anew(train, valid, share, strata, groups, division), held]
-    return [train, valid, held]
+        with suppress(ObjectiveError):  # a class or a group is too rare for another split
+            return [*_resplit_rows(train, valid, share, strata, groups, division), held_out]
+    return [train, valid, held_out]
 
 
-def _divided_anew(
+def _resplit_rows(
     train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, division: int
 ) -> tuple[Rows, Rows]:
-    """Return train and validation rows of a division, with as many training rows as in the study.
+    """Return training and validation rows of a new split, with as many training rows as in the study.
 
-    The validation rows come from the study's training rows, because the study's validation rows have chosen the
-    configuration and would favour it again. Training uses those in exchange.
+    The validation rows come from the study's training rows: the configuration was selected on the study's validation
+    rows, so these would overstate it. They are used for training instead.
     """
-    kept, fresh = divide(train, share, labels, groups, division)
-    if len(fresh) < len(valid) * (1 - _CLOSE):
-        with suppress(ObjectiveError):  # too few to take a part of them
-            _, valid = divide(valid, len(fresh) / len(valid), None, groups, division)
+    kept, fresh = draw_split(train, share, labels, groups, division)
+    if len(fresh) < len(valid) * (1 - _SIZE_TOLERANCE):
+        with suppress(ObjectiveError):  # too few samples to split
+            _, valid = draw_split(valid, len(fresh) / len(valid), None, groups, division)
     return np.concatenate([kept, valid]), fresh
 
 
-def _taken(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:
-    """The data of train, validation and test rows."""
+def _take_splits(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:
+    """Return the datasets of training, validation and test rows."""
     train, val, test = parts
-    first, second, third = (data.take(torch.from_numpy(part)) for part in (trained_on(train, val), val, test))
+    first, second, third = (data.take(torch.from_numpy(part)) for part in (select_training_rows(train, val), val, test))
     return first, second, third
 
 
 def _are_classes(labels: Rows) -> bool:
-    """Whether integers are numbers of classes: all of 0 to k - 1."""
+    """Return whether the integers are exactly 0 to k - 1."""
     found = np.unique(labels)
     return int(found[0]) == 0 and int(found[-1]) == len(found) - 1
 
 
-def _whole(
+def _build_dataset(
     x: Any, y: Any, load: Callable[[Tensor], Tensor] | None, collate: Collate | None, fingerprint: str | None
 ) -> Dataset:
-    """All of the data, before they are divided."""
+    """Return the dataset of all samples, before the split."""
     if isinstance(x, torch_data.IterableDataset):
         raise ObjectiveError(
-            f"{type(x).__name__} cannot be divided: give Splits(train, val, test), each by Dataset.of(stream, length=)"
+            f"{type(x).__name__} cannot be split; use Splits(train, val, test), each from Dataset.of(stream, length=)"
         )
     if hasattr(x, "__getitem__") and not is_arrays(x):
         return Dataset.of(x, collate=collate, fingerprint=fingerprint, targets=y)
@@ -259,7 +280,7 @@ def _whole(
         pairs = list(x) if y is None else list(zip(x, y, strict=True))
         return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=known_targets(y))
     if y is None:
-        raise ObjectiveError("y is missing: give the targets [n, ...], or x again where step() needs none")
+        raise ObjectiveError("y is missing; pass the targets [n, ...], or x again if step() needs no targets")
     data = Dataset(as_inputs(x), map_tensors(as_target, as_tree(y, "y")), load=load)
     for what, tree in (("x", data.x), ("y", data.y)):
         lengths = {len(tensor) for _, tensor in tensors(tree)}
@@ -271,14 +292,14 @@ def _whole(
     return data
 
 
-def joined(splits: Splits, *, by_make: bool) -> Splits:
+def merge_train_val(splits: Splits, *, by_make: bool) -> Splits:
     """Return the splits of `data()` with the validation samples added to the training samples.
 
-    With `by_make`, `Splits.make` has joined them already, and `data()` may have filtered the result. They are joined
-    again only if `data()` then divided the joined samples itself.
+    With `by_make`, `Splits.make` has already merged them, and `data()` may have filtered the result. They are merged
+    again only if `data()` then split the merged samples itself.
 
     Raises:
-        ObjectiveError: they cannot be joined.
+        ObjectiveError: the splits cannot be merged.
     """
     train, val = splits.train, splits.val
     apart = train.rows is not None and val.rows is not None and not torch.isin(val.rows, train.rows).any()
@@ -286,12 +307,15 @@ def joined(splits: Splits, *, by_make: bool) -> Splits:
         return splits
     if not (train.in_memory and val.in_memory):
         raise ObjectiveError(
-            "a refit is trained on train and validation, and these parts do not lie in tensors, so that they cannot be "
-            "joined: let Splits.make() divide the data, or give parts in tensors"
+            "a refit needs train and validation splits that can be merged, but these are not in-memory tensors; "
+            "split the data with Splits.make(), or use in-memory tensors"
         )
     for what, one, other in (("x", train.x, val.x), ("y", train.y, val.y)):
-        if form(one) != form(other):
-            raise ObjectiveError(f"a refit cannot join train and validation: {what} is {form(one)} and {form(other)}")
+        if describe_shapes(one) != describe_shapes(other):
+            raise ObjectiveError(
+                f"a refit cannot join the train and validation splits: {what} is {describe_shapes(one)} and "
+                f"{describe_shapes(other)}"
+            )
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
-    x, y = concatenated([train.x, val.x]), concatenated([train.y, val.y])
+    x, y = concatenate([train.x, val.x]), concatenate([train.y, val.y])
     return replace(splits, train=replace(train, x=x, y=y, rows=rows))

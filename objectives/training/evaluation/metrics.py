@@ -1,4 +1,4 @@
-"""Metrics over a whole split: the field's definitions, from torchmetrics."""
+"""Built-in metrics over a split, from torchmetrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
-from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
+from hpsearch.objectives.model_metrics import MODEL_METRICS
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.data.dataset import Dataset
@@ -27,29 +27,29 @@ DIRECTIONS = {
 
 
 class Metrics(Protocol):
-    """Named metrics that gather batches; a `torchmetrics.MetricCollection` fits."""
+    """Interface of named metrics that accumulate batches, such as `torchmetrics.MetricCollection`."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Adds a batch of outputs [n, ...] and targets [n, ...]."""
+        """Add a batch of outputs [n, ...] and targets [n, ...]."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Each metric by name, a scalar, over all that was added since the last reset."""
+        """Return each metric by name, a scalar, over the batches since the last reset."""
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Reset the state to that without batches."""
 
     def to(self, device: torch.device) -> Any:
-        """Moves what was gathered to a device."""
+        """Move the state to a device."""
 
 
 def metrics_for(metric: str, train: Dataset) -> Metrics:
-    """Return the usual set of metrics that `metric` belongs to.
+    """Return the built-in set of metrics that contains `metric`.
 
     Raises:
-        MetricError: `metric` is in no set, or does not fit the targets. The objective must override `metrics`.
+        MetricError: no set contains `metric`, or it is incompatible with the targets; override `Objective.metrics`.
     """
-    if metric in MEASURED:
-        raise chooses_none(metric)
+    if metric in MODEL_METRICS:
+        raise make_selection_metric_error(metric)
     y = train.y if isinstance(train.y, Tensor) else None
     labels = y is not None and not y.dtype.is_floating_point and y.ndim == 1
     if metric in BINARY:
@@ -59,36 +59,38 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     if metric == "loss":
         if y is None:
             return NoMetrics()
-        return classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _WhereFitting(regression())
+        return (
+            classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _RegressionIfShapesMatch(regression())
+        )
     if metric not in CLASSIFICATION:
-        raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
+        raise MetricError(metric, f"is not built in: {suggest_names(metric, list(DIRECTIONS))}; or override metrics()")
     if y is None:
         remedy = "give the data targets=, or define metrics(), as classification(10)"
         raise MetricError(metric, f"needs the number of classes: {remedy}")
     if not labels:
-        raise unfit(metric, y)
+        raise make_incompatible_metric_error(metric, y)
     return classification(int(y.max()) + 1)
 
 
-def chooses_none(metric: str) -> MetricError:
-    """The error of a measure of the model where a metric of validation is needed."""
-    return MetricError(metric, "does not tell the best epoch: name a metric of validation first, this one after it")
+def make_selection_metric_error(metric: str) -> MetricError:
+    """Return the error for a model metric that is used to select the best epoch."""
+    return MetricError(metric, "cannot select the best epoch; put a validation metric first, and this one after it")
 
 
-def brought_with(metric: str) -> tuple[str, ...]:
-    """All that the usual set of a metric may report: with the loss that is what fits the targets."""
+def list_default_metrics(metric: str) -> tuple[str, ...]:
+    """Return all names that the built-in set of a metric may report; for "loss", those of all compatible sets."""
     if metric == "loss":
         return ("loss", *CLASSIFICATION, *REGRESSION)
     sets = (CLASSIFICATION, REGRESSION, (*BINARY, "base_rate"))
     return (*next((names for names in sets if metric in names), ()), "loss")
 
 
-def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
-    """Return the built-in metrics that fit targets [n, ...] and, unless None, outputs for some samples [k, ...]."""
+def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str]:
+    """Return the built-in metrics for targets [n, ...] and, unless None, outputs of some samples [k, ...]."""
     numbers = y.dtype.is_floating_point
     labels = not numbers and y.ndim == 1
     size, wanted = None if output is None else output[0].numel(), y[0].numel()
-    # One logit for two classes: accuracy would take it for a class of its own, always the same.
+    # With one logit for two classes, accuracy would always predict class 0.
     enough = output is None or (output.ndim > 1 and output.shape[1] > int(y.max()))
     two = wanted == 1 and bool(((y == 0) | (y == 1)).all())
     found: list[str] = []
@@ -98,42 +100,45 @@ def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
     return [*found, "loss"] if labels or size in {None, wanted} else found
 
 
-def unfit(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
-    """The error of a built-in metric that is none of those fitting; it names these."""
+def make_incompatible_metric_error(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
+    """Return the error for an incompatible built-in metric; the message lists the compatible ones."""
     labels = not y.dtype.is_floating_point and y.ndim == 1
     targets = (
         f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
     )
-    outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} a sample for "
-    would = ", ".join(fitting(y, output)) or "none that is built in"
-    return MetricError(metric, f"does not fit {outputs}{targets}; metrics that fit: {would}; or override metrics()")
+    outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} per sample for "
+    compatible = ", ".join(list_compatible_metrics(y, output)) or "none of the built-in ones"
+    reason = f"is incompatible with {outputs}{targets}; compatible metrics: {compatible}; or override metrics()"
+    return MetricError(metric, reason)
 
 
 def classification(classes: int) -> Metrics:
-    """`accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
-    library = _library("classification")
-    return _collection(
+    """Return `accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
+    library = _import_torchmetrics("classification")
+    return _build_collection(
         accuracy=library.MulticlassAccuracy(classes, average="micro", validate_args=False),
         macro_f1=library.MulticlassF1Score(classes, average="macro", validate_args=False),
     )
 
 
 def regression() -> Metrics:
-    """`rmse`, `mae` and `r2` from predictions and values of one shape, [n] or [n, 1]."""
-    library = _library("regression")
-    return _Flat(
-        _collection(rmse=library.MeanSquaredError(squared=False), mae=library.MeanAbsoluteError(), r2=library.R2Score())
+    """Return `rmse`, `mae` and `r2` from predictions and targets with equal numbers of values."""
+    library = _import_torchmetrics("regression")
+    return _FlatMetrics(
+        _build_collection(
+            rmse=library.MeanSquaredError(squared=False), mae=library.MeanAbsoluteError(), r2=library.R2Score()
+        )
     )
 
 
 def binary() -> Metrics:
-    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one logit [n] or [n, 1], or two.
+    """Return `auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one or two logits.
 
-    The base rate, the share of positives, is the average precision of a model that knows nothing.
+    The base rate, the share of positives, is the average precision of random scores.
     """
-    library = _library("classification")
-    return _Binary(
-        _collection(
+    library = _import_torchmetrics("classification")
+    return _BinaryMetrics(
+        _build_collection(
             auroc=library.BinaryAUROC(validate_args=False),
             average_precision=library.BinaryAveragePrecision(validate_args=False),
         )
@@ -141,7 +146,7 @@ def binary() -> Metrics:
 
 
 class NoMetrics:
-    """No metrics besides the loss and what steps measure."""
+    """No metrics, besides the loss and those that steps return."""
 
     def update(self, output: Any, target: Any) -> None:
         """Add nothing."""
@@ -158,7 +163,7 @@ class NoMetrics:
         return self
 
 
-class _Named:
+class _NamedMetric:
     """A single torchmetrics metric, under the name that the objective optimises."""
 
     def __init__(self, metric: Any, name: str) -> None:
@@ -179,16 +184,16 @@ class _Named:
 
 
 def as_metrics(found: Any, metric: str) -> Metrics:
-    """Check the methods of metrics, and name a single torchmetrics `Metric` by the metric that is optimised."""
-    lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
-    if lacking:
-        raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")
+    """Check the methods of metrics, and name a single torchmetrics `Metric` by the metric that is optimized."""
+    missing = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
+    if missing:
+        raise ObjectiveError(f"metrics() must return metrics with {', '.join(missing)}, not {type(found).__name__}")
     alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
-    return _Named(found, metric) if alone else found
+    return _NamedMetric(found, metric) if alone else found
 
 
-class _Flat:
-    """Compares [n, 1] with [n]: subtracting them would give [n, n]."""
+class _FlatMetrics:
+    """Metrics of flattened outputs and targets: [n, 1] minus [n] would broadcast to [n, n]."""
 
     def __init__(self, inner: Metrics) -> None:
         self._inner = inner
@@ -209,8 +214,8 @@ class _Flat:
         return self
 
 
-class _WhereFitting(_Flat):
-    """No metrics where outputs are not of the targets' shape: of a density they are its parameters."""
+class _RegressionIfShapesMatch(_FlatMetrics):
+    """Metrics that are empty if outputs and targets differ in shape, such as for parameters of a density."""
 
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
@@ -229,17 +234,17 @@ class _WhereFitting(_Flat):
         super().reset()
 
 
-class _Binary(_Flat):
+class _BinaryMetrics(_FlatMetrics):
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
-        sums = _library("aggregation").SumMetric
+        sums = _import_torchmetrics("aggregation").SumMetric
         self._positives, self._count = sums(nan_strategy="disable"), sums(nan_strategy="disable")
 
     def update(self, output: Tensor, target: Tensor) -> None:
         if output.ndim == 2 and output.shape[1] == 2:
             output = output[:, 1] - output[:, 0]
-        # torchmetrics applies a sigmoid to those batches alone whose values leave [0, 1]: give it probabilities.
-        # In float64, so that confident scores do not become equal.
+        # torchmetrics applies a sigmoid only to batches with values outside [0, 1], so it gets probabilities; in
+        # float64, so that confident scores stay distinct.
         super().update(output.double().sigmoid(), target.long())
         self._positives.update(target.sum())
         self._count.update(target.numel())
@@ -247,7 +252,7 @@ class _Binary(_Flat):
     def compute(self) -> Mapping[str, Any]:
         count = self._count.compute()
         rate = self._positives.compute() / count
-        if not 0 < float(rate) < 1:  # torchmetrics would answer 0.0
+        if not 0 < float(rate) < 1:  # torchmetrics would return 0.0
             raise ObjectiveError(f"auroc needs both classes, but all {int(count)} labels of a split are {int(rate)}")
         return {**super().compute(), "base_rate": rate}
 
@@ -262,29 +267,29 @@ class _Binary(_Flat):
         return super().to(device)
 
 
-def synchronises(metrics: Any) -> bool:
-    """Whether metrics sum over ranks by themselves, as torchmetrics' do, and ours, which hold such."""
-    if isinstance(metrics, (_Named, NoMetrics, _Flat)):
+def can_sync_over_ranks(metrics: Any) -> bool:
+    """Return whether metrics synchronize over ranks by themselves, as torchmetrics and the built-in ones do."""
+    if isinstance(metrics, (_NamedMetric, NoMetrics, _FlatMetrics)):
         return True
     held = metrics.values() if isinstance(metrics, nn.ModuleDict) and hasattr(metrics, "compute_groups") else [metrics]
     return all(hasattr(metric, "sync_on_compute") for metric in held)
 
 
-def _library(part: str) -> Any:
+def _import_torchmetrics(part: str) -> Any:
     try:
         return importlib.import_module(f"torchmetrics.{part}")
     except ModuleNotFoundError as error:
-        raise ObjectiveError("the built-in metrics need torchmetrics: pip install torchmetrics") from error
+        raise ObjectiveError("the built-in metrics need torchmetrics; run pip install torchmetrics") from error
 
 
-def _collection(**metrics: Any) -> Metrics:
+def _build_collection(**metrics: Any) -> Metrics:
     from torchmetrics import MetricCollection
 
     return cast("Metrics", MetricCollection(metrics))
 
 
-def largest_class(data: Dataset) -> float | None:
-    """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
+def compute_majority_share(data: Dataset) -> float | None:
+    """Return the share of the most frequent class, a baseline accuracy; None if targets are not class labels."""
     if not isinstance(data.y, Tensor) or data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
         return None
     return float(torch.bincount(data.y).max()) / len(data)

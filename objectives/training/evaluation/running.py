@@ -8,40 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpsearch.objectives.training.data.tree import moved, on_cpu
-from hpsearch.objectives.training.evaluation import gathered
-from hpsearch.objectives.training.evaluation.evaluate import Means
-from hpsearch.objectives.training.evaluation.metrics import Metrics, synchronises
-from hpsearch.objectives.training.evaluation.step import Step, detached
-from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.data.tree import to_cpu, to_device
+from hpsearch.objectives.training.evaluation import metric_state
+from hpsearch.objectives.training.evaluation.evaluate import RunningMeans
+from hpsearch.objectives.training.evaluation.metrics import Metrics, can_sync_over_ranks
+from hpsearch.objectives.training.evaluation.step import Step, detach_outputs
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 
 
 class RunningMetrics:
-    """Metrics of the outputs that training produced, added in chunks: an update costs more than a small batch.
+    """Metrics of training outputs, updated in chunks, because an update costs more than a small batch.
 
-    What a chunk holds is bounded by rows and by bytes: of images or of tokens a single batch is a chunk.
+    Chunks are limited by rows and bytes, so that a batch of images or tokens is a chunk by itself.
     """
 
     _ROWS, _BYTES = 4096, 4 << 20
 
-    def __init__(self, metrics: Metrics, ranks: Ranks = ALONE) -> None:
+    def __init__(self, metrics: Metrics, ranks: Ranks = SINGLE_PROCESS) -> None:
         self._metrics, self._ranks = metrics, ranks
         self._outputs: list[Any] = []
         self._targets: list[Any] = []
         self._rows = self._bytes = 0
-        self._measured: Means | None = None  # by the steps themselves
+        self._measured: RunningMeans | None = None  # metrics that the steps return
         with torch.inference_mode():
             metrics.reset()
 
     def add(self, step: Step, size: int) -> None:
-        """Adds a batch of `size` samples; of none only the names of what it measures."""
+        """Add a batch of `size` samples; of an empty batch only the metric names."""
         if step.metrics:
-            self._measured = self._measured or Means(step.loss.device)
+            self._measured = self._measured or RunningMeans(step.loss.device)
             self._measured.add(step, size)
         if step.outputs is None or not size:
             return
-        outputs = detached(step.outputs)
-        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
+        outputs = detach_outputs(step.outputs)
+        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors can be concatenated
             self._update(outputs, step.targets)
             return
         if outputs.ndim > 2 and self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
@@ -54,7 +54,7 @@ class RunningMetrics:
             self._flush()
 
     def compute(self) -> dict[str, Tensor]:
-        """All metrics over what was added."""
+        """Return all metrics of the added batches."""
         self._flush()
         measured = {} if self._measured is None else self._measured.compute(self._ranks)
         measured.pop("loss", None)
@@ -62,7 +62,7 @@ class RunningMetrics:
             return {**measured, **self._metrics.compute()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was added so far as plain values and tensors, in chunks, because sums depend on them.
+        """Return the state as plain values and tensors. It keeps the chunks, because rounding depends on them.
 
         Raises:
             UnkeptError: the metrics hold a value that is not plain.
@@ -73,17 +73,17 @@ class RunningMetrics:
             "rows": self._rows,
             "bytes": self._bytes,
             "measured": None if self._measured is None else self._measured.state_dict(),
-            "metrics": gathered.state_of(self._metrics),
+            "metrics": metric_state.get_metric_state(self._metrics),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restores what `state_dict` gave."""
-        self._outputs, self._targets = moved(state["outputs"], device), moved(state["targets"], device)
+        """Restore the result of `state_dict`."""
+        self._outputs, self._targets = to_device(state["outputs"], device), to_device(state["targets"], device)
         self._rows, self._bytes = state["rows"], state["bytes"]
         if state["measured"] is not None:
-            self._measured = Means(device)
+            self._measured = RunningMeans(device)
             self._measured.load_state_dict(state["measured"])
-        gathered.restore(self._metrics, moved(state["metrics"], device))
+        metric_state.load_metric_state(self._metrics, to_device(state["metrics"], device))
 
     def _flush(self) -> None:
         outputs, targets = self._outputs, self._targets
@@ -98,34 +98,34 @@ class RunningMetrics:
         self._metrics.update(outputs, targets)
 
 
-def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
-    """The metrics over what all ranks add: torchmetrics' sum by themselves, others are given all of it."""
-    return metrics if ranks.alone or synchronises(metrics) else _Gathered(metrics, ranks)
+def aggregate_over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
+    """Return metrics over the batches of all ranks: torchmetrics synchronize themselves, others get all batches."""
+    return metrics if ranks.is_single_process or can_sync_over_ranks(metrics) else _GatheredMetrics(metrics, ranks)
 
 
-def of_this_rank(metrics: Metrics) -> Metrics:
-    """Return the metrics over what this rank adds: `compute` does not wait for other ranks."""
-    for metric in _torchmetrics(metrics, set()):
+def disable_rank_sync(metrics: Metrics) -> Metrics:
+    """Make torchmetrics compute over this rank's batches only, without waiting for other ranks."""
+    for metric in _find_torchmetrics(metrics, set()):
         metric.sync_on_compute = False
         metric.distributed_available_fn = _not_distributed  # torchmetrics reads sync_on_compute only at construction
     return metrics
 
 
-def _not_distributed() -> bool:  # no lambda, which cannot be pickled
+def _not_distributed() -> bool:  # a lambda cannot be pickled
     return False
 
 
-class _Gathered:
+class _GatheredMetrics:
     """Metrics over the batches of all ranks, which each rank keeps on the CPU until `compute`."""
 
     def __init__(self, inner: Metrics, ranks: Ranks) -> None:
-        self._inner, self._each = inner, ranks.each
+        self._inner, self._each = inner, ranks.all_gather_object
         self._kept: list[tuple[Any, Any]] = []
         self._device = torch.device("cpu")
-        of_this_rank(inner)  # such as one that somebody's class holds: it would sum once more
+        disable_rank_sync(inner)  # a torchmetrics metric inside a custom class would sum over ranks again
 
     def update(self, output: Any, target: Any) -> None:
-        self._kept.append((on_cpu(output), on_cpu(target)))
+        self._kept.append((to_cpu(output), to_cpu(target)))
 
     def compute(self) -> Mapping[str, Any]:
         found = self._each(self._kept)
@@ -133,7 +133,7 @@ class _Gathered:
         for number in range(max(map(len, found))):
             for kept in found:
                 if number < len(kept):
-                    self._inner.update(*moved(kept[number], self._device))
+                    self._inner.update(*to_device(kept[number], self._device))
         return self._inner.compute()
 
     def reset(self) -> None:
@@ -147,8 +147,8 @@ class _Gathered:
         return self
 
 
-def _torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
-    """The metrics of torchmetrics that an object holds."""
+def _find_torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
+    """Iterate over the torchmetrics inside an object."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -157,4 +157,4 @@ def _torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
     inside = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple)) else ()
     for value in [*inside, *getattr(thing, "__dict__", {}).values()]:
         if hasattr(value, "__dict__") or isinstance(value, (dict, list, tuple)):
-            yield from _torchmetrics(value, seen)
+            yield from _find_torchmetrics(value, seen)

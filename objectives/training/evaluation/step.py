@@ -13,35 +13,35 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import Tree, map_tensors
-from hpsearch.objectives.training.evaluation.losses import mean, weigh
+from hpsearch.objectives.training.evaluation.losses import compute_loss_weight, compute_mean_loss
 
 Call = Callable[[nn.Module, Tree], Any]
 
 
-def whole(model: nn.Module, x: Tree) -> Any:
-    """``model(x)``."""
+def call_single(model: nn.Module, x: Tree) -> Any:
+    """Return ``model(x)``."""
     return model(x)
 
 
-def call_of(model: nn.Module, x: Tree) -> Call:
-    """Return how to call `model` with a batch: a mapping by name, a tuple in order, or else as one argument.
+def bind_forward(model: nn.Module, x: Tree) -> Call:
+    """Return a function that calls `model` with a batch: a mapping by keyword, a tuple by position, or one argument.
 
     Raises:
-        ObjectiveError: the model takes the batch in no way.
+        ObjectiveError: the model's `forward` cannot be called with the batch.
     """
     if not isinstance(x, (Mapping, tuple)):
-        return whole
+        return call_single
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # written in C
-        return whole
-    if isinstance(x, Mapping) and _fits(signature, **x):
+    except (TypeError, ValueError):  # implemented in C
+        return call_single
+    if isinstance(x, Mapping) and _can_bind(signature, **x):
         return lambda model, x: model(**x)
     several = [p for p in signature.parameters.values() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
-    if isinstance(x, tuple) and len(several) > 1 and _fits(signature, *x):
+    if isinstance(x, tuple) and len(several) > 1 and _can_bind(signature, *x):
         return lambda model, x: model(*x)
-    if _fits(signature, x):
-        return whole
+    if _can_bind(signature, x):
+        return call_single
     given = ", ".join(x) if isinstance(x, Mapping) else f"{len(x)} parts"
     raise ObjectiveError(
         f"{type(model).__name__}.forward takes ({', '.join(signature.parameters)}), but a batch of inputs has {given}: "
@@ -49,7 +49,7 @@ def call_of(model: nn.Module, x: Tree) -> Call:
     )
 
 
-def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
+def _can_bind(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
     try:
         signature.bind(*arguments, **named)
     except TypeError:
@@ -59,14 +59,14 @@ def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
 
 @dataclass(slots=True)
 class Step:
-    """What a batch came to.
+    """Result of a batch.
 
     Attributes:
-        loss: to be lowered: the mean over the batch, a scalar, or one value a sample [n].
-        outputs: what `Objective.metrics` are updated with; None where they are not.
-        targets: likewise; the batch's unless given.
-        metrics: scalars that are means over the batch, such as parts of the loss: averaged, and reported by name.
-        weight: what the means are over, where that is not the samples of the batch: the tokens that count, say.
+        loss: the loss to minimize: a scalar mean over the batch, or one value per sample [n].
+        outputs: outputs for `Objective.metrics`; None to skip the metrics.
+        targets: targets for `Objective.metrics`; by default those of the batch.
+        metrics: scalar means over the batch, such as parts of the loss. They are averaged and reported by name.
+        weight: divisor of the means if it is not the number of samples, for example the number of unmasked tokens.
     """
 
     loss: Tensor
@@ -76,25 +76,25 @@ class Step:
     weight: Tensor | float | None = None
 
 
-# The step of a batch that is on the model's device; its loss is a scalar.
-Stepping = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
+# Computes the step of a batch on the model's device; the loss is a scalar.
+StepFunction = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
 
 
 class LossStep:
-    """``loss(model(x), y)``, with the loss in fp32."""
+    """Step function for ``loss(model(x), y)``, with the loss in fp32."""
 
-    def __init__(self, loss: nn.Module, call: Call = whole) -> None:
+    def __init__(self, loss: nn.Module, call: Call = call_single) -> None:
         self.loss, self.call = loss, call
         self._uneven = hasattr(loss, "weigh")
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
-        """The step of a batch."""
+        """Return the step of a batch."""
         with autocast or nullcontext():
             output = self.call(model, batch.x)
-        loss = mean(self.loss, output, batch.y, batch.size)
-        return Step(loss, output, batch.y, {}, weigh(self.loss, batch.y) if self._uneven else None)
+        loss = compute_mean_loss(self.loss, output, batch.y, batch.size)
+        return Step(loss, output, batch.y, {}, compute_loss_weight(self.loss, batch.y) if self._uneven else None)
 
 
-def detached(tree: Any) -> Any:
+def detach_outputs(tree: Any) -> Any:
     """Return outputs without their graph, in fp32."""
     return map_tensors(lambda tensor: tensor.detach().float(), tree)

@@ -10,46 +10,46 @@ import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from hpsearch.objectives.errors import ObjectiveError, source_file, users_code
+from hpsearch.objectives.errors import ObjectiveError, find_source_file, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
-from hpsearch.objectives.training.data.batches import build_feed
+from hpsearch.objectives.training.data.batches import build_batch_source
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.samplers import Order
+from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
-from hpsearch.objectives.training.evaluation.running import over_ranks
-from hpsearch.objectives.training.evaluation.step import call_of
-from hpsearch.objectives.training.loop.fresh import Fresh, build_fresh
+from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks
+from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.loop.guards import FiniteGuard
-from hpsearch.objectives.training.loop.measuring import Measuring, compiled, layout
-from hpsearch.objectives.training.loop.prepared import prepared_splits
-from hpsearch.objectives.training.loop.rehearsal import check_classes, check_epoch, check_ranks, rehearse
+from hpsearch.objectives.training.loop.measure import ModelMeasurer, apply_memory_format, compile_model
+from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.resplit import ResplitEvaluation, build_resplit_evaluation
 from hpsearch.objectives.training.loop.run import FORMAT, Run
+from hpsearch.objectives.training.loop.sanity_checks import check_classes, check_epoch, check_ranks, sanity_check
+from hpsearch.objectives.training.loop.step_functions import as_module, build_step_function, forward_call
 from hpsearch.objectives.training.loop.steplog import StepLog
-from hpsearch.objectives.training.loop.stepping import as_module, build_stepping, call_in
 from hpsearch.objectives.training.optimizers.averaging import build_average
 from hpsearch.objectives.training.optimizers.optimizer import (
-    Groups,
+    SAM,
+    ParameterGroups,
     Precision,
-    Sharpness,
     build_optimizer,
-    checked_groups,
+    complete_groups,
     parameter_groups,
 )
 from hpsearch.objectives.training.optimizers.schedules import build_schedule
-from hpsearch.objectives.training.ranks import ALONE, Ranks
-from hpsearch.objectives.training.reproducibility.environment import environment, uncommitted
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
+from hpsearch.objectives.training.reproducibility.environment import environment, git_diff
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve
-from hpsearch.objectives.training.strategies.base import Replicated, Strategy
-from hpsearch.objectives.training.strategies.fsdp import Sharded
+from hpsearch.objectives.training.strategies.base import DDPStrategy, Strategy
+from hpsearch.objectives.training.strategies.fsdp import FSDPStrategy
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated, Sharded)}
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDPStrategy, FSDPStrategy)}
 
 
-# What the peak rate is multiplied by on so many devices (Goyal et al. 2017; Krizhevsky 2014).
+# Factor on the peak learning rate by the number of devices (Goyal et al. 2017; Krizhevsky 2014).
 _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 
 
@@ -59,54 +59,57 @@ def build(
     plan: RunPlan,
     *,
     device: torch.device,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     curve: Curve | None = None,
 ) -> tuple[Run, dict[str, float]]:
-    """The run, and what its untrained model scores.
+    """Return the run and the scores of its untrained model.
 
-    Every part of the objective's code has run once when this returns, so its mistakes show before training.
+    Every part of the objective's code has run once by then, so its errors appear before training.
 
     Raises:
-        ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
+        ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
     """
     who = type(objective).__name__
-    splits, split_hash = prepared_splits(objective, plan.split_seed, plan.division if plan.refit is None else "all")
+    splits, split_hash = prepare_splits(objective, plan.split_seed, plan.division if plan.refit is None else "all")
     check_ranks(who, splits, split_hash, ranks)
-    strategy = Strategy(ranks, config) if ranks.alone else STRATEGIES[config.strategy](ranks, config)
+    strategy = Strategy(ranks, config) if ranks.is_single_process else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
-    with users_code(f"{who}.model"):
+    with wrap_user_errors(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
-    with users_code(f"{who}.model on the validation split"):
+    with wrap_user_errors(f"{who}.model on the validation split"):
         _materialise(model, splits.val, device)
-    stepping = build_stepping(objective, config, splits, model, device)
-    check_classes(objective, splits, stepping)
+    step_function = build_step_function(objective, config, splits, model, device)
+    check_classes(objective, splits, step_function)
     metrics, fresh = _metrics(objective, splits, plan, device, ranks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
-    with users_code(f"{who}.augment"):
+    with wrap_user_errors(f"{who}.augment"):
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
     val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
     val = val.to(device) if config.num_workers is None else val
-    with users_code(f"{who}.sampler"):
+    with wrap_user_errors(f"{who}.sampler"):
         order = _order(objective, config, splits.train, plan.seed)
     epoch_steps = order.steps
     total_steps = plan.epochs * epoch_steps
     check_epoch(config, len(splits.train), total_steps, epoch_steps)
     maximize = objective.direction == "maximize"
-    layout(model, config)
-    ranks.copy_first(model.state_dict().values())  # a model may draw from what no seed reaches
-    average, steplog = build_average(model, config, plan.epochs), StepLog(model, config.log_every, strategy.norms)
-    strategy.place(model, *average.models)
+    apply_memory_format(model, config)
+    ranks.broadcast_tensors(model.state_dict().values())  # the initialization may be random beyond the seeds
+    average, steplog = (
+        build_average(model, config, plan.epochs),
+        StepLog(model, config.log_every, strategy.gradient_norms),
+    )
+    strategy.setup_model(model, *average.models)
     groups = _groups(objective, model, config)
     for group in groups:
-        group["lr"] *= _SCALINGS[config.lr_scaling](ranks.world)
-    optimizer, sharpness = build_optimizer(model, config, device, groups), None
+        group["lr"] *= _SCALINGS[config.lr_scaling](ranks.world_size)
+    optimizer, sam = build_optimizer(model, config, device, groups), None
     if config.optimizer == "sam":
-        sharpness = Sharpness(optimizer)
-        optimizer = sharpness.base
-    source = source_file(type(objective))
+        sam = SAM(optimizer)
+        optimizer = sam.base
+    source = find_source_file(type(objective))
     run = Run(
         identity={
             "format": FORMAT,
@@ -115,19 +118,21 @@ def build(
             **plan.identity,
             "split_hash": split_hash,
         },
-        environment=environment(device, source, ranks.world),
-        changes=uncommitted(source.parent if source else Path.cwd()),
+        environment=environment(device, source, ranks.world_size),
+        changes=git_diff(source.parent if source else Path.cwd()),
         config=config,
         plan=plan,
         device=device,
         splits=splits,
         val=val,
-        feed=build_feed(splits.train, config, order, seed=plan.seed, device=device, augment=augment, ranks=ranks),
+        batch_source=build_batch_source(
+            splits.train, config, order, seed=plan.seed, device=device, augment=augment, ranks=ranks
+        ),
         model=model,
-        stepping=stepping,
+        step_function=step_function,
         metrics=metrics,
         optimizer=optimizer,
-        sharpness=sharpness,
+        sam=sam,
         schedule=build_schedule(optimizer, config, total_steps, epoch_steps=epoch_steps, maximize=maximize),
         precision=Precision(config.precision, device),
         average=average,
@@ -136,14 +141,14 @@ def build(
         curve=curve or Curve(objective.metric, maximize=maximize, keep_last=plan.refit is not None),
         ranks=ranks,
         strategy=strategy,
-        measuring=Measuring(objective, config, call_in(stepping), val, device, ranks, strategy),
-        fresh=fresh,
+        measurer=ModelMeasurer(objective, config, forward_call(step_function), val, device, ranks, strategy),
+        resplit=fresh,
     )
-    strategy.begin(model, stepping)
-    with strategy.explained():
-        scores = rehearse(objective, run)
+    strategy.set_model(model, step_function)
+    with strategy.explain_sharding_errors():
+        scores = sanity_check(objective, run)
     if config.compile:
-        why = compiled(run.model, run.judged, lambda: _trial_step(run))
+        why = compile_model(run.model, run.eval_model, lambda: _trial_step(run))
         run.environment["compiled"] = why is None
         if why:
             run.notes.append(f"not compiled: {why}")
@@ -152,15 +157,15 @@ def build(
 
 def _metrics(
     objective: Objective, splits: Splits, plan: RunPlan, device: torch.device, ranks: Ranks
-) -> tuple[Metrics, Fresh | None]:
-    """What the validation split is judged by; of a run on a fresh division its halves, too."""
+) -> tuple[Metrics, ResplitEvaluation | None]:
+    """Return the metrics of the validation split and, for a run on a new split, its evaluation."""
     who, fresh = type(objective).__name__, None
-    with users_code(f"{who}.metrics"):
+    with wrap_user_errors(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     if plan.division is not None:
-        fresh = build_fresh(objective, splits, metrics, plan, device=device, ranks=ranks)
-    with users_code(f"{who}.metrics"):
-        metrics = over_ranks(metrics, ranks)
+        fresh = build_resplit_evaluation(objective, splits, metrics, plan, device=device, ranks=ranks)
+    with wrap_user_errors(f"{who}.metrics"):
+        metrics = aggregate_over_ranks(metrics, ranks)
         if hasattr(metrics, "to"):
             metrics.to(device)
     return metrics, fresh
@@ -168,22 +173,22 @@ def _metrics(
 
 @torch.no_grad()
 def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
-    """Gives lazy layers their parameters, by a look at some inputs."""
+    """Initialize lazy layers with some inputs."""
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
-        x = moved(val.inputs(slice(0, 2)), device)
-        call_of(model, x)(model.eval(), x)
+        x = to_device(val.inputs(slice(0, 2)), device)
+        bind_forward(model, x)(model.eval(), x)
         model.train()
 
 
-def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Groups:
-    """The objective's own parameter groups, or the usual ones.
+def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:
+    """Return the objective's parameter groups, or the default ones.
 
-    Where the objective thaws layers as epochs go, frozen parameters are in them too: without gradients they stay.
+    If the objective defines `on_epoch`, the groups include frozen parameters, because it may unfreeze them later.
     """
-    with users_code(f"{type(objective).__name__}.parameter_groups"):
+    with wrap_user_errors(f"{type(objective).__name__}.parameter_groups"):
         own = objective.parameter_groups(model, config)
         if own is not None:
-            return checked_groups(model, config, own)
+            return complete_groups(model, config, own)
     if not overrides(objective, "on_epoch"):
         return parameter_groups(model, config)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -195,22 +200,22 @@ def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Grou
             parameter.requires_grad_(False)
 
 
-def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> Order:
+def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> EpochOrder:
     sampler = objective.sampler(config, train)
     if not train.is_stream:
-        return Order(len(train), config, seed, sampler)
+        return EpochOrder(len(train), config, seed, sampler)
     if sampler is not None:
-        raise ObjectiveError("a stream comes in an order of its own: leave the sampler out")
-    return Order(len(train), config, seed, SequentialSampler(range(len(train))))
+        raise ObjectiveError("a stream has its own order; do not return a sampler")
+    return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 
 def _trial_step(run: Run) -> None:
-    """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
+    """Run a forward and a backward pass as a test; the run does not change."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    batch = next(iter(run.feed.windows(0)))[0].get()
+    batch = next(iter(run.batch_source.iterate_steps(0)))[0].get()
     run.model.train()
     try:
-        run.stepping(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        run.step_function(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)

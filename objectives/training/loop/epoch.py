@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.data.batches import Pending
+from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.evaluate import as_floats
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
-from hpsearch.objectives.training.loop.guards import Point
-from hpsearch.objectives.training.loop.run import FORMAT, WITHIN, Run
-from hpsearch.objectives.training.reproducibility.environment import differences
-from hpsearch.objectives.training.reproducibility.seeds import restore_generators, set_seed
+from hpsearch.objectives.training.loop.guards import StepPosition
+from hpsearch.objectives.training.loop.run import FORMAT, MID_EPOCH_FORMAT, Run
+from hpsearch.objectives.training.reproducibility.environment import describe_differences
+from hpsearch.objectives.training.reproducibility.seeds import restore_rng_state, set_seed
 from hpsearch.objectives.training.strategies.base import Strategy
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """What an optimizer step came to, on the device.
 
     Attributes:
@@ -65,10 +65,10 @@ class EpochSums:
         self._device = run.device
         self.samples, self.steps, self.seconds, self.lr = 0, 0, 0.0, 0.0
 
-    def step(self, run: Run, window: Sequence[Pending], epoch: int) -> None:
+    def step(self, run: Run, window: Sequence[LazyBatch], epoch: int) -> None:
         """Takes an optimizer step over a window, and adds it."""
         self.lr = float(run.optimizer.param_groups[0]["lr"])
-        step = train_step(run, window, Point(epoch, run.step, self.steps, self.lr), self._running)
+        step = train_step(run, window, StepPosition(epoch, run.step, self.steps, self.lr), self._running)
         if isinstance(step.weight, int):
             self.loss.add_(step.loss, alpha=step.weight)
         else:
@@ -97,7 +97,7 @@ class EpochSums:
         if state["running"] is not None:
             self._running.load_state_dict(state["running"], self._device)
         for name in self._KEPT:
-            setattr(self, name, moved(state[name], self._device))
+            setattr(self, name, to_device(state[name], self._device))
 
 
 @kill_point("train epoch")
@@ -117,7 +117,7 @@ def train_epoch(
     training_mode(run.model)
     run.strategy.begin_epoch()
     sums = sums or EpochSums(run)
-    for window in run.feed.windows(epoch, sums.steps):
+    for window in run.batch_source.iterate_steps(epoch, sums.steps):
         sums.step(run, window, epoch)
         run.on_step()
         _validate_within(run, epoch)
@@ -144,7 +144,7 @@ def _frozen_norms(module: nn.Module, above: bool = False) -> Iterator[nn.Module]
         yield from _frozen_norms(child, frozen)
 
 
-def train_step(run: Run, window: Sequence[Pending], point: Point, running: RunningMetrics) -> Stepped:
+def train_step(run: Run, window: Sequence[LazyBatch], point: StepPosition, running: RunningMetrics) -> StepResult:
     """One optimizer step over the micro-batches of a window.
 
     The gradient is that of the mean over all samples of the window, however they are divided into micro-batches.
@@ -153,15 +153,15 @@ def train_step(run: Run, window: Sequence[Pending], point: Point, running: Runni
     run.optimizer.zero_grad(set_to_none=True)
     size = sum(pending.size for pending in window)
     counts = [pending.counts for pending in window]
-    if run.sharpness is None:
+    if run.sam is None:
         loss, weight = _gradient(run, (pending.get() for pending in window), counts, size, running)
     else:
         batches = [pending.get() for pending in window]  # both passes see the same samples, augmented the same way
         loss, weight = _gradient(run, batches, counts, size, running)
-        with run.sharpness.displaced(run.model):
+        with run.sam.perturbed_weights(run.model):
             _gradient(run, batches, counts, size, None)
     run.precision.scaler.unscale_(run.optimizer)
-    run.steplog.note(point, loss)
+    run.steplog.record_step(point, loss)
     norm = clip(run.strategy, run.optimizer, run.config)
     run.guard.check(point, loss, norm, scaled=run.precision.scaled)
     stepped = run.precision.step(run.optimizer)
@@ -172,7 +172,7 @@ def train_step(run: Run, window: Sequence[Pending], point: Point, running: Runni
     run.step += 1
     if run.precision.scaled:
         norm = torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has none
-    return Stepped(loss, norm, weight)
+    return StepResult(loss, norm, weight)
 
 
 def _gradient(
@@ -191,7 +191,7 @@ def _gradient(
     """
     parts: list[Tensor] = []
     weights: list[Tensor | float] = []
-    last, world = len(counts) - 1, run.ranks.world
+    last, world = len(counts) - 1, run.ranks.world_size
     for number, (batch, own) in enumerate(zip(batches, counts, strict=True)):
         step = run.strategy.step(batch, run.precision.autocast(), more=number < last)
         share = (batch.size if step.weight is None else step.weight) * own / size
@@ -204,13 +204,13 @@ def _gradient(
             running.add(step, batch.size * own)
     loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
     if not weights:
-        return run.ranks.total(loss), size
+        return run.ranks.all_reduce_sum(loss), size
     if world == 1 and len(parts) == 1:
         return loss, weights[0]
     # The weights of all are known only now: what was a share of the samples becomes one of them.
     own_weight = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
     if world > 1:
-        loss, total = run.ranks.total(torch.stack([loss.double(), own_weight.double()])).unbind()
+        loss, total = run.ranks.all_reduce_sum(torch.stack([loss.double(), own_weight.double()])).unbind()
     else:
         total = own_weight
     scale = size / total.clamp_min(torch.finfo(torch.float32).tiny)
@@ -225,7 +225,7 @@ def clip(strategy: Strategy, optimizer: Optimizer, config: TrainConfig) -> Tenso
     """Clips the gradient as configured; its norm before that, a scalar on the device."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     limit = float("inf") if config.clip_grad_norm is None else config.clip_grad_norm
-    norm = strategy.clip(parameters, limit)
+    norm = strategy.clip_gradients(parameters, limit)
     if config.clip_grad_value is not None:
         nn.utils.clip_grad_value_(parameters, config.clip_grad_value)
     return norm
@@ -245,7 +245,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     Raises:
         ObjectiveError: the checkpoint is of another run, or the objective's code has changed since.
     """
-    if state.get("format") == WITHIN:
+    if state.get("format") == MID_EPOCH_FORMAT:
         state = {**state, "format": FORMAT}
     then = {key: state.get(key) for key in run.identity}
     if isinstance(then["config"], dict):  # a setting that is newer than the checkpoint had its default
@@ -256,28 +256,28 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         detail = str(error).strip().splitlines()[0]
         raise ObjectiveError(f"the checkpoint does not fit the objective's code of today: {detail}") from error
-    changed = differences(state["environment"], run.environment)
+    changed = describe_differences(state["environment"], run.environment)
     if changed:
         run.notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
 
 
-def resume_within(run: Run, within: dict[str, Any], sums: EpochSums, epoch: int) -> None:
+def resume_mid_epoch(run: Run, within: dict[str, Any], sums: EpochSums, epoch: int) -> None:
     """Goes on in the midst of an epoch: with what its steps came to, and the generators.
 
     On as many ranks as before each goes on with its own. On others the metrics of training count the steps from here
     on, and what is drawn at random is drawn anew.
     """
     then, ranks = within.get("ranks"), run.ranks
-    if len(then or [within]) == ranks.world:
+    if len(then or [within]) == ranks.world_size:
         own = then[ranks.rank] if then else {"running": within["sums"]["running"], "generators": within["generators"]}
         sums.load_state_dict({**within["sums"], "running": own["running"]})
-        restore_generators(own["generators"], run.device)
+        restore_rng_state(own["generators"], run.device)
         return
     sums.load_state_dict({**within["sums"], "running": None})
-    set_seed(run.plan.seed, "epoch", epoch, "from", sums.steps, *ranks.purpose())
+    set_seed(run.plan.seed, "epoch", epoch, "from", sums.steps, *ranks.seed_suffix())
     run.notes.append(
         f"train metrics of epoch {epoch + 1} but its loss are of the steps after {sums.steps}: it went on on "
-        f"{ranks.world} in place of {len(then or [within])} devices"
+        f"{ranks.world_size} in place of {len(then or [within])} devices"
     )
 
 

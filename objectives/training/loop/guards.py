@@ -60,7 +60,7 @@ class DeviceMemoryError(RuntimeError):
 
 
 @contextmanager
-def told_apart(config: TrainConfig, device: torch.device) -> Iterator[None]:
+def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Raises errors of the configuration in place of torch's general ones.
 
     Raises:
@@ -79,7 +79,7 @@ def told_apart(config: TrainConfig, device: torch.device) -> Iterator[None]:
         raise
 
 
-class Point(NamedTuple):
+class StepPosition(NamedTuple):
     """Where in a run an optimizer step stands."""
 
     epoch: int
@@ -99,11 +99,11 @@ class FiniteGuard:
     def __init__(self, device: torch.device, *, every: int = 16, max_skipped: int = 10) -> None:
         self._every = 1 if device.type == "cpu" else every
         self._max_skipped = max_skipped
-        self._pending: list[tuple[Point, Tensor, Tensor]] = []
+        self._pending: list[tuple[StepPosition, Tensor, Tensor]] = []
         self.skipped = 0  # consecutive steps that loss scaling skipped; kept in checkpoints
         self.skipped_in_all = 0
 
-    def check(self, point: Point, loss: Tensor, grad_norm: Tensor, *, scaled: bool) -> None:
+    def check(self, point: StepPosition, loss: Tensor, grad_norm: Tensor, *, scaled: bool) -> None:
         """Takes note of a step; raises NonFiniteError for it or one before it.
 
         Args:
@@ -129,7 +129,7 @@ class FiniteGuard:
                 what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
                 raise NonFiniteError(what, grad_norm=norm, **point._asdict())
 
-    def count(self, point: Point, grad_norm: Tensor, *, stepped: bool) -> None:
+    def count(self, point: StepPosition, grad_norm: Tensor, *, stepped: bool) -> None:
         """Counts skipped steps in a row; raises NonFiniteError when loss scaling does not recover."""
         self.skipped = 0 if stepped else self.skipped + 1
         self.skipped_in_all += not stepped

@@ -79,4 +79,4 @@ class Instruments:
                 writer.add_scalar(tag, value, record.epoch, walltime=record.timestamp)
 
 
-NONE = Instruments()
+NO_INSTRUMENTS = Instruments()

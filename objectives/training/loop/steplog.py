@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpsearch.objectives.training.loop.guards import Point
+from hpsearch.objectives.training.loop.guards import StepPosition
 
 DENSE = 20  # steps noted each, where a bad start shows; few enough that a short trial costs no more
 
@@ -32,10 +32,10 @@ class StepLog:
         self._model, self._every, self._norms = model, every, norms
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._layers = {name: _called(name, module) for name, module in model.named_modules()}
-        self._pending: list[tuple[Point, Tensor, list[str], Tensor]] = []
+        self._pending: list[tuple[StepPosition, Tensor, list[str], Tensor]] = []
         self._scores: list[dict[str, Any]] = []
 
-    def note(self, point: Point, loss: Tensor) -> None:
+    def record_step(self, point: StepPosition, loss: Tensor) -> None:
         """Notes a step whose gradients are unscaled and not clipped, where it is one of those to note."""
         if self._every is None or (point.step >= DENSE and point.step % self._every):
             return
@@ -59,7 +59,7 @@ class StepLog:
                 scores.append(self._record(point, loss, dict(zip(names, values, strict=True))))
         return sorted(scores, key=lambda record: int(record["step"]))
 
-    def _record(self, point: Point, loss: float, norms: dict[str, float]) -> dict[str, Any]:
+    def _record(self, point: StepPosition, loss: float, norms: dict[str, float]) -> dict[str, Any]:
         squares: dict[str, float] = {}
         for name, norm in norms.items():
             module = self._layers[name.rpartition(".")[0]]

@@ -1,4 +1,4 @@
-"""Averages of the weights, judged in their place: moving over steps (EMA), or even over the last epochs (SWA)."""
+"""Weight averages for evaluation: exponential over steps (EMA) or equal over the last epochs (SWA)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from hpsearch.objectives.training.config import TrainConfig
 
 
-class Average:
-    """No average: the model itself is judged; subclasses have the average that is judged in its place."""
+class WeightAveraging:
+    """The base class, without averaging: the model itself is evaluated; subclasses evaluate an average."""
 
     average: AveragedModel | None = None
 
@@ -21,23 +21,23 @@ class Average:
         self._model = model
 
     @property
-    def judged(self) -> nn.Module:
-        """The model whose weights are judged and kept."""
+    def eval_model(self) -> nn.Module:
+        """The model that is evaluated and saved."""
         return self._model if self.average is None else self.average.module
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models beside the one that is trained."""
+        """The averaged models."""
         return [] if self.average is None else [self.average.module]
 
     def after_step(self) -> None:
-        """After an optimizer step that ran."""
+        """Update the average after an optimizer step."""
 
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
-        """Before the validation of an epoch (0-based); `call` runs a model on a batch of the training `inputs`."""
+        """Update the average before the validation of an epoch (0-based); `call` runs a model on `inputs`."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Plain values and tensors; None when there is nothing to keep."""
+        """Return the state of the average; None without one."""
         return None if self.average is None else self.average.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Average:
             self.average.load_state_dict(state)
 
 
-class _MovingAverage(Average):
+class _EMA(WeightAveraging):
     """The exponential moving average of a model's weights, with the model's current buffers.
 
     The decay is min(decay, (1 + n) / (10 + n)) after n updates, so that the initial weights do not dominate a short
@@ -60,7 +60,7 @@ class _MovingAverage(Average):
 
         @torch.no_grad()
         def update(averages: Sequence[Tensor], current: Sequence[Tensor], count: Tensor | int) -> None:
-            steps = int(count)  # kept on the CPU: reading it waits for no device
+            steps = int(count)  # on the CPU, so that reading it does not synchronize
             torch._foreach_lerp_(list(averages), list(current), 1 - min(decay, (1 + steps) / (10 + steps)))
 
         self.average = AveragedModel(model, multi_avg_fn=update)
@@ -69,7 +69,7 @@ class _MovingAverage(Average):
         self.average.update_parameters(self._model)
 
 
-class _EvenAverage(Average):
+class _SWA(WeightAveraging):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at the ends of epochs.
 
     Before epoch `first` the model itself is evaluated. Batch norm statistics are recomputed for the averaged weights.
@@ -83,7 +83,7 @@ class _EvenAverage(Average):
         self.average = AveragedModel(model)
 
     @property
-    def judged(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         return self.average.module if int(self.average.n_averaged) else self._model
 
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
@@ -93,7 +93,7 @@ class _EvenAverage(Average):
 
 
 class _Called(nn.Module):
-    """A model that takes a batch of inputs, of any structure, as one argument."""
+    """A module that passes a batch of any structure to a model."""
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class _Called(nn.Module):
         return self.call(self.model, x)
 
 
-def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> Average:
-    """The configured average of a model's weights over a run of `epochs`."""
+def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> WeightAveraging:
+    """Return the configured weight average for a run of `epochs`."""
     if config.ema_decay is not None:
-        return _MovingAverage(model, config.ema_decay)
+        return _EMA(model, config.ema_decay)
     if config.swa_fraction is not None:
-        return _EvenAverage(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
-    return Average(model)
+        return _SWA(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
+    return WeightAveraging(model)

@@ -25,7 +25,7 @@ NORMS: tuple[type[nn.Module], ...] = (
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
-class Placed(NamedTuple):
+class ParameterWithDepth(NamedTuple):
     """A trainable parameter: its module, and the depth of its layer, 0 next to the input."""
 
     parameter: nn.Parameter
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
     depth: int
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
+def list_layers(model: nn.Module) -> list[nn.Module]:
     """The layers with trainable parameters, in the order in which they were registered: input first.
 
     Containers are opened, and so is the model itself; any other module, such as a residual block, is one layer unless
@@ -43,18 +43,18 @@ def layers(model: nn.Module) -> list[nn.Module]:
     if not found:
         return [model]
     if len(found) == 1 and any(_trains(child) for child in found[0].children()):
-        return layers(found[0])  # a wrapper around the network
+        return list_layers(found[0])  # a wrapper around the network
     return found
 
 
-def placed(model: nn.Module) -> list[Placed]:
+def list_parameters(model: nn.Module) -> list[ParameterWithDepth]:
     """Every trainable parameter once, with its depth.
 
     A norm belongs to the layer before it. Parameters outside all layers (a class token, positions) stand at depth 0.
     """
     depths: dict[int, int] = {}
     depth = -1
-    for layer in layers(model):
+    for layer in list_layers(model):
         if depth < 0 or not isinstance(layer, NORMS):
             depth += 1
         for parameter in layer.parameters():
@@ -65,7 +65,7 @@ def placed(model: nn.Module) -> list[Placed]:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                result.append(Placed(parameter, module, depths.get(id(parameter), 0)))
+                result.append(ParameterWithDepth(parameter, module, depths.get(id(parameter), 0)))
     return result
 
 
@@ -82,18 +82,18 @@ def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-Groups = list[dict[str, Any]]
-Factory = Callable[[Groups, TrainConfig, torch.device], Optimizer]
+ParameterGroups = list[dict[str, Any]]
+Factory = Callable[[ParameterGroups, TrainConfig, torch.device], Optimizer]
 
 
-def parameter_groups(model: nn.Module, config: TrainConfig) -> Groups:
+def parameter_groups(model: nn.Module, config: TrainConfig) -> ParameterGroups:
     """The trainable parameters by how they are treated: `decay` and `no_decay`, per layer where rates differ.
 
     Biases, other vectors and norm layers are not decayed. With `layer_decay` below 1 a layer learns at
     lr * layer_decay ** (layers above it) (Howard and Ruder 2018). For Muon, which is made for hidden matrices,
     `muon` holds those; embeddings, the output layer and vectors stay with AdamW.
     """
-    found = placed(model)
+    found = list_parameters(model)
     top = max(item.depth for item in found)
     by_depth = config.layer_decay < 1
     groups: dict[str, dict[str, Any]] = {}
@@ -124,14 +124,14 @@ def _adam_like(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": (config.beta1, config.beta2)}
 
 
-def _sgd(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
+def _sgd(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
     # Where loss scaling skips the very first step, torch 2.13's fused SGD keeps a momentum that was never written.
     # And it has no kernel for weights that are spread over ranks.
     kernel = {"foreach": True} if config.precision == "fp16" or config.strategy == "fsdp" else _fused(device)
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernel)
 
 
-def _muon(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
+def _muon(groups: ParameterGroups, config: TrainConfig, _device: torch.device) -> Optimizer:
     for group in groups:
         group["use_muon"] = group["name"].startswith("muon")
         if not group["use_muon"]:
@@ -140,12 +140,12 @@ def _muon(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimiz
     return _of_library("Muon", groups, momentum=config.momentum, use_adjusted_lr=True)
 
 
-def _lookahead(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
+def _lookahead(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
     base = FACTORIES[config.base_optimizer](groups, config, device)
     return _of_library("Lookahead", base, k=config.lookahead_steps, alpha=config.lookahead_alpha)
 
 
-def _sam(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
+def _sam(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
     # SAM makes its base from a class, bare of our settings: it is handed one that is made, whose groups it shares.
     base = FACTORIES[config.base_optimizer](groups, config, device)
     return _of_library("SAM", base.param_groups, lambda *_, **__: base, rho=config.sam_rho)
@@ -179,13 +179,13 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
-def checked_groups(model: nn.Module, config: TrainConfig, groups: Groups) -> Groups:
+def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGroups) -> ParameterGroups:
     """Return parameter groups of an objective with a name, a rate and a decay each.
 
     Raises:
         ObjectiveError: a parameter is in no group, or in two.
     """
-    found: Groups = []
+    found: ParameterGroups = []
     for number, group in enumerate(groups):
         defaults = {"name": f"group{number}", "lr": config.lr, "weight_decay": config.weight_decay}
         found.append({**defaults, **group, "params": list(group["params"])})
@@ -202,7 +202,7 @@ def checked_groups(model: nn.Module, config: TrainConfig, groups: Groups) -> Gro
 
 
 def build_optimizer(
-    model: nn.Module, config: TrainConfig, device: torch.device, groups: Groups | None = None
+    model: nn.Module, config: TrainConfig, device: torch.device, groups: ParameterGroups | None = None
 ) -> Optimizer:
     """Return the configured optimizer over these parameter groups; None are those of `parameter_groups`.
 
@@ -212,7 +212,7 @@ def build_optimizer(
     return FACTORIES[config.optimizer](parameter_groups(model, config) if groups is None else groups, config, device)
 
 
-class Sharpness:
+class SAM:
     """The first of SAM's two passes (Foret et al. 2021), by pytorch-optimizer; the second is a step of its base.
 
     Its own `step` takes a closure, which a GradScaler cannot skip: weights would stay displaced.
@@ -223,7 +223,7 @@ class Sharpness:
         self.base: Optimizer = sam.base_optimizer  # takes the step
 
     @contextmanager
-    def displaced(self, model: nn.Module) -> Iterator[None]:
+    def perturbed_weights(self, model: nn.Module) -> Iterator[None]:
         """A region with the weights moved uphill along their gradients, which are cleared for the second pass.
 
         The direction does not depend on the gradients' size, so a scaled loss needs no unscaling. Batch norm's

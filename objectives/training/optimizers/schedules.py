@@ -15,7 +15,7 @@ from hpsearch.objectives.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduleLength:
     """The length of a run in optimizer steps, without those that loss scaling skips."""
 
     total_steps: int
@@ -51,8 +51,8 @@ class Schedule:
 class _Plateau(Schedule):
     """A schedule that climbs during the warm-up, then falls when the validation metric stalls (ReduceLROnPlateau)."""
 
-    def __init__(self, optimizer: Optimizer, config: TrainConfig, plan: Plan, *, maximize: bool) -> None:
-        super().__init__(optimizer, lambda step: _climb(step, config, plan))
+    def __init__(self, optimizer: Optimizer, config: TrainConfig, plan: ScheduleLength, *, maximize: bool) -> None:
+        super().__init__(optimizer, lambda step: _warmup_factor(step, config, plan))
         self._warmup = plan.warmup_steps
         self._seen = 0
         self._plateau = ReduceLROnPlateau(
@@ -84,7 +84,7 @@ class _Plateau(Schedule):
         self._seen = state["seen"]
 
 
-def _climb(step: int, config: TrainConfig, plan: Plan) -> float:
+def _warmup_factor(step: int, config: TrainConfig, plan: ScheduleLength) -> float:
     """From 1/steps up to 1, never from 0: along a line, or half a cosine."""
     if step >= plan.warmup_steps:
         return 1.0
@@ -92,28 +92,28 @@ def _climb(step: int, config: TrainConfig, plan: Plan) -> float:
     return share if config.warmup == "linear" else 0.5 * (1 - math.cos(math.pi * share))
 
 
-def _floor(share: float, config: TrainConfig) -> float:
+def _scale_above_floor(share: float, config: TrainConfig) -> float:
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * share
 
 
-def _cosine(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
-    return _floor(0.5 * (1 + math.cos(math.pi * step / length)), config)
+def _cosine(step: int, length: int, config: TrainConfig, _plan: ScheduleLength) -> float:
+    return _scale_above_floor(0.5 * (1 + math.cos(math.pi * step / length)), config)
 
 
-def _cosine_restarts(step: int, length: int, config: TrainConfig, plan: Plan) -> float:
+def _cosine_restarts(step: int, length: int, config: TrainConfig, plan: ScheduleLength) -> float:
     """As CosineAnnealingWarmRestarts: `cycles` cosines of one length (Loshchilov and Hutter 2017)."""
     cycle = math.ceil(length / config.cycles)
     return _cosine(step % cycle if step < length else cycle, cycle, config, plan)
 
 
-def _step(step: int, _length: int, config: TrainConfig, plan: Plan) -> float:
+def _step(step: int, _length: int, config: TrainConfig, plan: ScheduleLength) -> float:
     """As StepLR by epochs: times `decay_factor` after each `decay_epochs`, counted from the start of the run."""
     epochs = (step + plan.warmup_steps) // plan.epoch_steps
     decay_epochs = config.decay_epochs or max(math.ceil(plan.total_steps / plan.epoch_steps / 3), 1)
     return max(config.decay_factor ** (epochs // decay_epochs), config.min_lr_fraction)
 
 
-def _one_cycle(step: int, plan: Plan) -> float:
+def _one_cycle(step: int, plan: ScheduleLength) -> float:
     """Smith's 1-cycle, as OneCycleLR lays it out: from 1/25 of the peak up to it, then down to 1/250,000.
 
     The climb takes 30 % of the run, or the warm-up where that is longer. OneCycleLR itself divides by zero in very
@@ -122,23 +122,23 @@ def _one_cycle(step: int, plan: Plan) -> float:
     low, end = 1 / 25, 1 / 25e4
     peak = max(0.3 * plan.total_steps, plan.warmup_steps) - 1
     if step <= peak:
-        return _between(low, 1.0, step / peak if peak > 0 else 1.0)
-    return _between(1.0, end, min((step - peak) / max(plan.total_steps - 1 - peak, 1), 1.0))
+        return _interpolate_cosine(low, 1.0, step / peak if peak > 0 else 1.0)
+    return _interpolate_cosine(1.0, end, min((step - peak) / max(plan.total_steps - 1 - peak, 1), 1.0))
 
 
-def _between(start: float, stop: float, progress: float) -> float:
+def _interpolate_cosine(start: float, stop: float, progress: float) -> float:
     """From `start` to `stop` along half a cosine."""
     return stop + (start - stop) / 2 * (1 + math.cos(math.pi * progress))
 
 
 # The factor on the peak rate `step` steps after the warm-up, of `length` such steps; at 0 it is 1.
-_DECAYS: dict[str, Callable[[int, int, TrainConfig, Plan], float]] = {
+_DECAYS: dict[str, Callable[[int, int, TrainConfig, ScheduleLength], float]] = {
     "constant": lambda *_: 1.0,
     "cosine": _cosine,
     "cosine_restarts": _cosine_restarts,
-    "linear": lambda step, length, config, _: _floor(1 - step / length, config),
+    "linear": lambda step, length, config, _: _scale_above_floor(1 - step / length, config),
     # PolynomialLR has no rate to end at.
-    "polynomial": lambda step, length, config, _: _floor((1 - step / length) ** config.power, config),
+    "polynomial": lambda step, length, config, _: _scale_above_floor((1 - step / length) ** config.power, config),
     "exponential": lambda step, length, config, _: math.pow(max(config.min_lr_fraction, 1e-3), step / length),
     "step": _step,
 }
@@ -152,7 +152,7 @@ def build_schedule(
     `maximize` says whether the metric given to `end_epoch` is better when higher. The warm-up is shorter than the run.
     """
     warmup = round(config.warmup_fraction * total_steps) if config.warmup_steps is None else config.warmup_steps
-    plan = Plan(total_steps, min(warmup, max(total_steps - 1, 0)), epoch_steps)
+    plan = ScheduleLength(total_steps, min(warmup, max(total_steps - 1, 0)), epoch_steps)
     if config.schedule == "plateau":
         return _Plateau(optimizer, config, plan, maximize=maximize)
     if config.schedule == "one_cycle":
@@ -161,7 +161,7 @@ def build_schedule(
 
     def factor(step: int) -> float:
         if step < plan.warmup_steps:
-            return _climb(step, config, plan)
+            return _warmup_factor(step, config, plan)
         return decay(min(step - plan.warmup_steps, length), length, config, plan)
 
     return Schedule(optimizer, factor)
@@ -175,8 +175,6 @@ def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> 
             f"warmup_steps {config.warmup_steps} is longer than the run of {total_steps} steps: set warmup_fraction"
         )
     if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
-        raise ObjectiveError(
-            f"decay_epochs {config.decay_epochs} is no shorter than the run of {epochs} epochs: lower it"
-        )
+        raise ObjectiveError(f"decay_epochs {config.decay_epochs} is no less than the run's {epochs} epochs: lower it")
     if config.schedule == "cosine_restarts" and config.cycles > total_steps:
         raise ObjectiveError(f"cycles {config.cycles} is more than the {total_steps} steps of the run: lower it")

@@ -11,18 +11,20 @@ from hpsearch.objectives.training.loop.steplog import DENSE
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 _COLUMNS = 2  # of panels
-_BESIDE, _LONGEST = 2.4, 32  # inches for the names of layers, and how many characters go there
+_BESIDE, _LONGEST = 2.4, 32  # inches for the names of layers, and their maximum length
 _LEGEND = 12  # more layers than this are named by the first and the last
 _HEIGHT, _DPI = 3.8, 100  # inches, dots per inch
 _LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.4  # inches around each panel; the legend is above
-_TICKS = 5  # spaces between them: drawing the axes is half of what a plot takes
+_TICKS = 5  # few, because drawing the axes takes half of the time
 _GREY, _BLUE, _RED = "#7f7f7f", "#1f77b4", "#d62728"
-_NAMES = (0.005, 0.14, 0.37)  # where the names of curves stand above a panel, as parts of its width
+_NAMES = (0.005, 0.14, 0.37)  # x positions of the names of curves, as shares of the width
 
 _drawn = threading.local()  # the figures of this thread, by their kind and panels
 
 
-def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None) -> Path:
+def plot_curves(
+    history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None
+) -> Path:
     """Draw a panel for each name, such as `loss`, with its training and validation values over epochs, as a PNG."""
     figure, all_axes = _kept_figure("curves", 5.2, len(names))
     for axes, name in zip(all_axes, names, strict=True):
@@ -30,7 +32,7 @@ def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, 
     return _saved(figure, path)
 
 
-def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
+def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     """Draw the gradient norm of each layer over the records of a `StepLog`, as a PNG; None without such records."""
     noted = [record for record in steps if "layers" in record]
     if not noted:
@@ -49,13 +51,13 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
             colour = colours(number / max(len(names) - 1, 1))
             axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1, marker=".", markersize=3)
     axes.set_yscale("log")
-    axes.set_xscale("symlog", linthresh=DENSE, linscale=1.5)  # the first steps, noted each, need room
+    axes.set_xscale("symlog", linthresh=DENSE, linscale=1.5)  # each of the first steps has a record
     first, last = noted[0]["step"], noted[-1]["step"]
     axes.set_xlim(-0.5, last + max(0.05 * (last - first), 0.5))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
-    if high > 30 * low:  # minor ticks and powers set as formulas are half of the work, and tell nothing more here
+    if high > 30 * low:  # minor ticks and formulas take half of the time
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("optimizer step")
@@ -71,7 +73,7 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     return _saved(figure, path)
 
 
-def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
+def plot_lr_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
     """Draw the loss of a learning-rate range test over the rate, with the suggested rate, as a PNG."""
     figure, axes = _single_curve(losses, "loss of the same training samples", rates, "learning rate")
     axes.axvline(suggestion, color=_RED, linewidth=1, linestyle="--", label=f"suggested: {suggestion:.2g}")
@@ -79,7 +81,7 @@ def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, s
     return _saved_with_legend(figure, axes, path)
 
 
-def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path:
+def plot_overfit(losses: Sequence[float], path: Path, *, target: float) -> Path:
     """Draw the loss on one batch over steps, and the target that it has to reach, as a PNG."""
     figure, axes = _single_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
     axes.axhline(target, color=_RED, linewidth=1, linestyle="--", label=f"target: {target:.2g}")
@@ -97,9 +99,9 @@ def _single_curve(ys: Sequence[float], ylabel: str, xs: Sequence[float], xlabel:
 
 
 def _figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
-    """A figure of panels, two in a row, each so many inches wide, and their axes; `beside` them so many are free.
+    """Return a figure with panels, two per row, and their axes; widths are in inches, `beside` is the right margin.
 
-    The margins are fixed: a layout engine draws the figure once more to find them, half of what a plot takes.
+    The margins are fixed, because a layout engine draws the figure twice, which doubles the time.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -117,9 +119,9 @@ def _figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any,
 
 
 def _kept_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
-    """The same, made once in a thread: a process draws those of one trial after the other, and axes are most of it.
+    """Return a figure as `_figure`, reused within a thread, because creating axes takes most of the time.
 
-    Whoever draws on it sets all that differs from plot to plot; curves, texts and legend of the one before are gone.
+    Lines and texts of the previous plot are removed; the caller sets everything else that differs.
     """
     kept = vars(_drawn)
     if (found := kept.get(f"{kind} {panels}")) is None:
@@ -135,14 +137,14 @@ def _kept_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.
 
 
 def _grid(axes: Any) -> None:
-    """Lines at the ticks, in place of their marks."""
+    """Draw grid lines instead of tick marks."""
     axes.tick_params(which="both", length=0, bottom=False, left=False)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def _saved_with_legend(figure: Any, axes: Any, path: Path) -> Path:
-    """Save a figure with a legend above the panel, where it hides no curve and matplotlib searches no place for it."""
+    """Save a figure with a legend above the panel, where it hides no curve and needs no layout search."""
     axes.legend(frameon=False, fontsize="small", ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1)
     return _saved(figure, path)
 
@@ -171,5 +173,5 @@ def _panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int
 
 
 def _name(axes: Any, place: int, text: str, colour: str) -> None:
-    """The name of a curve above the panel, in its colour: a legend takes a third of what the axes do."""
+    """Write the name of a curve above the panel, in its colour; a legend is slower."""
     axes.text(_NAMES[place], 1.025, f"\u25cf {text}", color=colour, fontsize="small", transform=axes.transAxes)

@@ -16,7 +16,7 @@ import torch
 from hpsearch.objectives.training.config import FIELDS, TrainConfig, type_name
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import tensors
-from hpsearch.objectives.training.evaluation.metrics import largest_class
+from hpsearch.objectives.training.evaluation.metrics import compute_majority_share
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -24,45 +24,43 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import FitResult
 
 
-_CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
+_CLOSE = 0.01  # relative distance of the two losses that is smaller than chance
 _VANISHED = 1e-7  # norm of a layer's gradient
 _ENOUGH = 8  # the least number of evenly spaced steps that represent a run
-_EXPLODED = 100  # times what it was in the first quarter of the run: a loss that sums has large gradients all along
+_EXPLODED = 100  # relative to the first quarter of the run, because a summed loss has large gradients throughout
 
 
 def _leakage(run: Run, result: FitResult) -> list[str]:
-    """List signs that validation samples were trained on: shared inputs, or a loss that tracks the training loss."""
+    """List signs of leakage: inputs in both splits, or a validation loss that equals the training loss."""
     if run.plan.refit is not None:
-        return [
-            "A refit is trained on the validation samples too: their numbers check the model, and estimate nothing."
-        ]
+        return ["A refit trains on the validation samples too; their metrics check the model but estimate nothing."]
     found = []
-    shared = shared_inputs(run.splits.train, run.splits.val)
+    shared = count_shared_inputs(run.splits.train, run.splits.val)
     if shared:
         found.append(
-            f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, to the last bit: "
-            "split by group, or drop the copies"
+            f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, bit for bit: "
+            "split by group, or remove the duplicates"
         )
-    if tracks(
+    if is_same_curve(
         [record.metrics["train_loss"] for record in result.history],
         [record.metrics["val_loss"] for record in result.history],
     ):
         found.append(
             f"- the validation loss stayed within {_CLOSE:.0%} of the training loss from epoch to epoch: "
-            "look for copies of the same case in both splits, or features that know the answer"
+            "look for duplicates in both splits, or features that contain the target"
         )
     return found or ["None seen."]
 
 
-def tracks(train: Sequence[float], val: Sequence[float]) -> bool:
-    """Whether two curves of losses, while they fall, are closer than those of different samples would be."""
+def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:
+    """Return whether two falling loss curves are closer than those of different samples would be."""
     if len(train) < 3 or not train[-1] < 0.9 * train[0]:
         return False
     return all(abs(b - a) <= _CLOSE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
 
 
-def shared_inputs(train: Dataset, other: Dataset) -> int:
-    """How many inputs of `other` are in `train` too; of data that are made when they are needed none are looked at."""
+def count_shared_inputs(train: Dataset, other: Dataset) -> int:
+    """Return the number of inputs of `other` that `train` has too; 0 for data that are not in memory."""
     if not train.in_memory:
         return 0
     seen = set(_digests(train))
@@ -78,22 +76,22 @@ def _digests(data: Dataset) -> list[bytes]:
     return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
-def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
-    """Skipped and clipped steps, jumps of the loss, and layers whose gradients vanished or exploded."""
+def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
+    """List skipped and clipped steps, jumps of the loss, and layers with vanished or exploded gradients."""
     found = []
     if run.guard.skipped_in_all:
-        found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16: skipped, loss scale halved")
+        found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
     # Each of the first steps has a record: evenly spaced ones represent the run, if there are enough of them.
     even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
     steps, limit = even if len(even) >= _ENOUGH else steps, run.config.clip_grad_norm
     norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
     over = sum(norm > limit for norm in norms) if limit else 0
     if over and limit:
-        found.append(f"- {over} of {len(norms)} noted steps had a gradient norm above {limit:g}: clipped to it")
+        found.append(f"- {over} of {len(norms)} recorded steps had a gradient norm above {limit:g} and were clipped")
     losses = [record.metrics["train_loss"] for record in result.history]
     found += [
         f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
-        "nothing was done; lower the rate or warm up longer"
+        "lower the learning rate or lengthen the warm-up"
         for epoch in range(1, len(losses))
         if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
     ]
@@ -119,29 +117,29 @@ def write_report(
     path: Path, steps: Sequence[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective
 ) -> None:
     """Write `report.md` for a run that has ended, whose `StepLog` recorded `steps`."""
-    unstable = instabilities(run, result, steps) or ["None seen."]
+    unstable = list_instabilities(run, result, steps) or ["None seen."]
     chosen, defaults = _configuration(run, objective)
     sections = {
         f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summary(run, result),
-        "Configuration, and why": chosen,
+        "Configuration": chosen,
         "Smoke test": _smoke(path.parent),
-        "Train against validation": [
+        "Training and validation": [
             *_gap(run, result, objective),
-            *image(path, "curves.png", "Curves over the epochs"),
+            *image_lines(path, "curves.png", "Learning curves"),
         ],
         "Possible leakage": _leakage(run, result),
-        "Instabilities, and what was done": [
+        "Instabilities": [
             *unstable,
-            *image(path, "gradients.png", "Norm of the gradient in each layer, step by step"),
+            *image_lines(path, "gradients.png", "Gradient norm of each layer by step"),
         ],
         "Checkpoints": _checkpoints(result),
-        "Defaults": defaults,  # last, for MLflow's view folds nothing
+        "Defaults": defaults,  # last, because MLflow does not fold details
     }
     write_sections(path, sections)
 
 
 def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
-    """Writes lines under headings, the first of which is the page's."""
+    """Write lines under headings; the first heading is the title."""
     parts = [
         f"{'#' if number == 0 else '##'} {title}\n\n" + "\n".join(lines)
         for number, (title, lines) in enumerate(sections.items())
@@ -149,8 +147,8 @@ def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def image(report: Path, name: str, words: str) -> list[str]:
-    """The lines that show a plot beside the report; none where it was not drawn."""
+def image_lines(report: Path, name: str, words: str) -> list[str]:
+    """Return the lines that embed a plot next to the report; empty if the plot does not exist."""
     return ["", f"![{words}]({name})"] if (report.parent / name).exists() else []
 
 
@@ -158,7 +156,8 @@ def _summary(run: Run, result: FitResult) -> list[str]:
     lines = [
         f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.plan.epochs} planned",
         f"- seed {run.plan.seed}, split seed {run.plan.split_seed}, split {result.split_hash[:12]}",
-        f"- {run.step} optimizer steps of {run.config.batch_size * run.config.accumulate} samples on {run.device}",
+        f"- {run.step} optimizer steps of {run.config.batch_size * run.config.gradient_accumulation_steps} samples "
+        f"on {run.device}",
     ]
     if result.memory is not None:
         lines.append(f"- peak device memory {result.memory / 2**20:.0f} MiB")
@@ -168,26 +167,26 @@ def _summary(run: Run, result: FitResult) -> list[str]:
 
 
 def _configuration(run: Run, objective: Objective) -> tuple[list[str], list[str]]:
-    """What differs from the defaults, and these, folded."""
+    """Return a table of the settings that differ from the defaults, and the folded defaults."""
     default = objective.default_config()
     chosen, defaults = [], []
     for item in dataclasses.fields(run.config):
         value, usual = getattr(run.config, item.name), getattr(default, item.name)
         plain = item.default if item.default is not dataclasses.MISSING else {}
-        row = f"| `{item.name}` | `{code(value)}` |"
+        row = f"| `{item.name}` | `{format_value(value)}` |"
         if value != usual:
-            chosen.append(f"{row} set for this run; the objective's default is `{code(usual)}` |")
+            chosen.append(f"{row} set for this run; objective default `{format_value(usual)}` |")
         elif value != plain:
-            chosen.append(f"{row} the objective's default |")
+            chosen.append(f"{row} objective default |")
         else:
             defaults.append(row)
-    table = ["| setting | value | why |", "|---|---|---|", *chosen] if chosen else ["All settings are the defaults."]
+    table = ["| setting | value | source |", "|---|---|---|", *chosen] if chosen else ["All settings are the defaults."]
     fold = f"<details><summary>{len(defaults)} settings have their defaults</summary>"
     return table, [fold, "", "| setting | value |", "|---|---|", *defaults, "", "</details>"]
 
 
-def code(value: object) -> str:
-    """A value as it stands between backticks in a table."""
+def format_value(value: object) -> str:
+    """Return a value as JSON that is valid between backticks in a table."""
     return json.dumps(value).replace("|", "\\|").replace("`", "'")
 
 
@@ -196,47 +195,47 @@ def _smoke(folder: Path) -> list[str]:
         smoke = json.loads((folder / "smoke.json").read_text())
         first, last, passed = smoke["losses"][0], smoke["losses"][-1], smoke["passed"]
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return ["Not run here; `hpsearch smoke` overfits one batch."]
-    verdict = "passed" if passed else "FAILED: do not trust this model before you know why"
+        return ["Not run; `hpsearch smoke` overfits one batch."]
+    verdict = "passed" if passed else "FAILED: find the cause before you use this model"
     return [f"One batch of {smoke['samples']} samples: loss {first:.4g} -> {last:.4g}, {verdict}."]
 
 
 def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
-    """Both splits judged alike, by the best weights in evaluation mode: losses while training are of other weights."""
+    """Compare both splits with the best weights in evaluation mode."""
     train, val = result.train_scores or {}, result.best_metrics
     lines = ["| | train | validation | gap |", "|---|---|---|---|"]
     for name, value in train.items():
         other = val[f"val_{name}"]
         lines.append(f"| {name} | {value:.6g} | {other:.6g} | {other - value:+.4g} |")
-    if "val_accuracy" in result.best_metrics and (share := largest_class(run.splits.train)) is not None:
-        lines.append(f"| (largest class) | {share:.6g} | {largest_class(run.splits.val):.6g} | |")
+    if "val_accuracy" in result.best_metrics and (share := compute_majority_share(run.splits.train)) is not None:
+        lines.append(f"| (largest class) | {share:.6g} | {compute_majority_share(run.splits.val):.6g} | |")
     better = 1 if objective.direction == "maximize" else -1
     gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
     losses = [record.metrics["val_loss"] for record in result.history]
     risen = losses[-1] - min(losses)
     wide = 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
-    verdict = "Overfit" if gap > wide else "No wide gap"
-    lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
+    verdict = "Overfit" if gap > wide else "No large gap"
+    lines += ["", f"{verdict}: training is {gap:+.4g} better in {objective.metric}."]
     if risen > 0.1 * abs(losses[-1]):
-        lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
+        lines.append(f"The validation loss ended {risen:.4g} above its minimum; the later epochs overfitted.")
     if risen == 0.0 and len(losses) == run.plan.epochs > 1 and _falling(losses):
-        lines.append("The validation loss was still falling at the end: more epochs may do better (underfit).")
+        lines.append("The validation loss was still falling at the end; more epochs may improve it (underfit).")
     return lines
 
 
 def _falling(losses: list[float]) -> bool:
-    """Whether the last fifth of the run lowered the validation loss by at least a quarter of its even share."""
+    """Return whether the last fifth of the run still lowered the validation loss by a quarter of its even share."""
     tail = max(len(losses) // 5, 1)
     return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
 
 
 def _checkpoints(result: FitResult) -> list[str]:
     named = (("best, for promotion", result.best_path), ("last, for resuming", result.last_path))
-    return [f"- {name}: `{path}`" for name, path in named if path] or ["Kept by the session, not in this folder."]
+    return [f"- {name}: `{path}`" for name, path in named if path] or ["Stored by the session, not in this folder."]
 
 
 class Setting(NamedTuple):
-    """One field of a `TrainConfig`: its name, type, value and what it does."""
+    """Name, type, value and description of a training setting."""
 
     name: str
     type: str
@@ -244,26 +243,26 @@ class Setting(NamedTuple):
     help: str
 
 
-def settings(config: TrainConfig) -> list[Setting]:
-    """All fields of a configuration, in their order, with the class's own words."""
+def list_settings(config: TrainConfig) -> list[Setting]:
+    """Return all fields of a configuration, in their order, with their descriptions."""
     return [
         Setting(name, type_name(field), getattr(config, name), field.description or "")
         for name, field in FIELDS.items()
     ]
 
 
-def own_settings(config: Any) -> list[Setting]:
-    """The settings of an own loop: a dictionary, or a dataclass whose fields may be `Annotated` with words."""
+def list_custom_settings(config: Any) -> list[Setting]:
+    """Return the settings of a custom loop: of a dictionary, or of a dataclass with `Annotated` descriptions."""
     values = dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
     words = {} if isinstance(config, Mapping) else _annotated(type(config))
     return [Setting(str(name), type(value).__name__, value, words.get(name, "")) for name, value in values.items()]
 
 
 def _annotated(cls: type) -> dict[str, str]:
-    """What the annotations of a dataclass say of its fields: a text, or what `about` makes of one."""
+    """Return the descriptions in the annotations of a dataclass: texts, or results of `about`."""
     try:
         hints = get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # of names that are imported for type checkers alone
+    except (NameError, TypeError):  # of names that are imported only for type checkers
         return {}
     said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     texts = {name: [getattr(part, "description", part) for part in parts] for name, parts in said.items()}

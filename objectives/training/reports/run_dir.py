@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpsearch.objectives.training.reports.plots import curves, gradient_flow
+from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ FILES = (
 class RunDir:
     """Writes the files of a run that are in `FILES`; without a path, none. The session writes checkpoints.
 
-    `told` says whether the run logs messages: only one of several ranks does.
+    `should_log` says whether the run logs messages: only one of several ranks does.
     """
 
-    def __init__(self, path: Path | None, *, told: bool) -> None:
+    def __init__(self, path: Path | None, *, should_log: bool) -> None:
         self.path = path
-        level = logging.INFO if told else logging.CRITICAL
+        level = logging.INFO if should_log else logging.CRITICAL
         self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # unregistered: one for each run
         self.log.parent = logging.getLogger("hpsearch.objectives.training")
         if path is not None:
@@ -86,17 +86,17 @@ class RunDir:
     def record(self, record: EpochRecord) -> None:
         """Appends an epoch to `metrics.jsonl`, once."""
         if self.path is not None:
-            with self._room("metrics.jsonl"):
+            with self._tolerate_full_disk("metrics.jsonl"):
                 self._metrics.append(record)
 
     def record_steps(self, records: list[dict[str, Any]]) -> None:
         """Appends records of steps to `steps.jsonl`."""
         if self.path is not None and records:
-            with self._room("steps.jsonl"):
+            with self._tolerate_full_disk("steps.jsonl"):
                 StepsFile(self.path / "steps.jsonl").append(records)
 
     @contextmanager
-    def _room(self, name: str) -> Iterator[None]:
+    def _tolerate_full_disk(self, name: str) -> Iterator[None]:
         """Lets a run go on without its records where the disk is full: they are in the checkpoint, and reported."""
         try:
             yield
@@ -113,7 +113,7 @@ class RunDir:
         """
         if self.path is None:
             return []
-        with self._room("the report"):
+        with self._tolerate_full_disk("the report"):
             steps = StepsFile(self.path / "steps.jsonl").read()
             for plot in ("curves.png", "gradients.png"):  # of the run as it was before a resume
                 (self.path / plot).unlink(missing_ok=True)
@@ -125,8 +125,8 @@ class RunDir:
     def _draw(self, result: RunResult, names: Sequence[str], steps: list[dict[str, Any]]) -> None:
         assert self.path is not None
         try:
-            curves(result.history, self.path / "curves.png", names, best_epoch=result.best_epoch)
-            gradient_flow(steps, self.path / "gradients.png")
+            plot_curves(result.history, self.path / "curves.png", names, best_epoch=result.best_epoch)
+            plot_gradient_norms(steps, self.path / "gradients.png")
         except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
             self.log.warning("no plots: %s is not installed", error.name)
 

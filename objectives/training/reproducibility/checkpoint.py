@@ -116,16 +116,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-FOLDER = "shards"  # of a run directory
+SHARDS_FOLDER = "shards"  # of a run directory
 
 
-def entry(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict[str, Any]:
     """What a manifest says of a file."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def require_written(state: dict[str, Any]) -> None:
+def require_complete_shards(state: dict[str, Any]) -> None:
     """Refuses a state whose parts were not written.
 
     Raises:
@@ -150,7 +150,7 @@ class RunFiles:
         self.last_path = self.run_dir / "last.pt"
         self.previous_path = self.run_dir / "previous.pt"
         self.best_path = self.run_dir / "best.pt"
-        self.shards = self.run_dir / FOLDER
+        self.shards = self.run_dir / SHARDS_FOLDER
         earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
         self._kept = [self.last_path, *earlier]
         self._snapshot_every, self._synced = snapshot_every, synced
@@ -159,7 +159,7 @@ class RunFiles:
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state that can be trusted; a torn or changed file is skipped with a warning."""
         self.remove_leftovers()
-        self.remove_unnamed_shards()
+        self.remove_unreferenced_shards()
         refused = False
         for path in self._kept:
             try:
@@ -191,7 +191,7 @@ class RunFiles:
             path = Path(state["shards"]["folder"], name)
             if not path.exists():
                 raise CheckpointError(f"{path} is gone: its checkpoint is of no use")
-            if entry(path) != expected:
+            if describe_file(path) != expected:
                 raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
         return state
 
@@ -204,14 +204,14 @@ class RunFiles:
         """
         if best:
             self.write_best(state)
-        require_written(state)
+        require_complete_shards(state)
         done = len(state.get("history", ()))
         if self._snapshot_every and done % self._snapshot_every == 0:
             write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
         if last:
             self.save_last(state)
         else:
-            self.remove_unnamed_shards()
+            self.remove_unreferenced_shards()
 
     def save_last(self, state: dict[str, Any]) -> None:
         """Write `last.pt` and keep the ones before it.
@@ -219,12 +219,12 @@ class RunFiles:
         Raises:
             OSError: the disk is full, or the like.
         """
-        require_written(state)
+        require_complete_shards(state)
         for newer, older in reversed(list(pairwise(self._kept))):
             if newer.exists():
                 newer.replace(older)
         write(self.last_path, state, synced=self._synced)
-        self.remove_unnamed_shards()
+        self.remove_unreferenced_shards()
         self._saved_at = time.monotonic()
 
     def is_due(self, save_every: float | None) -> bool:
@@ -246,14 +246,14 @@ class RunFiles:
         """Remove files of the directory, if they are there, and the shards that only they name."""
         for path in paths:
             path.unlink(missing_ok=True)
-        self.remove_unnamed_shards()
+        self.remove_unreferenced_shards()
 
     def remove_leftovers(self) -> None:
         """Remove the half-written files of a process that was killed in `write`."""
         for path in self.run_dir.glob(".*.pt.*.tmp"):
             path.unlink(missing_ok=True)
 
-    def remove_unnamed_shards(self) -> None:
+    def remove_unreferenced_shards(self) -> None:
         """Remove the shards that no checkpoint in the directory names."""
         if not self.shards.is_dir():
             return

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 # A resume where one of these differs is not exact to the last bit.
-EXACT = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "world", "threads", "machine", "compiled")
+EXACT_KEYS = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "world", "threads", "machine", "compiled")
 _BEFORE = {"world": 1}  # what a checkpoint that does not say it was written on
 
 _LONGEST_DIFF = 1_000_000  # characters
@@ -39,10 +39,12 @@ def environment(device: torch.device, source: Path | None, world: int = 1) -> di
     }
 
 
-def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+def describe_differences(then: dict[str, Any], now: dict[str, Any]) -> str:
     """What makes a resume inexact, as `torch 2.12.0 -> 2.13.0, threads 4 -> 2`; empty when nothing does."""
     before = {**_BEFORE, **then}
-    return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in EXACT if before.get(key) != now.get(key))
+    return ", ".join(
+        f"{key} {before.get(key)} -> {now.get(key)}" for key in EXACT_KEYS if before.get(key) != now.get(key)
+    )
 
 
 @lru_cache
@@ -62,7 +64,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 @lru_cache
-def uncommitted(folder: Path) -> str:
+def git_diff(folder: Path) -> str:
     """How the tracked files around `folder` differ from their commit, as git prints it; empty without git."""
     diff = _run_git(folder, "diff", "--no-ext-diff", "HEAD")
     if len(diff) > _LONGEST_DIFF:

@@ -19,7 +19,7 @@ class EpochRecord:
         timestamp: unix seconds when the epoch ended; kept in the checkpoint, so a replay repeats it.
         metrics: `train_loss`, `val_loss`, `train_<metric>` and `val_<metric>` for each metric, `lr`, `grad_norm`
             (mean over the steps, before clipping), `epoch_seconds`, `samples_per_second`; and under their own names
-            what is measured of the model: see `hpsearch.objectives.measured`.
+            what is measured of the model: see `hpsearch.objectives.model_metrics`.
     """
 
     epoch: int
@@ -44,17 +44,17 @@ class MetricsFile:
 
     def append(self, record: EpochRecord) -> None:
         """Adds an epoch that is not in the file yet; a line torn by a crash or a full disk is dropped first."""
-        epochs = self._mend() if self._epochs is None else self._epochs
+        epochs = self._repair() if self._epochs is None else self._epochs
         if record.epoch not in epochs:
             self._epochs = None  # until the line is whole
             with self.path.open("a") as file:
                 file.write(json.dumps(record.to_dict(), allow_nan=False) + "\n")
         self._epochs = epochs | {record.epoch}
 
-    def _mend(self) -> set[int]:
+    def _repair(self) -> set[int]:
         """Drops what is torn, and returns the epochs that are whole."""
         text = self.path.read_text() if self.path.exists() else ""
-        records = _whole(text, "epoch")
+        records = _parse_records(text, "epoch")
         if len(records) < text.count("\n") or (text and not text.endswith("\n")):
             self.path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
         return {int(record["epoch"]) for record in records}
@@ -73,7 +73,7 @@ class StepsFile:
 
     def read(self) -> list[dict[str, Any]]:
         """All whole records."""
-        return _whole(self.path.read_text(), "step") if self.path.exists() else []
+        return _parse_records(self.path.read_text(), "step") if self.path.exists() else []
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds records."""
@@ -92,7 +92,7 @@ def _before(record: dict[str, Any], step: int) -> bool:
     return int(record["step"]) < step or ("val_loss" in record and int(record["step"]) == step > 0)
 
 
-def _whole(text: str, key: str) -> list[dict[str, Any]]:
+def _parse_records(text: str, key: str) -> list[dict[str, Any]]:
     """Return the records of lines of JSON that have a key; a crash tears lines."""
     found = []
     for line in text.splitlines():

@@ -24,10 +24,10 @@ def set_seed(*parts: int | str) -> None:
 
     Every epoch does this from (seed, epoch): a run resumed at an epoch then needs no saved generator to be exact.
     """
-    torch.manual_seed(seed_host(*parts))
+    torch.manual_seed(seed_cpu_libraries(*parts))
 
 
-def seed_host(*parts: int | str) -> int:
+def seed_cpu_libraries(*parts: int | str) -> int:
     """Seeds Python and numpy for a purpose, and returns the seed: putting them back would take longer than a batch."""
     seed = derive_seed(*parts)
     random.seed(seed)
@@ -39,7 +39,7 @@ def seed_host(*parts: int | str) -> int:
 def seeded(*parts: int | str) -> Iterator[None]:
     """A region with the CPU's generators seeded for a purpose; they are put back after it."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    torch.default_generator.manual_seed(seed_host(*parts))  # a process that loads data must not touch the GPU
+    torch.default_generator.manual_seed(seed_cpu_libraries(*parts))  # a process that loads data must not touch the GPU
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ def seeded_on(device: torch.device, *parts: int | str) -> Iterator[None]:
         yield
 
 
-def generators(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device) -> dict[str, Any]:
     """The state of the generators that training draws from, as plain values and tensors."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return {
@@ -69,7 +69,7 @@ def generators(device: torch.device) -> dict[str, Any]:
     }
 
 
-def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Puts back what `generators` gave."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -95,7 +95,7 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
         debugging.fill_uninitialized_memory,
     )
     if deterministic:
-        repeatable_cublas()
+        enable_repeatable_cublas()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         debugging.fill_uninitialized_memory = False  # a debugging aid that costs time
@@ -114,6 +114,6 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
             torch.cuda.set_rng_state_all(cuda)
 
 
-def repeatable_cublas() -> None:
+def enable_repeatable_cublas() -> None:
     """Lets cuBLAS repeat its sums; it reads this once, when CUDA starts: call it before."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

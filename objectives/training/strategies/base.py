@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.evaluation.step import Step, Stepping
+from hpsearch.objectives.training.evaluation.step import Step, StepFunction
 from hpsearch.objectives.training.ranks import Ranks
-from hpsearch.objectives.training.reproducibility.seeds import generators, restore_generators
+from hpsearch.objectives.training.reproducibility.seeds import restore_rng_state, rng_state
 
 
 class Strategy:
@@ -27,12 +27,12 @@ class Strategy:
     def __init__(self, ranks: Ranks, config: TrainConfig) -> None:
         self._ranks, self._config = ranks, config
 
-    def place(self, model: nn.Module, *averages: nn.Module) -> None:
+    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
         """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights."""
 
-    def begin(self, model: nn.Module, stepping: Stepping) -> None:
+    def set_model(self, model: nn.Module, step_function: StepFunction) -> None:
         """Before the first step, and after all that changes the model's parameters."""
-        self._model, self._stepping = model, stepping
+        self._model, self._stepping = model, step_function
 
     def begin_epoch(self) -> None:
         """Before an epoch: the objective may have frozen layers, or thawed some."""
@@ -41,60 +41,62 @@ class Strategy:
         """Return the training step of a micro-batch; `more` micro-batches add gradients before the optimizer steps."""
         return self._stepping(self._model, batch, autocast)
 
-    def explained(self) -> AbstractContextManager[None]:
+    def explain_sharding_errors(self) -> AbstractContextManager[None]:
         """Around code of the objective's that uses the model: says what it may not do with one on several ranks."""
         return nullcontext()
 
-    def agree(self, *models: nn.Module) -> None:
+    def sync_buffers(self, *models: nn.Module) -> None:
         """After an epoch: running statistics of norms become the mean of all ranks; other buffers those of rank 0."""
-        if self._ranks.alone:
+        if self._ranks.is_single_process:
             return
         for module in (module for model in models for module in model.modules()):
             statistics = ("running_mean", "running_var") if hasattr(module, "running_mean") else ()
             for name, buffer in module._buffers.items():
                 if buffer is not None and name in statistics:
-                    self._ranks.average([buffer])
+                    self._ranks.all_reduce_mean([buffer])
                 elif buffer is not None:
-                    self._ranks.copy_first([buffer])
+                    self._ranks.broadcast_tensors([buffer])
 
-    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def full_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict whose tensors are whole, on every rank together; of use on rank 0."""
         return state
 
-    def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
+    def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
         """What this rank has of a state dict with whole tensors; `like` has this rank's weights by the keys in it."""
         return state
 
-    def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
+    def checkpoint_state(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
         """What a checkpoint has of a state: whole tensors, or a manifest beside of what ranks wrote to `place`."""
-        return self.whole(parts)
+        return self.full_state_dict(parts)
 
-    def restored(self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None) -> dict[str, Any]:
+    def load_checkpoint_state(
+        self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None
+    ) -> dict[str, Any]:
         """Return this rank's part of a state of `kept`; `like` as for `own`, `folder` if ranks wrote parts to it."""
         if folder is None:
-            return self.own(kept, like)
+            return self.local_state_dict(kept, like)
         from hpsearch.objectives.training.strategies import shards  # a sixth of a second, for those who need it
 
-        return self.own(shards.read(kept, folder), like)
+        return self.local_state_dict(shards.read_shards(kept, folder), like)
 
-    def efficiency(self) -> float | None:
+    def scaling_efficiency(self) -> float | None:
         """What share of a step's time is not spent waiting for other ranks, lately; None where nobody measures it."""
         return None
 
-    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+    def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of each gradient [n], over all ranks."""
         return torch.stack(torch._foreach_norm(list(gradients))).float()
 
-    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Scales the gradient down to a norm of `limit`; its norm before that."""
         return nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
 
-    def plain(self, model: nn.Module) -> nn.Module:
+    def gather_model(self, model: nn.Module) -> nn.Module:
         """The model with whole weights on the CPU, of use on rank 0."""
         return model.cpu()
 
 
-class Replicated(Strategy):
+class DDPStrategy(Strategy):
     """Torch's DistributedDataParallel (Li et al. 2020) around the step of a batch.
 
     It wraps the step and not the model, so that it covers every method of the model that the step calls.
@@ -104,7 +106,7 @@ class Replicated(Strategy):
     _wrapped: DistributedDataParallel | None = None
     _trained: list[bool]
 
-    def place(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 judged, and never trained
+    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 averages are not trained
         """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch names no types
@@ -125,30 +127,30 @@ class Replicated(Strategy):
         return step
 
     def _wrap(self, batch: Batch, autocast: AbstractContextManager[None]) -> DistributedDataParallel:
-        unused = self._leaves_out(batch, autocast)
+        unused = self._has_unused_parameters(batch, autocast)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name, which 2.11 does not know
             return DistributedDataParallel(
-                _Stepped(self._model, self._stepping),
+                _StepModule(self._model, self._stepping),
                 broadcast_buffers=False,  # see `agree`
                 find_unused_parameters=unused,  # it costs a look at the graph in each step
                 gradient_as_bucket_view=True,
             )
 
-    def _leaves_out(self, batch: Batch, autocast: AbstractContextManager[None]) -> bool:
+    def _has_unused_parameters(self, batch: Batch, autocast: AbstractContextManager[None]) -> bool:
         """Whether a step uses only some of the parameters, on any rank: tried, without a trace, on the first batch."""
         model, device = self._model, next(self._model.parameters()).device
-        kept, drawn = {name: buffer.clone() for name, buffer in model.named_buffers()}, generators(device)
+        kept, drawn = {name: buffer.clone() for name, buffer in model.named_buffers()}, rng_state(device)
         self._stepping(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
         unused = [p.requires_grad and p.grad is None for p in model.parameters()]
         model.zero_grad(set_to_none=True)
-        restore_generators(drawn, device)
+        restore_rng_state(drawn, device)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(kept[name])
-        return any(self._ranks.each(any(unused)))
+        return any(self._ranks.all_gather_object(any(unused)))
 
-    def efficiency(self) -> float | None:
+    def scaling_efficiency(self) -> float | None:
         """Forward and backward pass, as a share of these and of the sums over ranks that they do not hide.
 
         Torch measures some steps: the 10th, 20th and so on, ever more rarely.
@@ -161,12 +163,12 @@ class Replicated(Strategy):
         return compute / (compute + max(exposed, 0)) if compute > 0 else None
 
 
-class _Stepped(nn.Module):
+class _StepModule(nn.Module):
     """The step of a batch as a module, which DDP can wrap."""
 
-    def __init__(self, model: nn.Module, stepping: Stepping) -> None:
+    def __init__(self, model: nn.Module, step_function: StepFunction) -> None:
         super().__init__()
-        self.model, self._stepping = model, stepping
+        self.model, self._stepping = model, step_function
 
     def forward(self, batch: Batch, autocast: AbstractContextManager[None]) -> Step:
         return self._stepping(self.model, batch, autocast)

@@ -1,4 +1,4 @@
-"""A state in parts: each rank writes what it has, and reads what it is to have, by torch.distributed.checkpoint."""
+"""Sharded checkpoints by torch.distributed.checkpoint: each rank writes and reads its own shards."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility import checkpoint
 
 
-def size(value: Any) -> int:
+def sharded_bytes(value: Any) -> int:
     """Return the bytes of all sharded tensors in a state, over all ranks."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(value) if isinstance(tensor, DTensor))
 
 
 @kill_point("write shards")
-def write(parts: dict[str, Any], place: Path, ranks: Ranks) -> dict[str, Any] | None:
-    """Write each rank's sharded tensors to a new folder in `place`.
+def write_shards(parts: dict[str, Any], shards_dir: Path, ranks: Ranks) -> dict[str, Any] | None:
+    """Write each rank's sharded tensors to a new folder in `shards_dir`.
 
     Returns:
-        The state with empty tensors in their place, and the manifest, which has the reason if writing failed. None if
-        not all ranks see rank 0's files, because they are on several machines.
+        The state with empty tensors instead of the sharded ones, and the manifest, which has the reason if writing
+        failed. None if not all ranks see the files of rank 0, because they run on several machines.
     """
-    folder = place / ranks.told(uuid.uuid4().hex[:12])
-    failed = ranks.led(lambda: _make(folder))  # before any rank checks whether it exists
-    seen = ranks.each(folder.is_dir())
+    folder = shards_dir / ranks.broadcast_object(uuid.uuid4().hex[:12])
+    failed = ranks.run_on_rank_zero(lambda: _make(folder))  # before the other ranks check that it exists
+    seen = ranks.all_gather_object(folder.is_dir())
     if not all(seen) and seen[0]:
-        if ranks.first:
+        if ranks.is_rank_zero:
             folder.rmdir()
         return None
     sharded: dict[str, Tensor] = {}
-    left: dict[str, Any] = _outlined(parts, "", sharded)
+    left: dict[str, Any] = _extract_shards(parts, "", sharded)
     files: dict[str, dict[str, Any]] = {}
     if seen[0]:
         try:
-            save(sharded, storage_writer=FileSystemWriter(folder), process_group=ranks.control)
-            own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.first else [])]
-            files = {path.name: checkpoint.entry(path) for path in own}
+            save(sharded, storage_writer=FileSystemWriter(folder), process_group=ranks.cpu_group)
+            own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.is_rank_zero else [])]
+            files = {path.name: checkpoint.describe_file(path) for path in own}
         except (CheckpointException, OSError) as error:
             failed = _reason(error)
-    found = ranks.each((failed, files))
+    found = ranks.all_gather_object((failed, files))
     manifest: dict[str, Any] = {"folder": folder.name, "files": {k: v for _, each in found for k, v in each.items()}}
     if reasons := [reason for reason, _ in found if reason is not None]:
         manifest["failed"] = reasons[0]
-        if ranks.first:
+        if ranks.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)  # the disk may be full
     return {**left, "shards": manifest}
 
@@ -73,19 +73,19 @@ def _make(folder: Path) -> str | None:
     return None
 
 
-def _outlined(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
-    """A value without what is sharded in it, which is added to `sharded` by its place."""
+def _extract_shards(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
+    """Return a value with empty tensors for the sharded ones, which are added to `sharded` by their path."""
     if isinstance(value, DTensor):
         sharded[name] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, Mapping):
-        return {key: _outlined(inner, f"{name}/{key}", sharded) for key, inner in value.items()}
+        return {key: _extract_shards(inner, f"{name}/{key}", sharded) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_outlined(inner, f"{name}/{n}", sharded) for n, inner in enumerate(value))
+        return type(value)(_extract_shards(inner, f"{name}/{n}", sharded) for n, inner in enumerate(value))
     return value
 
 
-def read(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ranks | None = None) -> dict[str, Any]:
+def read_shards(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ranks | None = None) -> dict[str, Any]:
     """Read the tensors that `write` wrote, on any number of ranks.
 
     Args:
@@ -98,19 +98,19 @@ def read(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ranks | N
         RuntimeError: the files lack a part of the state.
     """
     empty: dict[str, Tensor] = {}
-    state: dict[str, Any] = _emptied(parts, "", like, empty)
+    state: dict[str, Any] = _allocate_shards(parts, "", like, empty)
     try:
-        group = None if ranks is None else ranks.control
+        group = None if ranks is None else ranks.cpu_group
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process reads alone, which is meant
+            warnings.simplefilter("ignore", UserWarning)  # reading in a single process is intended
             load(empty, storage_reader=_Reader(folder), process_group=group, no_dist=ranks is None)
     except CheckpointException as error:
         raise RuntimeError(_reason(error)) from error
     return state
 
 
-def _emptied(value: Any, name: str, like: Any, empty: dict[str, Tensor]) -> Any:
-    """A state with room for the tensors that have no values, which is added to `empty` by its place."""
+def _allocate_shards(value: Any, name: str, like: Any, empty: dict[str, Tensor]) -> Any:
+    """Return a state with allocated tensors for the empty ones, which are added to `empty` by their path."""
     if isinstance(value, Tensor) and value.is_meta:
         if isinstance(like, DTensor) and like.shape == value.shape:
             empty[name] = torch.empty_like(like, dtype=value.dtype)
@@ -119,31 +119,33 @@ def _emptied(value: Any, name: str, like: Any, empty: dict[str, Tensor]) -> Any:
         return empty[name]
     if isinstance(value, Mapping):
         below = {key: like[key] if isinstance(like, Mapping) and key in like else like for key in value}
-        return {key: _emptied(inner, f"{name}/{key}", below[key], empty) for key, inner in value.items()}
+        return {key: _allocate_shards(inner, f"{name}/{key}", below[key], empty) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_emptied(inner, f"{name}/{n}", like, empty) for n, inner in enumerate(value))
+        return type(value)(_allocate_shards(inner, f"{name}/{n}", like, empty) for n, inner in enumerate(value))
     return value
 
 
 class _Reader(FileSystemReader):
-    """Torch's, but for the table of what is where: a pickle, of which nothing but that table's own types is loaded."""
+    """A FileSystemReader that unpickles only the types of the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's
         with Path(self.path, ".metadata").open("rb") as file:
-            metadata: Metadata = _Table(file).load()
+            metadata: Metadata = _MetadataUnpickler(file).load()
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _Table(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _TYPES and not (module == "torch" and isinstance(getattr(torch, name, None), _PLAIN)):
-            raise pickle.UnpicklingError(f"{module}.{name} is in no table of shards")
+        if (module, name) not in _TYPES and not (
+            module == "torch" and isinstance(getattr(torch, name, None), _TORCH_TYPES)
+        ):
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of shards")
         return super().find_class(module, name)
 
 
-_PLAIN = (torch.dtype, torch.layout)
+_TORCH_TYPES = (torch.dtype, torch.layout)
 _TYPES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -158,7 +160,7 @@ _TYPES = {
 
 
 def _reason(error: BaseException) -> str:
-    """What an error of torch's says in a line: the first of those of all ranks."""
+    """Return an error of torch as one line, the first one of all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,12 +1,12 @@
-// The figures of several metrics: the front in two of them, and the hypervolume over epochs.
+// The figures of multi-objective studies: the Pareto front in two metrics, and the hypervolume over epochs.
 
 const onFront = new Set(data.front.trials);
 
-// What is worse in a metric comes later.
+// Worse values of a metric come later.
 const orders = data.front.metrics.map(({ maximize }) => (a, b) => (maximize ? b - a : a - b));
 
-// Of all that ended within bounds those that none dominates in two metrics, the best by the second first.
-function undominated(ended, i, j) {
+// The non-dominated trials in two metrics, the best by the second first.
+function nonDominated(ended, i, j) {
   const sorted = [...ended].sort((a, b) => orders[j](a.values[j], b.values[j]) || orders[i](a.values[i], b.values[i]));
   const found = [];
   for (const t of sorted) {
@@ -15,7 +15,7 @@ function undominated(ended, i, j) {
   return found;
 }
 
-// A metric's range with its bounds, but for those that are far from every value.
+// The range of a metric with its bounds, except bounds far from all values.
 function reach(drawn, k) {
   const bounds = data.front.bounds.filter((bound) => bound.metric === k);
   const values = drawn.map((t) => t.values[k]);
@@ -37,7 +37,7 @@ function front(host) {
   const { svg, x, y, box } = frame(host, [xs.low, xs.high], ys, data.front.metrics[i].name, { yname: data.front.metrics[j].name, fit: () => true });
   const at = (t) => [x(xs.keep(t.values[i])), y(ys.keep(t.values[j]))];
   const named = limits(svg, box, { x, y, xs, ys });
-  stairs(svg, undominated(drawn.filter((t) => t.state === "complete" && !t.broken.length), i, j).map(at), {
+  stairs(svg, nonDominated(drawn.filter((t) => t.state === "complete" && !t.broken.length), i, j).map(at), {
     x: data.front.metrics[i].maximize ? box.left : box.right,
     y: data.front.metrics[j].maximize ? box.bottom : box.top,
   });
@@ -47,14 +47,14 @@ function front(host) {
     const [left, top] = at(t);
     dot(svg, t, left, top, ["faint", "", "best"][rank(t)], rank(t) === 2 ? 6 : 4);
     const lines = data.front.metrics.map(({ name }, k) => `${name} ${t.values[k] === null ? "no finite number" : shown(t.values[k])}`);
-    if (onFront.has(t.number)) lines.unshift("on the front");
+    if (onFront.has(t.number)) lines.unshift("on the Pareto front");
     marks.unshift({ x: left, y: top, trial: t.number, lines });
   }
-  for (const [attributes, text] of named) add(svg, "text", { ...attributes, class: "halo" }, clipped(text, 30)); // over all else
+  for (const [attributes, text] of named) add(svg, "text", { ...attributes, class: "halo" }, clipped(text, 30)); // above all else
   watch(svg, among(marks));
 }
 
-// Draws the bounds, and returns the texts that go with them.
+// Draws the bounds and returns their labels.
 function limits(svg, box, { x, y, xs, ys }) {
   const within = ({ bounds, low, high }) => bounds.filter(({ limit }) => limit >= low && limit <= high);
   const texts = [];
@@ -70,7 +70,7 @@ function limits(svg, box, { x, y, xs, ys }) {
   return texts;
 }
 
-// From a front's point to the next by way of what both dominate, and from the ends to the worse sides of the frame.
+// The boundary of the dominated region: steps between the points of the front, extended to the worse sides of the frame.
 function stairs(svg, points, worse) {
   if (!points.length) return;
   const steps = [[worse.x, points[0][1]]];
@@ -87,8 +87,8 @@ function volume(host) {
   const steps = [[x(0), y(0)]], marks = [];
   for (const [count, share, trial, epoch] of points) {
     steps.push([x(count), steps[steps.length - 1][1]], [x(count), y(share)]);
-    const told = [`${(100 * share).toFixed(1)} % of the final hypervolume, with its epoch ${epoch}`, `after ${count} of ${epochs} epochs`];
-    marks.push({ x: x(count), y: y(share), trial, lines: told });
+    const lines = [`${(100 * share).toFixed(1)} % of the final hypervolume, with its epoch ${epoch}`, `after ${count} of ${epochs} epochs`];
+    marks.push({ x: x(count), y: y(share), trial, lines });
   }
   add(svg, "path", { class: "path best", d: path([...steps, [box.right, steps[steps.length - 1][1]]]) });
   if (points.length <= 60) for (const mark of marks) add(svg, "circle", { class: "dot best", "data-trial": mark.trial, cx: mark.x, cy: mark.y, r: 3.5 });

@@ -1,14 +1,14 @@
-// What a report's figures are made of: data, scales, frames, and what is told under the pointer. Colours are all in the
-// style sheet, so that figures follow the reader's theme; names and values that users chose become text nodes, never
-// markup. The page has this file, report.js and, for several metrics, front.js in one function.
+// Parts of the report's figures: data, scales, frames and tooltips. All colours are in the style sheet, so that figures
+// follow the reader's theme. Names and values of users become text nodes, never markup. The page includes this file,
+// report.js and, for multi-objective studies, front.js in one function.
 const data = JSON.parse(document.getElementById("data").textContent);
 const trials = new Map(data.trials.map((trial) => [trial.number, trial]));
 const complete = data.trials.filter((trial) => trial.state === "complete" && trial.value !== null);
 const better = (a, b) => (data.maximize ? b - a : a - b);
-const best = trials.get(data.chosen); // of several metrics by the first
+const best = trials.get(data.chosen); // by the first metric
 const tip = document.getElementById("tip");
 const HEIGHT = 300;
-const APART = 7; // pixels between foreseen ends
+const APART = 7; // pixels between forecasts
 
 function add(parent, tag, attributes = {}, text) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -52,7 +52,7 @@ function powers(low, high, count) {
   return found.filter((_, i) => i % stride === 0);
 }
 
-// The range of values, without the far end of bad ones, which would press the good ones into a line.
+// The range of values without bad outliers, which would compress the good values into a line.
 function range(values, order = better) {
   const sorted = [...values].sort(order);
   const [good, bad] = [sorted[0], sorted[sorted.length - 1]];
@@ -93,7 +93,7 @@ function path(points) {
   return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
-// --- what a figure tells under the pointer ---
+// --- tooltips ---
 
 let hot;
 
@@ -110,7 +110,7 @@ function line(parent, tag, text) {
   parent.append(node);
 }
 
-function tell(mark, event) {
+function showTip(mark, event) {
   const trial = trials.get(mark.trial);
   tip.replaceChildren();
   line(tip, "b", `trial ${mark.trial}${trial ? ` · ${trial.state}` : ""}`);
@@ -147,7 +147,7 @@ function watch(svg, nearest) {
     const mark = nearest(event.clientX - corner.left, event.clientY - corner.top);
     if (!mark) return hide();
     heat(mark.trial);
-    tell(mark, event);
+    showTip(mark, event);
   };
   svg.addEventListener("pointermove", look);
   svg.addEventListener("pointerdown", look);
@@ -172,7 +172,7 @@ function among(marks, reach = 32) {
 
 // --- drawing ---
 
-// A trial as a dot, or as a cross where it is out of bounds.
+// A trial as a dot, or as a cross if it is out of bounds.
 function dot(svg, trial, x, y, kind, r = 4) {
   const own = { "data-trial": trial.number };
   if (!trial.broken.length) return add(svg, "circle", { class: `dot ${kind}`, cx: x, cy: y, r, ...own });
@@ -182,12 +182,12 @@ function dot(svg, trial, x, y, kind, r = 4) {
 
 function nothing(host) {
   host.replaceChildren();
-  line(host, "p", "No value was reported yet.");
+  line(host, "p", "No values reported yet.");
   host.firstChild.className = "dim";
   if (host.nextElementSibling) host.nextElementSibling.hidden = true; // the legend
 }
 
-// Draws figures by the ids of their places, and again whenever these change their width.
+// Draws figures into the elements with their ids, again after each change of width.
 function show(figures) {
   for (const [id, draw] of Object.entries(figures)) {
     const host = document.getElementById(id);

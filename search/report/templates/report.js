@@ -24,9 +24,9 @@ function history(host) {
 function curves(host) {
   const drawn = data.trials.map((t) => [t, t.curve.filter(([, v]) => v !== null)]).filter(([, c]) => c.length);
   if (!drawn.length) return nothing(host);
-  const ys = range([...drawn.flatMap(([, curve]) => curve.map(([, v]) => v)), ...data.foreseen.flatMap((f) => [f.value, f.low, f.high])]);
-  const last = data.foreseen.length ? data.epochs : Math.max(2, ...drawn.map(([, curve]) => curve[curve.length - 1][0]));
-  const { svg, x, y } = frame(host, [1, last], ys, "epoch", { beside: APART * data.foreseen.length });
+  const ys = range([...drawn.flatMap(([, curve]) => curve.map(([, v]) => v)), ...data.forecasts.flatMap((f) => [f.value, f.low, f.high])]);
+  const last = data.forecasts.length ? data.epochs : Math.max(2, ...drawn.map(([, curve]) => curve[curve.length - 1][0]));
+  const { svg, x, y } = frame(host, [1, last], ys, "epoch", { beside: APART * data.forecasts.length });
   const rank = ([t]) => (t === best ? 2 : t.state === "complete" ? 1 : 0);
   const marks = [];
   for (const [t, curve] of drawn.sort((a, b) => rank(a) - rank(b))) {
@@ -43,21 +43,21 @@ function curves(host) {
   watch(svg, among(marks));
 }
 
-// What trials are foreseen to end with: side by side behind the last epoch, so that their bands can be told apart.
+// Forecasts of final values: side by side behind the last epoch, so that their intervals do not overlap.
 function ends(svg, x, y, marks, lasts) {
-  data.foreseen.forEach(({ trial, value, low, high }, i) => {
+  data.forecasts.forEach(({ trial, value, low, high }, i) => {
     const at = x(data.epochs) + APART * (i + 0.5), from = lasts.get(trial);
     if (!from) return;
     const own = { "data-trial": trial };
-    add(svg, "path", { class: "path foreseen", d: path([[x(from[0]), y(from[1])], [at, y(value)]]), ...own });
+    add(svg, "path", { class: "path forecast", d: path([[x(from[0]), y(from[1])], [at, y(value)]]), ...own });
     add(svg, "path", { class: "path band", d: path([[at, y(low)], [at, y(high)]]), ...own });
-    add(svg, "circle", { class: "dot foreseen", cx: at, cy: y(value), r: 3.5, ...own });
-    marks.push({ x: at, y: y(value), trial, lines: [`foreseen ${data.metric} ${shown(value)}`, `nine of ten between ${shown(low)} and ${shown(high)}`] });
+    add(svg, "circle", { class: "dot forecast", cx: at, cy: y(value), r: 3.5, ...own });
+    marks.push({ x: at, y: y(value), trial, lines: [`forecast ${data.metric} ${shown(value)}`, `90 % interval ${shown(low)} to ${shown(high)}`] });
   });
 }
 
 function spent(host) {
-  const { epochs, best: found } = data.spent;
+  const { epochs, best: found } = data.epoch_usage;
   if (!found.length) return nothing(host);
   const ys = range(found.map(([, value]) => value));
   const { svg, x, y, box } = frame(host, [0, epochs], ys, "epochs of all trials");
@@ -85,9 +85,9 @@ function parallel(host) {
   const [svg, width] = open(host, height);
   for (const axis of axes) axis.named = axis.choices ? axis.choices.map((c) => [shown(c), axis.at(c)]) : axis.at.ticks(4).map((v) => [shown(v), axis.at(v)]);
   const longest = Math.max(...axes[0].named.map(([text]) => text.length));
-  const start = Math.max(50, Math.min(12 + 7 * longest, width / 4)); // the first axis has nothing on its left to write over
+  const start = Math.max(50, Math.min(12 + 7 * longest, width / 4)); // the labels of the first axis have more room
   const gap = (width - 60 - start) / Math.max(axes.length - 1, 1), left = (i) => start + i * gap;
-  const least = complete.length < 40 ? 45 : 15; // per cent: many lines must leave the good ones to be seen
+  const least = complete.length < 40 ? 45 : 15; // per cent: with many lines, bad ones must not hide good ones
   const order = [...complete.keys()].sort((a, b) => better(values[b], values[a]));
   const lines = order.map((i, rank) => {
     const t = complete[i], points = axes.map((axis, k) => [left(k), axis.at(axis.own[i])]);
@@ -136,11 +136,11 @@ function finalists(host) {
     mark(row.search, "in the search");
     for (const value of row.values.filter((v) => v !== null)) {
       add(svg, "circle", { class: "dot seed", cx: x(value), cy: y, r: 4 });
-      mark(value, "of a fresh run");
+      mark(value, "retrained");
     }
     if (row.mean === null) return;
     add(svg, "path", { class: `mean ${won ? "best" : ""}`, d: `M${x(row.mean)} ${y - 7}l7 7l-7 7l-7 -7Z` });
-    mark(row.mean, "mean of the fresh runs");
+    mark(row.mean, "mean of the retrained runs");
   });
   watch(svg, among(marks, 24));
 }
@@ -159,7 +159,7 @@ function sorting(table) {
     const numbers = [...keys.values()].every((text) => text === "" || !Number.isNaN(Number(text)));
     rows.sort((a, b) => {
       const [one, other] = [keys.get(a), keys.get(b)];
-      if (one === "" || other === "") return (one === "") - (other === ""); // what is missing comes last
+      if (one === "" || other === "") return (one === "") - (other === ""); // missing values come last
       return sign * (numbers ? Number(one) - Number(other) : one.localeCompare(other));
     });
     body.append(...rows);

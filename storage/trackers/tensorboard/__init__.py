@@ -1,1 +1,1 @@
-"""TensorBoard: event files of a whole search, a folder a trial."""
+"""TensorBoard: event files of a study, with one folder per trial."""

@@ -1,1 +1,1 @@
-"""Weights & Biases: a run a trial, by a process of its own, whose threads, hooks and waits are no worker's."""
+"""Weights & Biases: one run per trial, logged by a separate process with the threads and hooks of the library."""

@@ -1,4 +1,4 @@
-"""The line to the process that speaks to Weights & Biases: started when needed, killed when it does not answer."""
+"""The connection to the process that calls the wandb library: started on demand, killed if it does not answer."""
 
 from __future__ import annotations
 
@@ -16,56 +16,59 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection as Line
+    from multiprocessing.connection import Connection as Pipe
 
-from hpsearch.storage.errors import AwayError
+from hpsearch.storage.errors import ServiceUnavailableError
 
 
-class WandbAwayError(AwayError):
-    """Weights & Biases does not answer, or not yet: what is logged can wait for it."""
+class WandbUnavailableError(ServiceUnavailableError):
+    """Weights & Biases does not answer; records stay in the journal until it does."""
 
 
 class Connection:
-    """A process that speaks to Weights & Biases.
+    """A connection to a process that calls the wandb library.
 
     Args:
-        folder: where it keeps its files and its log.
+        folder: the folder for the files and the log of the process.
+
+    Attributes:
+        generation: the number of processes started so far; runs that an earlier process had open are closed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process: tuple[subprocess.Popen[bytes], Line] | None = None
-        self._services: list[psutil.Process] = []  # what the process has started
-        self._asking = threading.Lock()
-        self._closing = False
-        self.generation = 0  # of the process: runs that an earlier one had open are not
+        self._process: tuple[subprocess.Popen[bytes], Pipe] | None = None
+        self._child_processes: list[psutil.Process] = []  # that the process has started
+        self._request_lock = threading.Lock()
+        self._is_closing = False
+        self.generation = 0
 
-    def ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
-        """Ask the process, which is started if need be, and return its answer.
+    def request(self, timeout_seconds: float, command: str, **arguments: Any) -> dict[str, Any]:
+        """Send a command to the process, which is started if necessary, and return its reply.
 
         Raises:
-            WandbAwayError: it does not answer within so many seconds, or has died; it is started anew next time.
+            WandbUnavailableError: the process died or did not reply in time; the next request starts another one.
         """
-        with self._asking:
-            process, line = self._process or self._start()
+        with self._request_lock:
+            process, pipe = self._process or self._start()
             try:
-                line.send_bytes(json.dumps({"do": do, **request}, default=str).encode())
-                answer = self._answer(line, timeout)
-            except (OSError, EOFError, WandbAwayError) as error:
-                self._end(kill=True)
-                raise WandbAwayError(str(error) or "its process has died") from None
-            if "error" in answer:  # the package keeps what it began, and would refuse to begin it again
-                self._end(kill=True)
-            elif do == "open":
-                self._services = _children(process.pid)
-            return answer
+                pipe.send_bytes(json.dumps({"command": command, **arguments}, default=str).encode())
+                reply = self._receive(pipe, timeout_seconds)
+            except (OSError, EOFError, WandbUnavailableError) as error:
+                self._stop(kill=True)
+                raise WandbUnavailableError(str(error) or "its process has died") from None
+            if "error" in reply:  # the library would keep its state, and reject a second attempt
+                self._stop(kill=True)
+            elif command == "open":
+                self._child_processes = _list_children(process.pid)
+            return reply
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Line]:
-        if self._closing:
-            raise WandbAwayError("this process is about to end")
+    def _start(self) -> tuple[subprocess.Popen[bytes], Pipe]:
+        if self._is_closing:
+            raise WandbUnavailableError("this process is shutting down")
         self._folder.mkdir(parents=True, exist_ok=True)
         environment = {"WANDB_ERROR_REPORTING": "false", **os.environ}
-        line, other_end = multiprocessing.Pipe()
+        pipe, other_end = multiprocessing.Pipe()
         number = other_end.fileno()
         command = [sys.executable, "-P", "-m", "hpsearch.storage.trackers.wandb_runs.process", str(number)]
         with other_end, (self._folder / "process.log").open("ab") as log:
@@ -78,44 +81,44 @@ class Connection:
                 stderr=log,
                 start_new_session=True,
             )
-        self._process = process, line
+        self._process = process, pipe
         self.generation += 1
         return self._process
 
-    def _answer(self, line: Line, timeout: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout
-        while not line.poll(0.5):
-            if self._closing or time.monotonic() > deadline:
-                raise WandbAwayError(f"no answer within {timeout:g} s")
-        answer: dict[str, Any] = json.loads(line.recv_bytes())
-        return answer
+    def _receive(self, pipe: Pipe, timeout_seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_seconds
+        while not pipe.poll(0.5):
+            if self._is_closing or time.monotonic() > deadline:
+                raise WandbUnavailableError(f"no answer within {timeout_seconds:g} s")
+        reply: dict[str, Any] = json.loads(pipe.recv_bytes())
+        return reply
 
-    def _end(self, *, kill: bool = False) -> None:
-        """Close the line, at which the process ends, or kill it with the processes that it has started.
+    def _stop(self, *, kill: bool = False) -> None:
+        """Close the pipe, so that the process exits, or kill the process and its children.
 
-        A run that is opened again must not be written by an earlier process.
+        A killed process cannot write to a run that another process opens later.
         """
         if self._process is None:
             return
-        process, line = self._process
+        process, pipe = self._process
         if kill:
-            for victim in {*_children(process.pid), *self._services}:
+            for child in {*_list_children(process.pid), *self._child_processes}:
                 with contextlib.suppress(psutil.Error):
-                    victim.kill()
+                    child.kill()
             process.kill()
-        line.close()
-        self._process, self._services = None, []
+        pipe.close()
+        self._process, self._child_processes = None, []
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.0 if self._closing else 5.0)
+            process.wait(timeout=0.0 if self._is_closing else 5.0)
 
     def close(self) -> None:
-        """Let the process end, which finishes runs that are open, and let go of a request that waits for it."""
-        self._closing = True
-        with self._asking:
-            self._end()
+        """Interrupt a request in flight, and let the process exit after it has finished its open runs."""
+        self._is_closing = True
+        with self._request_lock:
+            self._stop()
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def _list_children(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:

@@ -22,7 +22,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield the records of a run's file, up to the place where it is torn; the package has no reader in Python."""
+    """Yield the records of a run's file, up to a torn record; the library has no Python reader for these files."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for data in _chunks(path.read_bytes()):
@@ -30,10 +30,10 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
-    """Yield what LevelDB calls records, put together from their parts."""
-    at, parts = _HEADER, b""  # the file begins with a header of its own, of the same size
+    """Yield the records of a LevelDB log, joined from their fragments."""
+    at, parts = _HEADER, b""  # the file begins with a header of the same size
     while at + _HEADER <= len(data):
-        if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block that has no room for a part
+        if _BLOCK - at % _BLOCK < _HEADER:  # the padding of a block without space for another fragment
             at += _BLOCK - at % _BLOCK
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
@@ -47,25 +47,26 @@ def _chunks(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def steps_of(folder: Path, run: str) -> set[int]:
+def read_offline_steps(folder: Path, run_id: str) -> set[int]:
     """Return the steps of a run in the files that wait for `wandb sync`."""
-    found = (record for path in folder.glob(f"offline-run-*/run-{run}.wandb") for record in records(path))
-    return {record.history.step.num for record in found if record.WhichOneof("record_type") == "history"}
+    paths = folder.glob(f"offline-run-*/run-{run_id}.wandb")
+    histories = (record for path in paths for record in records(path) if record.WhichOneof("record_type") == "history")
+    return {record.history.step.num for record in histories}
 
 
-_LAST_WORDS = 20.0  # seconds to finish runs when whoever started this is gone
-_WRITING = 30.0  # seconds to write a file to its end
-_INIT = 30.0  # seconds for a server to know a run
+_SHUTDOWN_SECONDS = 20.0  # to finish runs after the parent process is gone
+_WRITE_SECONDS = 30.0  # to write a file completely
+_INIT_SECONDS = 30.0  # for a server to create or find a run
 
 
 class Runs:
-    """The runs that are open, by their ids."""
+    """The open runs, by their ids."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, tuple[Any, set[int], int]] = {}  # each with its known steps and its lock
+        self._runs: dict[str, tuple[Any, set[int], int]] = {}  # run, logged steps, descriptor of the lock
 
     def open(self, *, run_id: str, folder: str, **settings: Any) -> dict[str, Any]:
-        """Begin a run or go on with it; the steps that it has are not logged again."""
+        """Create or resume a run; steps that it has already are not logged again."""
         import wandb
 
         lock = lock_file(Path(folder) / f".{run_id}.lock")
@@ -73,15 +74,15 @@ class Runs:
             return {"busy": True}
         quiet = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,
-            x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT,
+            x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_SECONDS,
             x_transaction_log_flush_interval=1.0,
         )  # fmt: skip
-        known = steps_of(Path(folder) / "wandb", run_id)
+        steps = read_offline_steps(Path(folder) / "wandb", run_id)
         run = wandb.init(id=run_id, dir=folder, resume="allow", reinit="create_new", settings=quiet, **settings)
-        self._runs[run_id] = run, known | set(range(run.step)), lock  # a run that the server has begins there
+        self._runs[run_id] = run, steps | set(range(run.step)), lock  # a run on the server resumes at its next step
         return {}
 
-    def tell(
+    def log_rows(
         self,
         *,
         run_id: str,
@@ -89,45 +90,45 @@ class Runs:
         rows: list[tuple[int, dict[str, Any]]],
         summary: dict[str, Any],
     ) -> dict[str, Any]:
-        """Log rows at their steps, each once, and set what a run has one of."""
-        run, known, _ = self._runs[run_id]
+        """Log rows at their steps, each step once, and update config and summary of a run."""
+        run, logged_steps, _ = self._runs[run_id]
         if config:
             run.config.update(config, allow_val_change=True)
         for step, values in rows:
-            if step not in known:
-                known.add(step)
+            if step not in logged_steps:
+                logged_steps.add(step)
                 run.log(values, step=step, commit=True)
         if summary:
             run.summary.update(summary)
         return {}
 
-    def finish(self, *, run_id: str, exit_code: int, left: bool) -> dict[str, Any]:
-        """Finish a run; return when all of it has arrived, or is on disk.
+    def finish(self, *, run_id: str, exit_code: int, is_preempted: bool) -> dict[str, Any]:
+        """Finish a run; return when all of it is on the server or on disk.
 
         Args:
-            run_id: of the run.
-            exit_code: 0 if it ended well.
-            left: whether it was left, to be gone on with.
+            run_id: the id of the run.
+            exit_code: 0 if the trial succeeded.
+            is_preempted: whether another attempt will resume the run.
         """
         run, _, lock = self._runs.pop(run_id)
-        if left:
+        if is_preempted:
             run.mark_preempting()
         file = Path(run.settings.sync_file) if run.offline else None
         run.finish(exit_code=exit_code)
         if file is not None:
-            _await_end(file)
+            _wait_until_written(file)
         os.close(lock)
         return {}
 
     def finish_all(self) -> None:
-        """Finish what is open: whoever would go on with it is gone."""
-        for run in list(self._runs):
-            self.finish(run_id=run, exit_code=1, left=True)
+        """Finish all open runs after the parent process is gone."""
+        for run_id in list(self._runs):
+            self.finish(run_id=run_id, exit_code=1, is_preempted=True)
 
 
-def _await_end(file: Path) -> None:
-    """Wait until all of a run that has finished is in its file: the package answers before it is."""
-    deadline, size = time.monotonic() + _WRITING, -1
+def _wait_until_written(file: Path) -> None:
+    """Wait until the file of a finished run is complete; the library returns before that."""
+    deadline, size = time.monotonic() + _WRITE_SECONDS, -1
     while time.monotonic() < deadline:
         if file.exists() and (now := file.stat().st_size) != size:
             size = now
@@ -136,28 +137,32 @@ def _await_end(file: Path) -> None:
                     os.fsync(written.fileno())
                 return
         time.sleep(0.02)
-    raise TimeoutError(f"{file} does not get to its end")
+    raise TimeoutError(f"{file} is incomplete after {_WRITE_SECONDS:g} s")
 
 
 def main() -> None:
-    """Answer until the input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # those that stop a worker: it has yet to say what it logged
+    """Execute the commands of the parent process until it closes the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they stop the worker, which sends its last records after that
         signal.signal(number, signal.SIG_IGN)
-    line = Connection(int(sys.argv[1]))
-    os.set_inheritable(line.fileno(), False)
+    pipe = Connection(int(sys.argv[1]))
+    os.set_inheritable(pipe.fileno(), False)
     runs = Runs()
-    known: dict[str, Callable[..., dict[str, Any]]] = {"open": runs.open, "tell": runs.tell, "finish": runs.finish}
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "open": runs.open,
+        "log_rows": runs.log_rows,
+        "finish": runs.finish,
+    }
     with suppress(EOFError, OSError):  # the other end is closed
         while True:
-            request = json.loads(line.recv_bytes())
+            request = json.loads(pipe.recv_bytes())
             try:
-                answer = known[request.pop("do")](**request)
-            except Exception as error:  # whatever the package raises is for the process that asked
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            line.send_bytes(json.dumps(answer).encode())
-    end = threading.Timer(_LAST_WORDS, os._exit, (1,))
-    end.daemon = True
-    end.start()
+                reply = commands[request.pop("command")](**request)
+            except Exception as error:  # errors of the library go to the parent process
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            pipe.send_bytes(json.dumps(reply).encode())
+    watchdog = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (1,))
+    watchdog.daemon = True
+    watchdog.start()
     try:
         runs.finish_all()
     finally:

@@ -35,7 +35,7 @@ def test_a_signal_to_a_whole_job_ends_no_loader(
     assert len(psutil.Process(worker.pid).children()) >= 2, "it has loaders"
     for number in (signal.SIGTERM, signal.SIGINT):
         os.killpg(worker.pid, number)
-    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     assert worker.exit_code == 128 + 15, arena.tell("it was not told to go")
@@ -85,7 +85,7 @@ def test_sigterm_may_come_again(arena: Arena, undisturbed: Callable[[int], list[
     for _ in range(5):
         worker.send(signal.SIGTERM)
         time.sleep(apart)  # what is asked is whether they may come this far apart
-    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")
     worker.send(signal.SIGTERM)
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
@@ -136,7 +136,7 @@ def test_a_second_ctrl_c_ends_a_worker_now(arena: Arena) -> None:
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
     worker.send(signal.SIGINT)
-    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")
     worker.send(signal.SIGINT)
     wait_for(lambda: arena.reap() or worker.ended, "the worker to be gone")
     assert worker.exit_code == 128 + 2

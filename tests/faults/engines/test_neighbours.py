@@ -25,8 +25,8 @@ def test_a_worker_leaves_when_only_others_have_trials(arena: Arena, undisturbed:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     first = arena.start()
     wait_for(lambda: arena.obeyed(0), "the first worker to be in mid-epoch")
-    said = arena.run(*worker(arena, "--leave-when-idle", "0.5"))
-    assert "while others run 1 trials: leaving" in said
+    said = arena.run(*worker(arena, "--idle-timeout", "0.5"))
+    assert "while other workers run 1 trials; exiting" in said
     assert not first.ended
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or first.ended, "the first worker to end")
@@ -50,11 +50,11 @@ def test_a_worker_whose_time_is_up_takes_nothing_more(arena: Arena) -> None:
 def test_a_worker_that_hangs_says_where_and_its_trial_goes_on(arena: Arena, undisturbed: Undisturbed) -> None:
     """Its lease is given up with it, and the attempt counts as lost: a trial that hangs each time fails at last."""
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)], retries=1)
-    first = arena.start(*worker(arena, "--stall", "3"), STALL_LEAST="1", HPSEARCH_LEASE="600")
+    first = arena.start(*worker(arena, "--stall-factor", "3"), STALL_LEAST="1", HPSEARCH_LEASE="600")
     wait_for(lambda: arena.reap() or first.ended, "the worker to end itself")
     log = first.log.read_text()
     assert first.exit_code == 1, "it may be started again"
-    assert "where the longest pause was" in log
+    assert "longest pause before" in log
     assert 'orders.py", line' in log, "the stack of what hangs"
     arena.work(1)
     (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
@@ -77,7 +77,7 @@ def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
     ("options", "message"),
     [
         (("--save-every", "0"), "--save-every is 0.0: it must be greater than 0"),
-        (("--stall", "1"), "--stall is 1.0: it must be greater than 1"),
+        (("--stall-factor", "1"), "--stall-factor is 1.0: it must be greater than 1"),
         (("--save-every", "nan"), "--save-every is nan: it must be a finite number"),
     ],
 )

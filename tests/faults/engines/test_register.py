@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import RELEASE
+from hpsearch.storage.attributes import VERSION
 from tests.faults.harness import Arena, Worker
 from tests.faults.orders import Order
 from tests.waiting import wait_for
@@ -57,7 +57,7 @@ def test_it_tells_what_workers_are_at_and_how_they_left(arena: Arena) -> None:
     shown = arena.start("top", arena.name, "--once", COLUMNS="120")
     wait_for(lambda: arena.reap() or shown.ended, "hpsearch top")
     said = shown.log.read_text()
-    for part in ("2/2 trials: 2 complete", "0 workers there, 3 gone", "slurm 77_3", "lost", "left: told to go"):
+    for part in ("2/2 trials: 2 complete", "0 active workers, 3 gone", "slurm 77_3", "lost", "left: told to go"):
         assert part in said, said
 
 
@@ -69,7 +69,7 @@ def test_a_worker_of_another_series_is_refused(arena: Arena) -> None:
             UPDATE study_user_attributes SET value_json = :made FROM studies s
              WHERE s.study_id = study_user_attributes.study_id AND s.study_name = :name AND key = :key
         """)
-        arguments = {"made": '"0.99.1"', "name": arena.name, "key": RELEASE}
+        arguments = {"made": '"0.99.1"', "name": arena.name, "key": VERSION}
         assert connection.execute(made, arguments).rowcount == 1
     said = arena.run("worker", "--study", arena.name, code=2)
     assert "was made by hpsearch 0.99.1, whose trials may come to other numbers" in said

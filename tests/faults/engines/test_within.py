@@ -51,7 +51,7 @@ def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
     worker = arena.start(**NO_TIME, **SLOW)
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
     worker.send(signal.SIGTERM)
-    wait_for(lambda: "ending the epoch, or saving within it" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch or saving" in worker.log.read_text(), "the worker to be told")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     assert worker.exit_code == 128 + 15

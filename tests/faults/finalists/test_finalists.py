@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
@@ -89,10 +89,12 @@ def assert_printed(arena: Arena, found: Finalists) -> None:
     said = arena.run(*CHOICE)
     assert found.winner is not None
     row = found.row(found.winner)
-    assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 fresh divisions" in said
+    assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 new splits" in said
     assert found.expected is not None
     between = f"{found.expected.low:.4f} to {found.expected.high:.4f} (90%)"
-    assert f"expect {found.expected.mean:.4f} on new data, {between}: train and validation were divided anew" in said
+    assert (
+        f"expect {found.expected.mean:.4f} on new data, {between}: each seed has a new train/validation split" in said
+    )
     assert re.search(rf"^ +1 +{row.trial} +{row.search_value:.4f} .* winner", said, re.MULTILINE)
     assert "worker logs" not in said, "there is nothing left to train"
 
@@ -131,15 +133,17 @@ def assert_tracked(arena: Arena, study: StoredStudy, found: Finalists) -> None:
 
 
 def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> None:
-    said = arena.run("open-test", NAME, "--yes")
-    opening = read_opening(stored.storage.engine, stored.study_id)
+    said = arena.run("evaluate-test", NAME, "--yes")
+    opening = read_test_evaluation(stored.storage.engine, stored.study_id)
     assert opening is not None
     assert (opening.trial_number, opening.finalists) == (found.winner, HELD)
     assert opening.scores is not None
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
     assert "unconfirmed" not in said
-    again = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
-    assert re.search(rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}, and it opens once", again)
+    again = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
+    assert re.search(
+        rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}; it can be evaluated only once", again
+    )
     run_id = stored.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
     metrics = mlflow.MlflowClient(arena.tracking_uri).get_run(run_id).data.metrics
     assert {f"test_{name}": value for name, value in opening.scores.items()}.items() <= metrics.items()
@@ -156,7 +160,7 @@ def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStud
     found = table(study)
     assert (found.pending, len(found.rows)) == (0, 1)
     assert f"winner: trial {found.winner}, val accuracy" in said
-    assert "with one seed the spread is unknown" in said
+    assert "with one seed the standard deviation is unknown" in said
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)
@@ -165,28 +169,28 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: Store
     runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in study.trials()]
     other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
     client.log_artifact(runs[0], other, "checkpoints")
-    opening = ("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
+    opening = ("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
     assert "is of another training (seed" in arena.run(*opening, code=2)
     Path(other).write_bytes(Path(other).read_bytes()[:-9])
     client.log_artifact(runs[0], other, "checkpoints")
     assert "its checksum does not fit; nothing was opened" in arena.run(*opening, code=2)
-    assert read_opening(study.storage.engine, study.study_id) is None
-    said = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
+    assert read_test_evaluation(study.storage.engine, study.study_id) is None
+    said = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
     assert "unconfirmed by finalists" in said
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)
 def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study: StoredStudy) -> None:
     write(arena.orders, [Order("evaluate test set", "kill", trial=OUTSIDE, attempt=0)])
-    arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
+    arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
     write(arena.orders, [])
-    opening = read_opening(study.storage.engine, study.study_id)
+    opening = read_test_evaluation(study.storage.engine, study.study_id)
     assert opening is not None
     assert opening.scores is None
     other = next(t.number for t in study.trials() if t.number != opening.trial_number)
-    assert "was opened" in arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
-    arena.run("open-test", NAME, "--yes")
-    again = read_opening(study.storage.engine, study.study_id)
+    assert "was opened" in arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
+    arena.run("evaluate-test", NAME, "--yes")
+    again = read_test_evaluation(study.storage.engine, study.study_id)
     assert again is not None
     assert (again.opened_at, again.trial_number) == (opening.opened_at, opening.trial_number)
     assert again.scores is not None

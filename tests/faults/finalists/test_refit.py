@@ -12,8 +12,8 @@ import pytest
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.refit import Refit, read_refit
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.records.promotions import promotions_of
-from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.records.promotions import read_promotions
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
@@ -79,7 +79,7 @@ def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     assert f"the refit, trial {refit.taken} of {MADE}, is models:/{NAME}@champion (version " in said
     assert "test set: the test set was not opened for it yet" in said
     made = load_study(study.storage, MADE)
-    (promotion,) = promotions_of(study.engine, made.study_id)
+    (promotion,) = read_promotions(study.engine, made.study_id)
     assert (promotion.trial_number, promotion.alias) == (refit.taken, "champion")
     evidence = promotion.evidence["refit"]
     assert (evidence["search"], evidence["of"], evidence["epochs"]) == (NAME, refit.of, refit.epochs)
@@ -121,14 +121,14 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
 
 def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     """The test set opens for the refit, and then for nobody else."""
-    said = arena.run("open-test", NAME, "--refit", "--yes")
-    opening = read_opening(study.engine, study.study_id)
+    said = arena.run("evaluate-test", NAME, "--refit", "--yes")
+    opening = read_test_evaluation(study.engine, study.study_id)
     assert opening is not None
     assert (opening.trial_number, opening.finalists, opening.refit) == (refit.of, f"{NAME}.finalists", MADE)
     assert opening.scores is not None
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
-    again = arena.run("open-test", NAME, "--yes", code=2)
-    assert re.search(rf"opened on .* for the refit of trial {refit.of}, and it opens once", again)
+    again = arena.run("evaluate-test", NAME, "--yes", code=2)
+    assert re.search(rf"opened on .* for the refit of trial {refit.of}; it can be evaluated only once", again)
     client = mlflow.MlflowClient(arena.tracking_uri)
     version = client.get_model_version_by_alias(NAME, "champion")
     assert (version.tags["hpsearch.confirmed"], version.tags["hpsearch.unconfirmed"]) == ("true", "")

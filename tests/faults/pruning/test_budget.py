@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import CUT, REASON
+from hpsearch.storage.attributes import BUDGET_CUT, REASON
 from tests.faults.harness import Arena
 from tests.faults.invariants import Trial, read_trials
 from tests.faults.orders import Order
@@ -31,7 +31,7 @@ COUNTED = "SELECT epochs, budget_epochs FROM hpsearch_spending JOIN studies USIN
 REASONS = f"""
     SELECT t.number, r.value_json FROM trials t JOIN studies USING (study_id)
       JOIN trial_user_attributes r ON r.trial_id = t.trial_id AND r.key = '{REASON}'
-      JOIN trial_user_attributes c ON c.trial_id = t.trial_id AND c.key = '{CUT}' WHERE study_name = :study
+      JOIN trial_user_attributes c ON c.trial_id = t.trial_id AND c.key = '{BUDGET_CUT}' WHERE study_name = :study
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
@@ -69,7 +69,7 @@ def test_mlflow_is_cut_off_and_the_other_readers_do_not_notice(
         wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
         assert worker.exit_code == 0, worker.log.read_text()
         told = worker.log.read_text()
-        assert "MLflow has not been told all of" in told
+        assert "not fully sent to MLflow" in told
         for number in range(3):
             assert len(event_points(events, number)) == EPOCHS, "while MLflow is away"
             assert len(wandb_rows(arena.home, number)) == EPOCHS
@@ -94,7 +94,7 @@ def test_mlflow_is_killed_for_the_middle_half_of_a_search(
     def meanwhile(_: object) -> None:
         nonlocal phase
         if phase == "before" and trained() >= 2:
-            [service] = [one for one in embedded.status(own_stack.home) if one.name == "MLflow"]
+            [service] = [one for one in embedded.read_status(own_stack.home) if one.name == "MLflow"]
             process = psutil.Process(service.pid)
             for victim in [process, *process.children(recursive=True)]:
                 victim.send_signal(signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_mlflow_is_killed_for_the_middle_half_of_a_search(
         elif phase == "away":
             seen.update(n for n in range(2, 8) if len(event_points(events, n)) == EPOCHS)
             if trained() >= 6 and len(seen) >= 2:
-                assert embedded.up(own_stack.home, dashboard=DASHBOARD).tracking_uri == own_stack.tracking_uri
+                assert embedded.up(own_stack.home, dashboard=DASHBOARD_COMMAND).tracking_uri == own_stack.tracking_uri
                 phase = "back"
 
     arena.work(2, meanwhile=meanwhile, PACE="0.3")
@@ -124,8 +124,8 @@ def test_weights_and_biases_does_not_answer_and_is_told_later(
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     assert worker.exit_code == 0, worker.log.read_text()
     told = worker.log.read_text()
-    assert "Weights & Biases is told later (http://127.0.0.1:9: no answer" in told
-    assert "Weights & Biases has not been told all of 1 trials" in told
+    assert "Weights & Biases unavailable (http://127.0.0.1:9: no answer" in told
+    assert "1 trial not fully sent to Weights & Biases" in told
     assert len(event_points(events, 0)) == EPOCHS
     arena.settings["WANDB_MODE"] = "offline"
     assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
@@ -145,7 +145,7 @@ def test_a_study_is_neither_made_nor_joined_where_a_reader_cannot_be_told(arena:
     arena.create(1, [], settings=settings(events))
     events.parent.rmdir()
     events.parent.write_text("in its way")
-    assert f"--tensorboard {events.parent}: cannot be written (File exists): give a folder of this user's" in arena.run(
+    assert f"--tensorboard {events.parent}: not writable (File exists); choose a writable folder" in arena.run(
         "worker", "--study", arena.name, code=2
     )
     events.parent.unlink()

@@ -6,8 +6,8 @@ from torch import nn
 from hpsearch import LocalSession
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.ranks import current
-from tests.objectives.own_loop.support import whole_and_resumed
+from hpsearch.objectives.training.ranks import current_ranks
+from tests.objectives.custom_loop.support import whole_and_resumed
 from tests.objectives.training.support import Stopped, exact
 
 
@@ -30,7 +30,7 @@ def assert_resumed_exactly(objective, folder, *, after=(0, 1, 3), epochs=5):
 def assert_one_model(model):
     """Both ranks have the same weights."""
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    first, second = current().each(weights)
+    first, second = current_ranks().all_gather_object(weights)
     assert torch.equal(first, second)
 
 

@@ -150,7 +150,7 @@ def test_sigterm_is_left_to_the_worker(monkeypatch):
     ("parts", "message"),
     [
         ({"trainer": {"max_epochs": 3}}, r"fit\(\): max_epochs is decided by the trial: leave it out"),
-        ({"metric": "acuracy"}, "'acuracy' is none that was reported: did you mean 'accuracy'"),
+        ({"metric": "acuracy"}, "'acuracy' is not reported; did you mean 'accuracy'"),
         (
             {"run": lambda _, trial: lightning.fit(trial, Net(0.1), [1, 2])},
             r"fit\(\): data must be a LightningDataModule, or \(training, validation\), not list",

@@ -23,9 +23,9 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
-from hpsearch.objectives.training.loop.guards import Point
+from hpsearch.objectives.training.loop.guards import StepPosition
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
-from hpsearch.objectives.training.session import Due
+from hpsearch.objectives.training.session import MidEpochAction
 
 
 class Wine(Objective):
@@ -69,7 +69,7 @@ def same_result(found, expected):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in found.model.state_dict().items())
 
 
-POINT = Point(epoch=0, step=0, batch=0, lr=0.1)
+POINT = StepPosition(epoch=0, step=0, batch=0, lr=0.1)
 
 
 def built(objective, epochs=3, **settings):
@@ -81,7 +81,7 @@ def built(objective, epochs=3, **settings):
 
 def take_step(run, *window):
     """One optimizer step over the training rows of each micro-batch."""
-    batches = [run.feed.batch(torch.tensor(rows)) for rows in window]
+    batches = [run.batch_source.batch(torch.tensor(rows)) for rows in window]
     step = train_step(run, batches, POINT, RunningMetrics(run.metrics))
     return step.loss, step.norm
 
@@ -106,10 +106,10 @@ class Memory:
     def save(self, state, *, best):
         self.saved.append((len(state["history"]) - 1, best))
 
-    def due(self, left):
-        return Due.NOTHING
+    def mid_epoch_action(self, left):
+        return MidEpochAction.NONE
 
-    def save_within(self, state):
+    def save_mid_epoch(self, state):
         raise AssertionError("nothing was due")
 
     def report(self, record):

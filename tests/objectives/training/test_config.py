@@ -53,7 +53,9 @@ def test_the_model_settings_are_a_copy():
         ({"lr": True}, "lr must be a number, not True"),
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
-        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+        ({"accumulate": 2}, "unknown training setting 'accumulate': it is now 'gradient_accumulation_steps'"),
+        ({"shard_above": 1.0}, "unknown training setting 'shard_above': it is now 'shard_checkpoint_above_gib'"),
         ({"patience": 0}, "patience must be at least 1, not 0"),
         ({"patience": 1.5}, "patience must be a whole number or None, not 1.5"),
         ({"weight_decay": -1}, "weight_decay must be at least 0"),
@@ -94,6 +96,13 @@ def test_an_unknown_setting_is_refused_with_the_nearest_name(made):
         made({"batchsize": 8})
 
 
+def test_former_names_are_read_from_what_was_stored():
+    named = TrainConfig(gradient_accumulation_steps=3, shard_checkpoint_above_gib=1.0)
+    assert TrainConfig.from_dict({"accumulate": 3, "shard_above": 1.0}) == named
+    with pytest.raises(ObjectiveError, match="unknown training setting 'accumulate'"):
+        TrainConfig.from_dict({**named.to_dict(), "accumulate": 3})
+
+
 def test_a_changed_copy_is_validated_and_itself_does_not_change():
     config = TrainConfig(lr=0.3)
     assert dataclasses.replace(config, patience=4) == TrainConfig(lr=0.3, patience=4)
@@ -116,6 +125,6 @@ def test_a_setting_from_outside_is_one_field_which_is_checked_and_described(monk
         More(sparkle=1)
     with pytest.raises(ObjectiveError, match=r"^sparkle must be a number or None, not 'much'$"):
         More(sparkle="much")
-    shown = report.settings(More(sparkle=0.5))[-1]
+    shown = report.list_settings(More(sparkle=0.5))[-1]
     assert shown == ("sparkle", "float | None", 0.5, "how much it glitters")
-    assert all(setting.help for setting in report.settings(More()))
+    assert all(setting.help for setting in report.list_settings(More()))

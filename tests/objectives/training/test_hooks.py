@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
-from hpsearch.objectives.training.data.samplers import ByLength, Order
+from hpsearch.objectives.training.data.samplers import EpochOrder, LengthGroupedSampler
 from tests.objectives.training.support import Memory, Wine, built, fit, same_result
 
 CPU = torch.device("cpu")
 
 
 def _order(sampler, epoch=0, samples=100, **settings):
-    return list(Order(samples, TrainConfig(batch_size=10, **settings), 0, sampler).windows(epoch, CPU))
+    return list(EpochOrder(samples, TrainConfig(batch_size=10, **settings), 0, sampler).iterate_steps(epoch, CPU))
 
 
 def test_a_weighted_sampler_draws_by_its_weights_anew_each_epoch():
@@ -27,17 +27,20 @@ def test_a_weighted_sampler_draws_by_its_weights_anew_each_epoch():
     assert int(rows[0].min()) >= 50
     assert torch.equal(rows[0], rows[1])
     assert not torch.equal(rows[0], rows[2])
-    assert len(found[0]) == Order(100, TrainConfig(batch_size=10), 0, WeightedRandomSampler(weights, 100)).steps == 10
+    assert (
+        len(found[0]) == EpochOrder(100, TrainConfig(batch_size=10), 0, WeightedRandomSampler(weights, 100)).steps == 10
+    )
 
 
 def test_batches_by_length_pad_little_and_take_each_sample_once():
     lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
-    found = _order(ByLength(lengths, 10), samples=1000, accumulate=3)
+    found = _order(LengthGroupedSampler(lengths, 10), samples=1000, gradient_accumulation_steps=3)
     batches = [rows for window in found for rows in window]
     assert sorted(torch.cat(batches).tolist()) == list(range(1000))
     spread = torch.stack([lengths[rows].max() - lengths[rows].min() for rows in batches]).float()
     assert spread.mean() < 25
-    assert len(found) == 34 == Order(1000, TrainConfig(accumulate=3), 0, ByLength(lengths, 10)).steps
+    config = TrainConfig(gradient_accumulation_steps=3)
+    assert len(found) == 34 == EpochOrder(1000, config, 0, LengthGroupedSampler(lengths, 10)).steps
     assert [len(window) for window in found[:-1]] == [3] * 33
 
 

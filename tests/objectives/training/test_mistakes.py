@@ -28,11 +28,14 @@ NET = nn.Linear(13, 3)
         ({"model": lambda *_: "net"}, "model\\(\\) must return a torch.nn.Module, not str"),
         ({"model": lambda *_: nn.Flatten()}, "has no parameters to train"),
         ({"model": lambda *_: nn.Linear(12, 3)}, "Changed on the validation split: RuntimeError: .*shapes cannot be"),
-        ({"model": lambda *_: nn.Linear(13, 2)}, r"gives \[2\] outputs a sample, but labels go up to 2"),
-        ({"model": lambda *_: nn.Sequential(NET, nn.Flatten(0))}, r"gives \[6\] for 2 inputs: keep the first dim"),
+        ({"model": lambda *_: nn.Linear(13, 2)}, r"returns \[2\] outputs per sample, but labels go up to 2"),
+        (
+            {"model": lambda *_: nn.Sequential(NET, nn.Flatten(0))},
+            r"returns \[6\] for 2 inputs; keep the batch dimension first",
+        ),
         (
             {"model": lambda *_: nn.LSTM(13, 3)},
-            "the model returns a tuple, and accuracy takes one tensor",
+            "the model returns a tuple, but accuracy needs a tensor",
         ),
         ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
         ({"metric": "acuracy"}, "metric 'acuracy' is not built in: did you mean 'accuracy'"),
@@ -40,9 +43,12 @@ NET = nn.Linear(13, 3)
             {"metric": "recall", "metrics": lambda s, t: type(s).__mro__[1]().metrics(t)},
             "is none that Changed gives",
         ),
-        ({"metric": "auroc"}, "'auroc' does not fit 3 outputs a sample for 3 classes; metrics that fit: accuracy, mac"),
-        ({"metric": "loss"}, "loss is to minimize, so set direction = 'minimize'"),
-        ({"direction": "minimize"}, "accuracy is to maximize, so set direction = 'maximize'"),
+        (
+            {"metric": "auroc"},
+            "'auroc' is incompatible with 3 outputs per sample for 3 classes; compatible metrics: accuracy, mac",
+        ),
+        ({"metric": "loss"}, "direction = 'maximize' does not fit loss; set direction = 'minimize'"),
+        ({"direction": "minimize"}, "direction = 'minimize' does not fit accuracy; set direction = 'maximize'"),
     ],
 )
 def test_a_mistake_in_the_objective_is_told_before_training(objective_with, tmp_path, replaced, message):

@@ -88,9 +88,12 @@ def test_the_best_epoch_is_not_chosen_by_the_training_loss(objective_with):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"accumulate": 7, "batch_size": 16}, "accumulate 7 with batch_size 16 is more than an epoch of 106 samples: "),
+        (
+            {"gradient_accumulation_steps": 7, "batch_size": 16},
+            "gradient_accumulation_steps 7 with batch_size 16 is more than an epoch of 106 samples; ",
+        ),
         ({"warmup_steps": 6, "batch_size": 32}, "warmup_steps 6 is longer than the run of 6 steps"),
-        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs 2 is no shorter than the run of 2 epochs"),
+        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs 2 is no less than the run's 2 epochs"),
         ({"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64}, "cycles 3 is more than the 2 steps"),
     ],
 )
@@ -106,5 +109,5 @@ def test_a_recipe_that_does_not_fit_the_data_is_told_before_training(objective_w
 
 def test_a_batch_larger_than_the_data_is_told_and_takes_them_all(wine, tmp_path):
     result = Trainer(wine, TrainConfig(batch_size=500), epochs=1, seed=0, run_dir=tmp_path).fit()
-    assert "batch_size 500 is more than the 106 training samples" in (tmp_path / "train.log").read_text()
+    assert "batch_size 500 exceeds the 106 training samples" in (tmp_path / "train.log").read_text()
     assert result.history[0].metrics["train_loss"] > 0

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from hpsearch import Objective, ObjectiveError, Splits, TrainConfig, Trainer
-from hpsearch.objectives.training.checks.lr_range import lr_range
-from hpsearch.objectives.training.checks.smoke import smoke
-from hpsearch.objectives.training.data.samples import padded
+from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
+from hpsearch.objectives.training.data.samples import pad_collate
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.exportable import exportable
@@ -20,7 +20,7 @@ from tests.objectives.training.support import Memory, built, exact, fit, same_re
 VARIANTS = (
     {},
     {"num_workers": 2},
-    {"accumulate": 2, "ema_decay": 0.9},
+    {"gradient_accumulation_steps": 2, "ema_decay": 0.9},
     {"optimizer": "sam"},
     {"swa_fraction": 0.5},
     {"precision": "bf16"},
@@ -36,7 +36,7 @@ class Text(Objective):
     def data(self, seed):
         rng = np.random.default_rng(0)
         texts = [rng.integers(1, 30, int(rng.integers(3, 20))) for _ in range(160)]
-        return Splits.make(texts, [int((text < 15).mean() > 0.5) for text in texts], seed=seed, collate=padded)
+        return Splits.make(texts, [int((text < 15).mean() > 0.5) for text in texts], seed=seed, collate=pad_collate)
 
     def model(self, config, train):
         return _Bag()
@@ -145,8 +145,8 @@ def test_whatever_the_structure_all_of_the_loop_holds_for_it(problem, variant):
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
 def test_it_is_checked_before_a_search(problem):
     objective = problem()
-    assert smoke(objective, steps=300).losses[-1] < 0.9 * smoke(objective, steps=1).losses[0]
-    assert 1e-4 < lr_range(objective, steps=60).suggestion < 10
+    assert run_smoke_test(objective, steps=300).losses[-1] < 0.9 * run_smoke_test(objective, steps=1).losses[0]
+    assert 1e-4 < run_lr_range_test(objective, steps=60).suggestion < 10
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_what_is_served_takes_the_tensors_in_their_order_and_any_length():
     result = fit(Text(), TrainConfig(lr=0.05, batch_size=16), epochs=1)
     module, parts = exportable(result.model, result.call, result.example.x)
     assert [name for name, _ in parts] == ["ids", "lengths"]
-    assert result.example.free == [{0, 1}, {0}]
-    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in result.example.free]
+    assert result.example.dynamic_dims == [{0, 1}, {0}]
+    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in result.example.dynamic_dims]
     exported = torch.export.export(module, tuple(part for _, part in parts), dynamic_shapes=shapes).module()
     batch = result.val.batch(slice(5, 22))
     torch.testing.assert_close(exported(*(t for _, t in tensors(batch.x))), result.model(**batch.x))
@@ -240,7 +240,7 @@ def test_a_step_may_weigh_its_batches_and_is_accumulated_by_that(objective_with)
         run = built(
             objective_with(metric="loss", direction="minimize", step=weighted([])), optimizer="sgd", batch_size=8
         )
-        run.stepping._objective = objective_with(step=weighted(list(weights)))
+        run.step_function._objective = objective_with(step=weighted(list(weights)))
         loss, _ = take_step(run, *window)
         return float(loss), weights_of(run)
 

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpsearch import SearchError, Study, delete_study, list_studies, load_objective
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.objective import Objective
-from hpsearch.search.api.actions import reference_of
+from hpsearch.search.api.actions import find_objective_reference
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.study_storage.storage import open_storage
@@ -73,10 +73,10 @@ def test_what_is_returned_may_be_changed(study: Study) -> None:
 def test_the_best_trial_and_why_another_ended(study: Study) -> None:
     assert study.best_trial.number == study.optuna_study.best_trial.number == 1
     assert study.summary().infeasible == 1
-    assert "trial 2 of s: infeasible" in study.why(2)
-    assert "the loss is nan" in study.why(2)
+    assert "trial 2 of s: infeasible" in study.describe_trial(2)
+    assert "the loss is nan" in study.describe_trial(2)
     with pytest.raises(SearchError, match="--trial 3: study 's' has no such trial"):
-        study.why(3)
+        study.describe_trial(3)
 
 
 def test_a_row_for_each_study(study: Study, database_url: str) -> None:
@@ -112,11 +112,11 @@ class Here(Objective):
 
 
 def test_a_class_is_named_so_that_workers_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reference_of("wine.py") == "wine.py"
-    assert reference_of(Digits) == "digits"
-    assert reference_of(Here) == f"{__name__}:Here"
+    assert find_objective_reference("wine.py") == "wine.py"
+    assert find_objective_reference(Digits) == "digits"
+    assert find_objective_reference(Here) == f"{__name__}:Here"
     with pytest.raises(SearchError, match=r"class Wine is defined in __main__.*%%writefile wine.py"):
-        reference_of(type("Wine", (Objective,), {"__module__": "__main__"}))
+        find_objective_reference(type("Wine", (Objective,), {"__module__": "__main__"}))
 
 
 def test_a_file_that_a_notebook_writes_anew_is_read_anew(folder: Path) -> None:

@@ -21,7 +21,7 @@ def test_the_front_and_the_best_by_the_first_metric(study: Study) -> None:
     assert [each.values for each in study.best_trials] == [[0.9, 4.0], [0.7, 1.0]]
     assert study.best_trial.number == 0
     assert "front: 2 trials" in study._repr_html_()
-    assert "latency_ms 4" in study.why(0)
+    assert "latency_ms 4" in study.describe_trial(0)
 
 
 def test_a_table_has_a_column_for_each_metric(study: Study) -> None:

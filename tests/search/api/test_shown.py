@@ -17,10 +17,10 @@ from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.trials.history import Progress, Running
+from hpsearch.storage.trials.history import Progress, RunningTrial
 from tests.factories import spec_of
 
-RUNNING = Running(number=3, worker="elsewhere:1", step=1, value=0.75)
+RUNNING = RunningTrial(number=3, worker="elsewhere:1", step=1, value=0.75)
 
 
 def progress(complete: int) -> Progress:

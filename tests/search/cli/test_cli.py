@@ -72,6 +72,12 @@ BAD = [
     (["serve", "nothing"], ["'nothing'", "dashboard, mlflow"]),
     (["run", "digits", "--trails", "3"], ["--trails", "did you mean '--trials'"]),
     (["show", "s", "--xyz"], ["unknown option --xyz", "hpsearch show --help"]),
+    (["run", "digits", "--stop-when", "1"], ["unknown option --stop-when; it is now '--min-expected-gain'"]),
+    (["run", "digits", "--stall", "9"], ["unknown option --stall; it is now '--stall-factor'"]),
+    (["worker", "--leave-when-idle", "9"], ["unknown option --leave-when-idle; it is now '--idle-timeout'"]),
+    (["run", "digits", "--sampler", "curves"], ["unknown sampler 'curves'; it is now 'freeze_thaw'"]),
+    (["open-test", "s"], ["unknown command 'open-test'; it is now 'evaluate-test'"]),
+    (["train", "digits", "--set", "accumulate=2"], ["it is now 'gradient_accumulation_steps'"]),
     (["run", "digits", "--lease", "0.5"], ["--lease is 0.5: it must be at least 1"]),
     (["migrate"], ["--storage-url", "HPSEARCH_OWNER_URL"]),
     (["migrate", "--bootstrap"], ["HPSEARCH_ADMIN_URL"]),
@@ -94,6 +100,7 @@ def test_a_mistake_is_told_in_one_line(refuse, arguments: list[str], words: list
     [
         ("objective = 'digits'\nn_trails = 3\n", ["'n_trails'", "'n_trials'"]),
         ("objective = 'digits'\n[sampler]\nname = 'tpe'\nstartup = 3\n", ["sampler.startup"]),
+        ("objective = 'digits'\nstop_when = 3\n", ["unknown setting 'stop_when'", "'min_expected_gain'"]),
         ("objective = 'digits'\nsampler = 5\n", ["sampler is 5"]),
         ("objective = \n", ["--spec", "line 1"]),
         ("version = 2\nobjective = 'digits'\n", ["version", "2"]),
@@ -105,6 +112,11 @@ def test_a_mistake_in_a_spec_file_is_told(refuse, tmp_path: Path, text: str, wor
     message = refuse("run", "--spec", str(path))
     for word in words:
         assert word in message
+
+
+def test_a_former_environment_variable_is_refused(refuse, monkeypatch) -> None:
+    monkeypatch.setenv("HPSEARCH_STALL", "9")
+    assert "HPSEARCH_STALL=9 is not read any more; set HPSEARCH_STALL_FACTOR" in refuse("run", "digits")
 
 
 @pytest.mark.parametrize(("name", "text"), [("s.yaml", "- a\n- b\n"), ("s.json", "{}"), ("s.yml", "a: [1\n")])
@@ -126,7 +138,7 @@ def services(url: str) -> list[str]:
 
 
 def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.0)
+    monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.0)
     for arguments in (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["worker", "--study", "s"]):
         assert run_command([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
@@ -151,8 +163,8 @@ def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: 
 )
 def test_a_metric_that_does_not_fit_names_those_that_do(refuse, database_url: str, objective, metric, fits) -> None:
     message = refuse("run", objective, "--metric", metric, *services(database_url))
-    assert f"--metric '{metric}' does not fit" in message
-    assert f"metrics that fit: {fits}; or" in message
+    assert f"--metric '{metric}' is incompatible with" in message
+    assert f"compatible metrics: {fits}; or" in message
 
 
 def test_a_dead_tracking_server_is_told(capsys: pytest.CaptureFixture[str], database_url: str) -> None:

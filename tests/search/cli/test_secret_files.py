@@ -10,10 +10,10 @@ import pytest
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.secret_files import NAMES, read_secret_files
+from hpsearch.search.secret_files import SECRET_VARIABLES, read_secret_files
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
 def test_the_content_of_the_file_is_the_value(name: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("s3cret\n")
@@ -41,10 +41,10 @@ def test_an_empty_value_is_none(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, r"cannot be read \(No such file or directory\)"),
-        (b"", "holds nothing"),
-        (b" \n", "holds nothing"),
-        (b"a\0b", "holds a zero byte"),
-        (b"\xff\xfe", "is no text"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"a\0b", "contains a zero byte"),
+        (b"\xff\xfe", "is not a text file"),
     ],
 )
 def test_a_file_that_will_not_do_is_named(content: bytes | None, said: str, tmp_path: Path) -> None:
@@ -78,7 +78,4 @@ def test_a_secret_that_is_given_twice_is_refused_without_it(
     monkeypatch.setenv("PGPASSWORD", "anders")
     assert run_command(["studies"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said
-        == f"hpsearch: PGPASSWORD_FILE '{tmp_path / 'secret'}' is given and so is PGPASSWORD: leave one of them out\n"
-    )
+    assert said == f"hpsearch: PGPASSWORD_FILE '{tmp_path / 'secret'}' and PGPASSWORD are both set; unset one of them\n"

@@ -230,7 +230,7 @@ def test_directions_and_a_metric_that_differ_are_told_in_a_line(capsys) -> None:
     Path("several.py").write_text(SEVERAL)
     code, _, err = call(capsys, "objective", "show", "several.py:Several")
     assert code == 2
-    assert "Torn.metric is 'loss', but directions begin with 'accuracy'" in err
+    assert "Torn.metric is 'loss', but the first entry of directions is 'accuracy'" in err
     assert err.count("\n") == 1
 
 
@@ -242,7 +242,7 @@ MISTAKES = [
     (["train", "digits", "--set", "optimizer=adamm"], ["'adamm'", "'adam'"]),
     (["train", "digits", "--set", "model.widht=3"], ["model.widht", "'width'"]),
     (["train", "digits", "--set", "model.kind=transformer"], ["transformer"]),
-    (["train", "digits", "--set", "accumulate=99"], ["accumulate 99", "at most 16"]),
+    (["train", "digits", "--set", "gradient_accumulation_steps=99"], ["gradient_accumulation_steps 99", "at most 16"]),
     (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps 9999"]),
     (["train", "digits", "--epochs", "0"], ["--epochs", "0"]),
     (["train", "digits", "--device", "toaster"], ["'toaster'"]),
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
 @pytest.mark.slow
 def test_what_a_run_warns_of_is_printed(capsys) -> None:
     code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
-    assert (code, err) == (0, "hpsearch: batch_size 5000 is more than the 1077 training samples: a step takes all\n")
+    assert (code, err) == (0, "hpsearch: batch_size 5000 exceeds the 1077 training samples; each step uses all of them\n")
     for name in ("last.pt", "previous.pt"):
         Path("a", name).write_bytes(b"torn")
     code, out, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")

@@ -23,10 +23,10 @@ from hpsearch.search.doctor.checks import (
     check_home,
     check_tracking,
     check_versions,
-    direct_dependencies,
-    unseen,
+    read_direct_dependencies,
+    warn_undetected_gpus,
 )
-from hpsearch.search.doctor.doctor import finding_line
+from hpsearch.search.doctor.doctor import format_finding
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
@@ -51,10 +51,10 @@ def test_a_check_that_breaks_is_told_in_one_line_without_a_password() -> None:
 
 def test_a_long_line_is_folded_below_its_words() -> None:
     finding = Finding("failed", "user 'u' lacks INSERT on a table", "GRANT INSERT ON a_table TO u", check="rights")
-    assert finding_line(finding, None).plain == (
+    assert format_finding(finding, None).plain == (
         "failed   rights       user 'u' lacks INSERT on a table: GRANT INSERT ON a_table TO u"
     )
-    folded = finding_line(finding, 60)
+    folded = format_finding(finding, 60)
     assert isinstance(folded, Text)
     assert folded.plain.splitlines() == [
         "failed   rights       user 'u' lacks INSERT on a table:",
@@ -64,11 +64,11 @@ def test_a_long_line_is_folded_below_its_words() -> None:
 
 def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_home(tmp_path).status == "ok"
-    monkeypatch.setattr("hpsearch.search.doctor.checks.LITTLE", 10**18)
+    monkeypatch.setattr("hpsearch.search.doctor.checks.LOW_FREE_BYTES", 10**18)
     disk = check_free_space(tmp_path)
     assert disk.status == "warning"
     assert "HPSEARCH_HOME" in disk.remedy
-    monkeypatch.setattr("hpsearch.search.doctor.checks.TOO_LITTLE", 10**18)
+    monkeypatch.setattr("hpsearch.search.doctor.checks.MIN_FREE_BYTES", 10**18)
     assert check_free_space(tmp_path).status == "failed"
     assert list(tmp_path.iterdir()) == []
 
@@ -76,14 +76,14 @@ def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_a_home_that_cannot_be_written_is_told() -> None:
     home = check_home(Path("/proc"))
     assert home.status == "failed"
-    assert "/proc cannot be written" in home.found
+    assert "/proc is not writable" in home.found
 
 
 def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = tmp_path / "constraints.txt"
     monkeypatch.setattr("hpsearch.search.doctor.checks.CONSTRAINTS", constraints)
     assert "no constraints.txt" in check_versions().found
-    pins = {name: str(there).partition("+")[0] for name, there in direct_dependencies().items()}
+    pins = {name: str(there).partition("+")[0] for name, there in read_direct_dependencies().items()}
     assert {"torch", "psycopg2-binary", "rich"} <= pins.keys()
     assert "pytest" not in pins
     constraints.write_text("# a comment\n" + "".join(f"{name}=={pin}\n" for name, pin in pins.items()))
@@ -113,7 +113,7 @@ def test_gpus_that_torch_does_not_see_are_warned_of(tmp_path: Path, monkeypatch:
 def test_the_remedy_for_unseen_gpus_goes_by_the_build_of_torch(cuda, word, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert word in unseen(["NVIDIA H200"]).remedy
+    assert word in warn_undetected_gpus(["NVIDIA H200"]).remedy
 
 
 def test_the_probe_of_artifacts_goes_through_the_server_and_leaves_nothing(stack: StackInfo) -> None:
@@ -154,7 +154,7 @@ def test_a_server_of_another_series_that_takes_no_artifacts_is_told(healthy: str
     assert mlflow.status == "warning"
     assert "MLflow 2.9.1" in mlflow.found
     assert artifacts.status == "failed"
-    assert artifacts.found.startswith("cannot be written: ")
+    assert artifacts.found.startswith("not writable: ")
     assert "--artifacts-destination" in artifacts.remedy
 
 

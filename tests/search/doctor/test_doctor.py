@@ -14,7 +14,7 @@ import pytest
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
-from hpsearch.storage.attributes import RELEASE, SOURCE, SPEC, STOPPED, TRACKING_URI
+from hpsearch.storage.attributes import SOURCE_SHA256, SPEC, STOPPED, TRACKING_URI, VERSION
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -58,7 +58,7 @@ def path(tmp_path: Path, storage: PostgresStorage, stack: StackInfo) -> Path:
     write_template(path)
     study_id = optuna.create_study(study_name="s", storage=storage)._study_id
     spec = {**spec_of(name="none").model_dump(), "objective": str(path), "metric": "accuracy"}
-    attrs = {SPEC: spec, SOURCE: source_hash(load_objective(str(path))), TRACKING_URI: stack.tracking_uri}
+    attrs = {SPEC: spec, SOURCE_SHA256: source_hash(load_objective(str(path))), TRACKING_URI: stack.tracking_uri}
     for key, value in attrs.items():
         storage.set_study_user_attr(study_id, key, value)
     return path
@@ -92,7 +92,7 @@ def test_without_services_the_remedy_is_told_and_nothing_is_started(look: Look, 
     assert {checks[name]["status"] for name in SERVICES[1:]} == {"skipped"}
     assert checks["artifacts"]["found"] == "needs services"
     assert checks["checkpoints"]["status"] == "ok"
-    assert {service.state for service in embedded.status(fresh_home)} == {"stopped"}
+    assert {service.state for service in embedded.read_status(fresh_home)} == {"stopped"}
     assert list(fresh_home.iterdir()) == []
 
 
@@ -110,7 +110,7 @@ def test_a_database_that_is_away_is_told_without_its_password(look: Look, stack:
 
 def test_a_refused_password_is_not_told(look: Look, database_url: str) -> None:
     _, checks = look("--storage-url", re.sub(r":[^:@/]+@", ":geheim@", database_url))
-    assert "refused the password" in checks["database"]["found"]
+    assert "rejected the password" in checks["database"]["found"]
     assert "geheim" not in str(checks)
 
 
@@ -132,7 +132,7 @@ def test_tables_of_another_release_are_to_be_migrated(look: Look, owner_url: str
     execute(owner_url, "UPDATE hpsearch_alembic_version SET version_num = '0001'")
     code, checks = look("--storage-url", database_url)
     assert code == 1
-    assert "another version of hpsearch: 0001" in checks["schema"]["found"]
+    assert "revision 0001 of hpsearch" in checks["schema"]["found"]
     assert "hpsearch migrate" in checks["schema"]["remedy"]
     assert checks["rights"]["status"] == "skipped"
     assert checks["clock"]["status"] == "ok"
@@ -145,12 +145,12 @@ def test_a_database_without_tables_is_to_be_migrated(look: Look, empty_database_
 
 
 def test_a_clock_that_differs_and_few_connections_are_warned_of(look: Look, database_url: str, monkeypatch) -> None:
-    monkeypatch.setattr("hpsearch.search.doctor.database.SKEW", -1.0)
-    monkeypatch.setattr("hpsearch.search.doctor.database.FEW_CONNECTIONS", 100_000)
+    monkeypatch.setattr("hpsearch.search.doctor.database.MAX_CLOCK_SKEW_SECONDS", -1.0)
+    monkeypatch.setattr("hpsearch.search.doctor.database.CONNECTIONS_PER_WORKER", 100_000)
     code, checks = look("--storage-url", database_url)
     assert code == 0
     assert checks["clock"]["status"] == checks["connections"]["status"] == "warning"
-    assert "leases go by the database's" in checks["clock"]["found"]
+    assert "leases use the database's clock" in checks["clock"]["found"]
     assert "PgBouncer" in checks["connections"]["remedy"]
 
 
@@ -163,7 +163,7 @@ def test_mlflow_that_is_away_is_told(look: Look, database_url: str) -> None:
 
 
 def test_without_a_tracking_uri_the_study_is_asked(look: Look, database_url: str, path: Path) -> None:
-    assert "name the STUDY" in look("--storage-url", database_url)[1]["mlflow"]["found"]
+    assert "give STUDY to check" in look("--storage-url", database_url)[1]["mlflow"]["found"]
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert checks["mlflow"]["status"] == checks["artifacts"]["status"] == "ok"
@@ -189,7 +189,7 @@ def test_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Pat
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert [checks[name]["status"] for name in ("study", "release", "objective", "source")] == ["ok"] * 4
-    assert "0/9 trials have ended" in checks["study"]["found"]
+    assert "0/9 trials ended" in checks["study"]["found"]
 
 
 def test_what_keeps_a_worker_from_a_study_is_told(
@@ -197,7 +197,7 @@ def test_what_keeps_a_worker_from_a_study_is_told(
 ) -> None:
     study_id = storage.get_study_id_from_name("s")
     storage.set_study_user_attr(study_id, STOPPED, "by me")
-    storage.set_study_user_attr(study_id, RELEASE, "99.0")
+    storage.set_study_user_attr(study_id, VERSION, "99.0")
     path.write_text("print('to be loaded')\n" + path.read_text())
     code, checks = look("s", "--storage-url", database_url)
     assert code == 1
@@ -232,4 +232,4 @@ def test_bad_input_is_one_line(arguments, words, database_url: str, capsys: pyte
 
 def test_a_tracking_server_without_a_database_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["doctor", "--tracking-uri", AWAY]) == 2
-    assert "--storage-url is not" in capsys.readouterr().err
+    assert "given without --storage-url" in capsys.readouterr().err

@@ -10,10 +10,10 @@ from optuna.trial import FrozenTrial, create_trial
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
+from hpsearch.storage.attributes import FRESH, INFEASIBLE, REFIT, SPEC, VIOLATIONS
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import SPACE, WAYS, spec_of
 
 Say = Callable[..., str]
@@ -54,7 +54,7 @@ def search_several(
 def ended(number: int, *values: float, like: int | None = None, broken: str | None = None) -> FrozenTrial:
     """A trial of several metrics: with the parameters of another where it is `like` that, and maybe out of bounds."""
     given = params(number if like is None else like)
-    attrs = {} if broken is None else {BROKEN: [broken]}
+    attrs = {} if broken is None else {VIOLATIONS: [broken]}
     return create_trial(values=values, params=given, distributions=SPACE, user_attrs=attrs)
 
 
@@ -72,14 +72,14 @@ def train(
     done = 0
     while trials is None or done < trials:
         claim = claims.claim()
-        if isinstance(claim, Nothing):
+        if isinstance(claim, NoTrialAvailable):
             break
         assert isinstance(claim, Claim)
         value = value_of(*of.assignment(claim.number))
         if value is None:
-            claims.settle(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
+            claims.finish_attempt(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:
-            claims.settle(claim, Outcome.COMPLETE, value=value, attrs={} if fresh is None else {FRESH: fresh})
+            claims.finish_attempt(claim, Outcome.COMPLETE, value=value, attrs={} if fresh is None else {FRESH: fresh})
         done += 1
 
 
@@ -90,9 +90,9 @@ def train_runs(made: StoredStudy, losses: list[float | None], *, value: float | 
         claim = claims.claim()
         assert isinstance(claim, Claim)
         if loss is None:
-            claims.settle(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
+            claims.finish_attempt(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:
-            claims.settle(claim, Outcome.COMPLETE, value=value, attrs={REFIT: {"train_loss": loss}})
+            claims.finish_attempt(claim, Outcome.COMPLETE, value=value, attrs={REFIT: {"train_loss": loss}})
 
 
 def table(study: StoredStudy) -> Finalists:

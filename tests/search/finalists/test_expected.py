@@ -8,16 +8,16 @@ import statistics
 import numpy as np
 import pytest
 
-from hpsearch.search.finalists.winner import LEVEL, Expected, Scored, choose, expect
+from hpsearch.search.finalists.winner import LEVEL, ExpectedScore, RunScore, estimate_test_score, select_winner
 
 SIZES = (600, 200, 200)
 
 
 def expected(
     table: dict[int, list[float]], error: float = 0.01, *, metric: str = "gain", maximize: bool = True
-) -> Expected:
-    runs = {number: [Scored(value, error, *SIZES) for value in row] for number, row in table.items()}
-    found = expect(runs, choose(table, maximize=maximize), metric=metric, maximize=maximize)
+) -> ExpectedScore:
+    runs = {number: [RunScore(value, error, *SIZES) for value in row] for number, row in table.items()}
+    found = estimate_test_score(runs, select_winner(table, maximize=maximize), metric=metric, maximize=maximize)
     assert found is not None
     return found
 
@@ -25,7 +25,7 @@ def expected(
 def test_the_winners_mean_is_drawn_in_by_the_share_of_chance() -> None:
     """Means 0.54 and 0.50, so B = 0.0008; their difference has the error 0.02, so E = 0.0002: a quarter is chance."""
     table = {0: [0.56, 0.52], 1: [0.50, 0.50]}
-    assert choose(table, maximize=True).error == pytest.approx(0.02)
+    assert select_winner(table, maximize=True).error == pytest.approx(0.02)
     assert expected(table).mean == pytest.approx(0.52 + 0.75 * 0.02)
     assert expected({0: [0.56, 0.52]}).mean == pytest.approx(0.54), "alone it was not chosen"
 
@@ -44,20 +44,22 @@ def test_the_interval_is_of_samples_alone_where_runs_do_not_differ() -> None:
     """b^2 (f + v / t), with f = 1/3 and as many samples to validate as to test on; f = 1 where parts are fixed."""
     found = expected({0: [0.5, 0.5], 1: [0.4, 0.4]})
     assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(1 / 3 + 1), rel=1e-3)
-    runs = {0: [Scored(0.5, 0.01, *SIZES, divided=False)] * 2}
-    fixed = expect(runs, choose({0: [0.5, 0.5]}, maximize=True), metric="gain", maximize=True)
+    runs = {0: [RunScore(0.5, 0.01, *SIZES, divided=False)] * 2}
+    fixed = estimate_test_score(runs, select_winner({0: [0.5, 0.5]}, maximize=True), metric="gain", maximize=True)
     assert fixed is not None
     assert (fixed.high - fixed.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(2), rel=1e-3)
 
 
 def test_all_right_is_not_certain() -> None:
     """20 of 20: by the rule of succession 21 of 22, whose error is 0.0466."""
-    runs = {0: [Scored(1.0, 0.0, 60, 20, 20)] * 2}
-    choice = choose({0: [1.0, 1.0]}, maximize=True)
-    found = expect(runs, choice, metric="accuracy", maximize=True)
+    runs = {0: [RunScore(1.0, 0.0, 60, 20, 20)] * 2}
+    choice = select_winner({0: [1.0, 1.0]}, maximize=True)
+    found = estimate_test_score(runs, choice, metric="accuracy", maximize=True)
     assert found is not None
     assert found.low == pytest.approx(1 - 1.6449 * math.sqrt(21 / 22 / 22 / 20 * (1 / 3 + 1)), rel=1e-3)
-    assert expect(runs, choice, metric="gain", maximize=True) is None, "of what is no share nothing is known"
+    assert estimate_test_score(runs, choice, metric="gain", maximize=True) is None, (
+        "of what is no share nothing is known"
+    )
 
 
 def test_no_accuracy_is_above_one() -> None:
@@ -91,7 +93,7 @@ def test_the_interval_has_the_test_score_as_often_as_it_says() -> None:
             for n in range(5)
         }
         found = expected(table, 0.03)
-        winner = choose(table, maximize=True).winner
+        winner = select_winner(table, maximize=True).winner
         assert winner is not None
         test = worth[winner] + 0.02 * rng.normal() + 0.03 * rng.normal()
         inside += found.low <= test <= found.high

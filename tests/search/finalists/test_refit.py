@@ -6,15 +6,15 @@ import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
-from hpsearch.search.finalists.table import finalist_sets
-from hpsearch.search.promotion.open_test import choose_candidate
-from hpsearch.search.samplers.suggest import derive_seed, division_seed, training_seed
-from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.search.finalists.refit import format_refit, make_or_join_refit, read_refit, tabulate_refit
+from hpsearch.search.finalists.table import list_finalist_sets
+from hpsearch.search.promotion.evaluate_test import choose_candidate
+from hpsearch.search.samplers.suggest import derive_seed, get_resplit_seed, training_seed
+from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.attributes import PARENT_TRIAL
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.history import finalist_studies, refit_studies
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 from tests.search.finalists.support import VALUES, Say, params, table, train, train_runs
 
 FRESH = {"error": 0.01, "divided": True, "sizes": [60, 20, 20]}
@@ -31,7 +31,7 @@ def confirm(study: StoredStudy, *, winner: int, epochs: list[int] | None = None,
 
 def test_the_winner_is_trained_for_the_epochs_that_its_fresh_runs_chose(study: StoredStudy) -> None:
     chosen = confirm(study, winner=3, epochs=[1, 2])
-    made, created = create_or_join_refit(study, seeds=None)
+    made, created = make_or_join_refit(study, seeds=None)
     of = made.spec.finalists_of
     assert of is not None
     assert (created, made.spec.name, made.spec.refit) == (True, "s.refit", 3), "the higher of the middle two"
@@ -40,12 +40,12 @@ def test_the_winner_is_trained_for_the_epochs_that_its_fresh_runs_chose(study: S
     assert [trial.user_attrs[PARENT_TRIAL] for trial in trials] == [3] * 3
     assert all(trial.system_attrs["fixed_params"] == params(3) for trial in trials)
     assert [training_seed(made.spec, number) for number in range(3)] == of.seeds
-    assert division_seed(made.spec, 0) is None
+    assert get_resplit_seed(made.spec, 0) is None
     sets = chosen.spec.finalists_of
     assert sets is not None
     used = {*sets.seeds, *(derive_seed(study.spec.seed, "trial", number) for number in range(len(VALUES)))}
     assert not used & set(of.seeds)
-    assert parent_of(made).study_id == study.study_id
+    assert load_parent_study(made).study_id == study.study_id
 
 
 def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> None:
@@ -55,22 +55,22 @@ def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> N
     assert isinstance(claim, Claim)
     for epoch, value in enumerate([0.1, 0.7, 0.7, 0.3]):
         claims.report(claim, epoch, value, None)
-    claims.settle(claim, Outcome.COMPLETE, value=0.7)
-    assert create_or_join_refit(study, seeds=1)[0].spec.refit == 2
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=0.7)
+    assert make_or_join_refit(study, seeds=1)[0].spec.refit == 2
 
 
 def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
     chosen = confirm(study, winner=3, epochs=[1, 2])
     before = table(study)
-    create_or_join_refit(study, seeds=None)
-    assert finalist_studies(study.engine, study.study_id) == ["s.finalists"]
-    assert refit_studies(study.engine, study.study_id) == ["s.refit"]
-    assert [each.study_id for each in finalist_sets(study)] == [chosen.study_id]
+    make_or_join_refit(study, seeds=None)
+    assert read_finalist_studies(study.engine, study.study_id) == ["s.finalists"]
+    assert read_refit_studies(study.engine, study.study_id) == ["s.refit"]
+    assert [each.study_id for each in list_finalist_sets(study)] == [chosen.study_id]
     assert table(study) == before
     assert "s.refit (refit)" in say("studies")
     assert "holds the refit of 's', no more than were chosen" in say("extend", "s.refit", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.refit", code=2)
-    assert "open the test set of 's'" in say("open-test", "s.refit", code=2)
+    assert "open the test set of 's'" in say("evaluate-test", "s.refit", code=2)
     assert "hpsearch promote s --refit" in say("start", "s.refit")
     gone = say("delete", "s", "--yes").splitlines()
     assert gone == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s.refit", "s")]
@@ -78,35 +78,35 @@ def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
 
 def test_it_is_joined_until_another_wins_or_other_epochs_are_chosen(study: StoredStudy) -> None:
     confirm(study, winner=3, epochs=[1, 2])
-    made, _ = create_or_join_refit(study, seeds=1)
+    made, _ = make_or_join_refit(study, seeds=1)
     for seeds in (None, 1):
-        again, created = create_or_join_refit(study, seeds=seeds)
+        again, created = make_or_join_refit(study, seeds=seeds)
         assert (again.study_id, created) == (made.study_id, False)
     with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' was made with 1: leave it out"):
-        create_or_join_refit(study, seeds=3)
+        make_or_join_refit(study, seeds=3)
     confirm(study, winner=1, epochs=[1, 2], new_set=True)
     with pytest.raises(SearchError, match="the winner of study 's' is not trained on all data yet"):
         read_refit(study)  # that of another winner does not count
-    other, created = create_or_join_refit(study, seeds=1)
+    other, created = make_or_join_refit(study, seeds=1)
     assert (other.spec.name, other.spec.finalists_of.trials, created) == ("s.refit-2", [1], True)  # type: ignore[union-attr]
     confirm(study, winner=3, epochs=[4, 4], new_set=True)
-    assert create_or_join_refit(study, seeds=1)[0].spec.name == "s.refit-3"
+    assert make_or_join_refit(study, seeds=1)[0].spec.name == "s.refit-3"
 
 
 def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -> None:
     with pytest.raises(SearchError, match=r"^--refit: study 's' has no finalists, .* hpsearch finalists s$"):
-        create_or_join_refit(study, seeds=None)
+        make_or_join_refit(study, seeds=None)
     chosen, _ = create_or_join(study, top=2, seeds=2)
     with pytest.raises(
         SearchError, match=r"the finalists of 's', in s.finalists, are not done, 4 are left: go on with"
     ):
-        create_or_join_refit(study, seeds=None)
+        make_or_join_refit(study, seeds=None)
     train(chosen, lambda *_: None)
     with pytest.raises(SearchError, match="the finalists of 's' have no winner"):
-        create_or_join_refit(study, seeds=None)
+        make_or_join_refit(study, seeds=None)
     confirm(study, winner=3, new_set=True, epochs=[1])
     with pytest.raises(SearchError, match="--trial 1: the winner among the finalists of 's' is trial 3"):
-        create_or_join_refit(study, seeds=None, trial=1)
+        make_or_join_refit(study, seeds=None, trial=1)
     with pytest.raises(
         SearchError, match=r"--refit: the winner of study 's' is not trained on all data yet: .*--refit"
     ):
@@ -114,10 +114,10 @@ def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -
     with pytest.raises(SearchError, match="--unconfirmed: a refit is of the finalists' winner"):
         choose_candidate(study, trial=None, unconfirmed=True, refit=True)
     with pytest.raises(SearchError, match="--refit-seeds 2: give an odd number"):
-        create_or_join_refit(study, seeds=2)
+        make_or_join_refit(study, seeds=2)
     create_or_join(study, top=2, seeds=2, new_set=True)
     with pytest.raises(SearchError, match=r"in s.finalists-3, are not done"):
-        create_or_join_refit(study, seeds=None)
+        make_or_join_refit(study, seeds=None)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_the_run_of_the_median_training_loss_is_taken(
     study: StoredStudy, losses: list[float | None], taken: int | None
 ) -> None:
     confirm(study, winner=3, epochs=[1, 2])
-    made, _ = create_or_join_refit(study, seeds=3)
+    made, _ = make_or_join_refit(study, seeds=3)
     train_runs(made, losses[:2])
     found = tabulate_refit(made)
     assert (found.taken, found.pending) == (None, 1)
     train_runs(made, losses[2:])
     found = tabulate_refit(made)
     assert (found.losses, found.taken, found.pending) == (tuple(losses), taken, 0)
-    marked = [number for number, line in enumerate(refit_lines(made, found)) if "it is taken" in line]
+    marked = [number for number, line in enumerate(format_refit(made, found)) if "it is taken" in line]
     assert marked == ([] if taken is None else [taken])

@@ -8,17 +8,17 @@ import pytest
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import best_configurations, create_or_join
-from hpsearch.search.finalists.refit import create_or_join_refit, read_refit
+from hpsearch.search.finalists.choose import create_or_join, select_finalists
+from hpsearch.search.finalists.refit import make_or_join_refit, read_refit
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.finalists.text import confirmation_lines, finalist_table, ranked
+from hpsearch.search.finalists.text import finalist_table, format_confirmation, rank_finalists
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.evidence import Confirmation
-from hpsearch.search.promotion.open_test import choose_candidate
-from hpsearch.search.promotion.promote import parse_preference, preferred
+from hpsearch.search.promotion.promote import parse_preference, select_preferred
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.publish import table_record
 from hpsearch.storage.attributes import REMOVED
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
 
@@ -61,7 +61,7 @@ def confirm(study: StoredStudy, fresh: Fresh = FRESH, *, trials: int | None = No
 
 
 def numbers(study: StoredStudy, top: int = 9, *, infeasible: bool = False, removed: bool = False) -> list[int]:
-    return [t.number for t in best_configurations(study, top, infeasible=infeasible, removed=removed)]
+    return [t.number for t in select_finalists(study, top, infeasible=infeasible, removed=removed)]
 
 
 def why(study: StoredStudy, trial: int) -> str:
@@ -77,7 +77,7 @@ def test_finalists_are_the_front_and_each_configuration_once(study: StoredStudy)
     of = chosen.spec.finalists_of
     assert of is not None
     assert (created, of.trials, of.top, chosen.spec.n_trials) == (True, [1, 2, 0], 3, 3)
-    assert chosen.spec.ways == study.spec.ways
+    assert chosen.spec.direction_by_metric == study.spec.direction_by_metric
     assert create_or_join(study, top=None, seeds=None)[1] is False
 
 
@@ -105,23 +105,23 @@ def test_where_none_keeps_to_the_bounds_it_is_said(storage: PostgresStorage) -> 
 
 def test_the_front_is_that_of_the_means(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:
     found = confirm(study, trials=5)
-    assert (found.front, found.winner, found.decided, found.pending) == ((), None, False, 1)
+    assert (found.front, found.winner, found.is_decided, found.pending) == ((), None, False, 1)
     found = confirm(study)
     assert (found.front, found.winner, found.tie, found.expected) == ((0, 2), None, (), None)
     assert found.row(0).means == (pytest.approx(0.91), pytest.approx(5.1))
     assert (found.row(0).searched, found.row(0).mean) == ((0.90, 5.0), pytest.approx(0.91))
     assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["front", "dominated", "front"]
     assert found.dominating(found.row(1), study.spec.maximized) == [0]
-    assert [found.stands(trial) for trial in (0, 1, 2)] == [True, False, True]
-    assert [row.trial for row in ranked(study, found)] == [0, 2, 1]
-    assert confirmation_lines(study) == [
-        "front on 2 fresh divisions: trials 0 and 2, which no other finalist dominates",
-        "dominated on fresh seeds: trial 1",
+    assert [found.is_confirmed(trial) for trial in (0, 1, 2)] == [True, False, True]
+    assert [row.trial for row in rank_finalists(study, found)] == [0, 2, 1]
+    assert format_confirmation(study) == [
+        "front on 2 new splits: trials 0 and 2, which no other finalist dominates",
+        "dominated on new seeds: trial 1",
     ]
     PlainConsole().print(finalist_table(study, found))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        ["trial", "accuracy", "fresh", "mean", "latency_ms", "fresh", "mean"],
+        ["trial", "accuracy", "retrained", "latency_ms", "retrained"],
         ["0", "0.9", "0.91", "5", "5.1", "front"],
         ["2", "0.8", "0.805", "2", "2.1", "front"],
         ["1", "0.95", "0.9", "9", "9.1", "dominated", "by", "0"],
@@ -134,7 +134,7 @@ def test_who_dominates_all_others_wins(study: StoredStudy) -> None:
     found = confirm(study, {**FRESH, 0: ([0.95, 1.0], [0.96, 1.0])})
     assert (found.front, found.winner) == ((0,), 0)
     assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["winner", "dominated", "dominated"]
-    assert confirmation_lines(study)[0] == "winner: trial 0, which dominates all other finalists on 2 fresh divisions"
+    assert format_confirmation(study)[0] == "winner: trial 0, which dominates all other finalists on 2 new splits"
     candidate = choose_candidate(study, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, "s.finalists")
 
@@ -143,13 +143,13 @@ def test_without_a_value_for_every_seed_none_is_on_the_front(study: StoredStudy)
     found = confirm(study, {**FRESH, 2: ([0.99, 0.1], None)})
     assert (found.front, found.winner) == ((0,), 0)
     assert found.verdict(found.row(2)) == "incomplete"
-    assert [row.trial for row in ranked(study, found)] == [0, 1, 2]
+    assert [row.trial for row in rank_finalists(study, found)] == [0, 1, 2]
 
 
 def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> None:
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
-    assert (found.front, found.winner, found.decided) == ((), None, False)
-    assert confirmation_lines(study) == ["finalists: no winner, none has a value for each of 2 fresh seeds"]
+    assert (found.front, found.winner, found.is_decided) == ((), None, False)
+    assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 new seeds"]
     assert why(study, 0) == "the finalists have no winner: none has all seeds"
 
 
@@ -173,7 +173,7 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
     confirm(study)
     assert why(study, 1) == "the finalists chose trial 0 or 2"
     assert why(study, 0) == why(study, 2) == "the test set was not opened for it"
-    opening = open_test_set(
+    opening = record_test_evaluation(
         study.engine, study.study_id, trial_number=2, model_sha256="0" * 64, opened_by="me", finalists="s.finalists"
     )
     assert why(study, 0) == "the test set was opened for trial 2"
@@ -185,10 +185,10 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
 def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
     confirm(study)
     with pytest.raises(SearchError, match=r"no other finalist of 's' dominates trials 0, 2: choose one with --trial"):
-        create_or_join_refit(study, seeds=None)
+        make_or_join_refit(study, seeds=None)
     with pytest.raises(SearchError, match="dominates trials 0, 2"):
-        create_or_join_refit(study, seeds=None, trial=1)
-    made, created = create_or_join_refit(study, seeds=3, trial=2)
+        make_or_join_refit(study, seeds=None, trial=1)
+    made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
     assert of is not None
     assert (created, of.trials, of.refit) == (True, [2], 3)
@@ -213,16 +213,16 @@ PREFERENCES = [
 
 @pytest.mark.parametrize(("text", "trial"), PREFERENCES)
 def test_a_sentence_prefers_a_trial_of_the_front(study: StoredStudy, text: str, trial: int) -> None:
-    assert preferred(study, text) == trial
+    assert select_preferred(study, text) == trial
 
 
 def test_where_there_are_finalists_their_means_decide(study: StoredStudy, say: Say) -> None:
-    assert preferred(study, "accuracy") == 1
+    assert select_preferred(study, "accuracy") == 1
     confirm(study)
-    assert preferred(study, "accuracy") == 0, "the search's best is dominated on fresh seeds"
-    assert preferred(study, "accuracy >= 0.8 then latency_ms") == 2
+    assert select_preferred(study, "accuracy") == 0, "the search's best is dominated on new seeds"
+    assert select_preferred(study, "accuracy >= 0.8 then latency_ms") == 2
     with pytest.raises(SearchError) as error:
-        preferred(study, "accuracy >= 0.95")
+        select_preferred(study, "accuracy >= 0.95")
     assert str(error.value) == (
         "--prefer 'accuracy >= 0.95': no trial of the front is so; the nearest: trial 0 (accuracy 0.91, latency_ms "
         "5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
@@ -236,9 +236,9 @@ def test_another_metric_decides_between_equal_ones(storage: PostgresStorage) -> 
     ways = {"accuracy": "maximize", "latency_ms": "minimize", "model_mb": "minimize"}
     trials = [ended(0, 0.9, 5.0, 3.0), ended(1, 0.8, 5.0, 1.0), ended(2, 0.8, 5.0, 1.0), ended(3, 0.7, 9.0, 0.5)]
     study = search_several(storage, "three", trials, ways=ways)
-    assert preferred(study, "latency_ms then accuracy") == 0
-    assert preferred(study, "latency_ms then model_mb") == 1, "of equal ones the earliest"
-    assert preferred(study, "model_mb <= 2 then latency_ms then model_mb") == 1
+    assert select_preferred(study, "latency_ms then accuracy") == 0
+    assert select_preferred(study, "latency_ms then model_mb") == 1, "of equal ones the earliest"
+    assert select_preferred(study, "model_mb <= 2 then latency_ms then model_mb") == 1
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_a_sentence_that_says_nothing_is_one_line(text: str, words: str) -> None
 
 def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: PostgresStorage) -> None:
     with pytest.raises(SearchError, match="has one metric, accuracy: leave it out, or give --trial"):
-        preferred(search(storage, "one", [], budget=1), "accuracy")
+        select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
     with pytest.raises(SearchError, match=r"has no trial to prefer: all that have run .* --infeasible"):
-        preferred(nobody, "accuracy")
-    assert preferred(nobody, "accuracy", infeasible=True) == 0
+        select_preferred(nobody, "accuracy")
+    assert select_preferred(nobody, "accuracy", infeasible=True) == 0

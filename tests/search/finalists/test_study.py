@@ -10,16 +10,16 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch import ObjectiveError, load_objective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import best_configurations, create_or_join, passed_over
-from hpsearch.search.finalists.text import confirmation_lines
-from hpsearch.search.promotion.open_test import choose_candidate
+from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials, select_finalists
+from hpsearch.search.finalists.text import format_confirmation
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, suggest, training_seed
-from hpsearch.search.study.study import StoredStudy, load_study, parent_of
+from hpsearch.search.study.study import StoredStudy, load_parent_study, load_study
 from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import SPACE
 from tests.search.finalists.support import VALUES, Say, finished, params, search, table, train
 
@@ -29,8 +29,8 @@ def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: Postgres
     trials += [finished(1, 0.95), finished(6, float("inf")), create_trial(state=TrialState.FAIL)]
     trials += [create_trial(state=TrialState.PRUNED, value=0.99, params=params(8), distributions=SPACE)]
     study = search(storage, "s", trials)
-    assert [t.number for t in best_configurations(study, 3)] == [5, 3, 4], "trial 1 is trial 5 again"
-    assert [t.number for t in best_configurations(study, 99)] == [5, 3, 4, 2, 0]
+    assert [t.number for t in select_finalists(study, 3)] == [5, 3, 4], "trial 1 is trial 5 again"
+    assert [t.number for t in select_finalists(study, 99)] == [5, 3, 4, 2, 0]
 
 
 def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(study: StoredStudy) -> None:
@@ -59,7 +59,7 @@ def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(s
     assert chosen.attrs[FOLDER] != study.folder
     assert [t.state for t in study.trials()] == [TrialState.COMPLETE] * 5, "the search knows nothing of it"
     assert load_study(study.storage, "s.finalists").spec == chosen.spec
-    assert parent_of(chosen).study_id == study.study_id
+    assert load_parent_study(chosen).study_id == study.study_id
 
 
 def test_the_budget_is_exact(study: StoredStudy) -> None:
@@ -105,16 +105,14 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
     second, _ = create_or_join(study, top=2, seeds=1, new_set=True)
     train(second, lambda *_: 0.6, trials=1)
     assert (table(study).study, table(study).winner) == ("s.finalists", 3)
-    assert confirmation_lines(study)[0].startswith("winner: trial 3")
-    assert confirmation_lines(study)[-1] == (
-        "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
-    )
+    assert format_confirmation(study)[0].startswith("winner: trial 3")
+    assert format_confirmation(study)[-1] == ("chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 new seed")
     with pytest.raises(SearchError, match=r"in s.finalists-2, are not done, 1 are left: go on with"):
         choose_candidate(study, trial=None, unconfirmed=False)
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)
     assert (table(study).study, table(study).winner) == ("s.finalists-2", 1)
-    assert len(confirmation_lines(study)) == 3
+    assert len(format_confirmation(study)) == 3
     third, _ = create_or_join(study, top=2, seeds=1, new_set=True)
     train(third, lambda *_: None)
     candidate = choose_candidate(study, trial=None, unconfirmed=False)
@@ -123,11 +121,11 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
 
 def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, database_url: str) -> None:
     best = study.trials()[1]
-    with RunLinks(study.storage.engine).locked(best._trial_id) as page:
-        page.note({REMOVED: "hpsearch gc removed its model"})
+    with RunLinks(study.storage.engine).lock_run(best._trial_id) as page:
+        page.set_attrs({REMOVED: "hpsearch gc removed its model"})
     again = load_study(open_storage(database_url, application_name="another process"), "s")
-    assert [trial.number for trial in best_configurations(again, 3)] == [3, 4, 2]
-    assert passed_over(again, 3) == [1]
+    assert [trial.number for trial in select_finalists(again, 3)] == [3, 4, 2]
+    assert list_excluded_trials(again, 3) == [1]
 
 
 def test_a_set_that_is_deleted_is_made_again_as_it_was(study: StoredStudy) -> None:
@@ -170,7 +168,7 @@ def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> N
     study.set_attr(STOPPED, "by ann@host")
     with pytest.raises(SearchError, match=r"has 1 running trial: wait for the end: hpsearch stop s --wait$"):
         create_or_join(study, top=1, seeds=1)
-    Claims(storage.engine, study.study_id, worker="host:1").settle(claim, Outcome.RELEASED)
+    Claims(storage.engine, study.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     assert create_or_join(study, top=1, seeds=1)[1]
 
 

@@ -1,4 +1,4 @@
-"""The table of the finalists: who wins on fresh seeds, and what is said of it."""
+"""The table of the finalists: who wins on new seeds, and what is said of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.finalists.text import confirmation_lines, finalist_table
-from hpsearch.search.samplers.suggest import division_seed
+from hpsearch.search.finalists.text import finalist_table, format_confirmation
+from hpsearch.search.samplers.suggest import get_resplit_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from tests.search.finalists.support import table, train
 
 
@@ -30,7 +30,7 @@ def test_the_table_of_fresh_seeds_decides(study: StoredStudy) -> None:
     assert (found.winner, found.pending) == (None, 3)
     assert [row.values for row in found.rows] == [(0.80, None), (0.70, None), (0.85, None)]
     assert [row.mean for row in found.rows] == [0.80, 0.70, 0.85]
-    assert "finalists: 3 of 6 trained, on 2 fresh seeds" in confirmation_lines(study)
+    assert "finalists: 3 of 6 trained, on 2 new seeds" in format_confirmation(study)
 
     train(chosen, value)
     found = table(study)
@@ -39,9 +39,12 @@ def test_the_table_of_fresh_seeds_decides(study: StoredStudy) -> None:
     row = found.row(4)
     assert (row.search_value, row.values, row.mean) == (0.8, (0.85, 0.88), pytest.approx(0.865))
     assert row.spread == pytest.approx(0.0212132, abs=1e-6), "the sample standard deviation"
-    lines = confirmation_lines(study)
-    assert "winner: trial 4, val accuracy 0.8650 on 2 fresh seeds, spread 0.0212 (the search said 0.8000)" in lines
-    assert "the search over-stated its finalists by 0.0717 on average" in lines
+    lines = format_confirmation(study)
+    assert (
+        "winner: trial 4, val accuracy 0.8650 on 2 new seeds, standard deviation 0.0212 (the search said 0.8000)"
+        in lines
+    )
+    assert "the search values of the finalists are too optimistic by 0.0717 on average" in lines
 
 
 DIVIDED = {"error": 0.01, "epochs": [3, 4], "divided": True, "sizes": [600, 200, 200]}
@@ -55,13 +58,13 @@ def test_fresh_divisions_say_what_to_expect(study: StoredStudy) -> None:
     train(chosen, lambda trial, seed: 0.8 + trial / 100 + of.seeds.index(seed) / 100, fresh=DIVIDED)
     found = table(study)
     expected = found.expected
-    assert (found.winner, found.divided) == (4, True)
+    assert (found.winner, found.is_resplit) == (4, True)
     assert expected is not None
     assert expected.low < 0.845 < expected.high
     between = f"{expected.low:.4f} to {expected.high:.4f} (90%)"
-    lines = confirmation_lines(study)
-    assert lines[0].startswith("winner: trial 4, val accuracy 0.8450 on 2 fresh divisions")
-    assert f"expect 0.8450 on new data, {between}: train and validation were divided anew for each seed" in lines
+    lines = format_confirmation(study)
+    assert lines[0].startswith("winner: trial 4, val accuracy 0.8450 on 2 new splits")
+    assert f"expect 0.8450 on new data, {between}: each seed has a new train/validation split" in lines
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_fresh_divisions_say_what_to_expect(study: StoredStudy) -> None:
 def test_the_test_score_is_set_beside_what_was_expected(study: StoredStudy, test: float, where: str) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
     train(chosen, lambda trial, _: 0.8 + trial / 100, fresh=DIVIDED)
-    opening = open_test_set(
+    opening = record_test_evaluation(
         study.engine,
         study.study_id,
         trial_number=4,
@@ -83,22 +86,22 @@ def test_the_test_score_is_set_beside_what_was_expected(study: StoredStudy, test
 
 
 def last_line(study: StoredStudy) -> str:
-    return confirmation_lines(study)[-1]
+    return format_confirmation(study)[-1]
 
 
 def test_fixed_parts_are_said_to_be_so(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "divided": False})
-    lines = confirmation_lines(study)
-    assert "on 2 fresh seeds" in lines[0]
-    assert lines[1].endswith("so that seeds alone are fresh")
+    lines = format_confirmation(study)
+    assert "on 2 new seeds" in lines[0]
+    assert lines[1].endswith("so that only the seeds are new")
 
 
 def test_nothing_is_expected_where_nothing_is_known_of_the_samples(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "error": None})
     assert (table(study).winner, table(study).expected) == (3, None)
-    assert "no interval: how far the validation samples leave it to chance is unknown" in confirmation_lines(study)
+    assert "no prediction interval: the error from the validation samples is unknown" in format_confirmation(study)
 
 
 def test_a_set_that_was_chosen_before_there_were_divisions_goes_on_without(study: StoredStudy) -> None:
@@ -108,11 +111,11 @@ def test_a_set_that_was_chosen_before_there_were_divisions_goes_on_without(study
     chosen.set_attr(SPEC, spec)
     again, made = create_or_join(study, top=2, seeds=2)
     assert (again.study_id, made) == (chosen.study_id, False)
-    assert division_seed(again.spec, 0) is None
-    assert division_seed(chosen.spec, 0) == division_seed(chosen.spec, 1) != division_seed(chosen.spec, 2)
+    assert get_resplit_seed(again.spec, 0) is None
+    assert get_resplit_seed(chosen.spec, 0) == get_resplit_seed(chosen.spec, 1) != get_resplit_seed(chosen.spec, 2)
     train(again, lambda trial, _: trial / 10)
     found = table(study)
-    assert (found.winner, found.expected, found.divided) == (3, None, False)
+    assert (found.winner, found.expected, found.is_resplit) == (3, None, False)
 
 
 def test_who_lacks_a_value_cannot_win(study: StoredStudy) -> None:
@@ -124,12 +127,12 @@ def test_who_lacks_a_value_cannot_win(study: StoredStudy) -> None:
         return None if (trial, seed) == (1, of.seeds[1]) else 0.9 - trial / 10
 
     train(chosen, value, trials=3)
-    assert confirmation_lines(study) == ["finalists: 3 of 4 trained, 1 without a value, on 2 fresh seeds"]
+    assert format_confirmation(study) == ["finalists: 3 of 4 trained, 1 without a value, on 2 new seeds"]
     train(chosen, value)
     found = table(study)
     assert found.winner == 3
     row = found.row(1)
-    assert (row.values, row.reasons, row.whole) == ((0.8, None), (None, "diverged"), False)
+    assert (row.values, row.reasons, row.is_complete) == ((0.8, None), (None, "diverged"), False)
     assert (row.mean, row.spread) == (0.8, None)
     assert found.verdict(row) == "incomplete"
 
@@ -138,7 +141,7 @@ def test_no_winner_where_none_is_whole(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     train(chosen, lambda *_: None)
     assert table(study).winner is None
-    assert confirmation_lines(study) == ["finalists: no winner, none has a value for each of 1 fresh seed"]
+    assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 1 new seed"]
 
 
 def test_ties_and_unknown_spreads_are_said_to_be_so(study: StoredStudy) -> None:
@@ -146,9 +149,9 @@ def test_ties_and_unknown_spreads_are_said_to_be_so(study: StoredStudy) -> None:
     train(chosen, lambda *_: 0.75)
     found = table(study)
     assert (found.winner, found.tie, found.row(1).spread) == (1, (3,), None)
-    lines = confirmation_lines(study)
-    assert "a tie with trial 3: their values are equal; the better mean is taken" in lines
-    assert "with one seed the spread is unknown: a difference may be chance" in lines
+    lines = format_confirmation(study)
+    assert "tied with trial 3: their values are equal; the better mean wins" in lines
+    assert "with one seed the standard deviation is unknown: a difference may be chance" in lines
 
 
 def test_the_table_is_printed_whole(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:

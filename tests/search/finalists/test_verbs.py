@@ -7,10 +7,10 @@ import pytest
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.study.study import StoredStudy, parent_of
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.search.study.study import StoredStudy, load_parent_study
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 
 
@@ -19,14 +19,14 @@ def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.finalists", code=2)
-    assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
+    assert "open the test set of 's'" in say("evaluate-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
     shown = say("show", "s")
     assert "finalists: 0 of 4 trained" in shown
     assert all(line == line.rstrip() for line in shown.splitlines()), "short cells are not filled with blanks"
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
-    assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
+    assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in say("show", "s")
 
 
 def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> None:
@@ -34,7 +34,7 @@ def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> N
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
-    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").settle(claim, Outcome.RELEASED)
+    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
     assert chosen.storage.get_all_studies() == []
@@ -44,11 +44,11 @@ def test_finalists_outlive_a_search_that_another_program_deletes(study: StoredSt
     chosen, _ = create_or_join(study, top=2, seeds=2)
     study.storage.delete_study(study.study_id)
     with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
-        parent_of(chosen)
+        load_parent_study(chosen)
     again = search(study.storage, "s", [finished(0, 0.5)])
     assert read_finalists(again) is None, "another study under the old name"
     with pytest.raises(SearchError, match="was deleted"):
-        parent_of(chosen)
+        load_parent_study(chosen)
     assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
 
 
@@ -66,25 +66,25 @@ def test_no_search_takes_the_place_of_finalists(say: Say, study: StoredStudy) ->
 
 
 def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:
-    assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
-    assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
+    assert "'s' has no finalists" in say("evaluate-test", "s", "--yes", code=2)
+    assert "--trial 77" in say("evaluate-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
     chosen, _ = create_or_join(study, top=2, seeds=1)
-    assert "are not done, 2 are left" in say("open-test", "s", "--yes", code=2)
+    assert "are not done, 2 are left" in say("evaluate-test", "s", "--yes", code=2)
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert (
         "is trial 3: leave it out, or open the test set for an unconfirmed trial with --unconfirmed --trial 1"
-        in say("open-test", "s", "--yes", "--trial", "1", code=2)
+        in say("evaluate-test", "s", "--yes", "--trial", "1", code=2)
     )
-    assert "names no tracking server" in say("open-test", "s", "--yes", code=2)
+    assert "names no tracking server" in say("evaluate-test", "s", "--yes", code=2)
 
 
 def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, say: Say) -> None:
     engine = study.storage.engine
-    opening = open_test_set(
+    opening = record_test_evaluation(
         engine, study.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
     )
-    assert "opened on" in say("open-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
+    assert "opened on" in say("evaluate-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
     write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
     assert "test set: accuracy 0.8750, opened on " in say("show", "s")
-    refused = say("open-test", "s", "--yes", code=2)
-    assert "by ann@host for trial 1, and it opens once; see it with: hpsearch show s" in refused
+    refused = say("evaluate-test", "s", "--yes", code=2)
+    assert "by ann@host for trial 1; it can be evaluated only once; see it with: hpsearch show s" in refused

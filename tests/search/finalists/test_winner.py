@@ -1,4 +1,4 @@
-"""The choice among finalists: by the mean on fresh seeds, and a tie where that is no more than chance."""
+"""The choice among finalists: by the mean on new seeds, and a tie where that is no more than chance."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import statistics
 
 import pytest
 
-from hpsearch.search.finalists.winner import choose
+from hpsearch.search.finalists.winner import select_winner
 
 
 @pytest.mark.parametrize(("maximize", "winner"), [(True, 4), (False, 2)])
 def test_the_best_mean_wins(maximize: bool, winner: int) -> None:
-    assert choose({2: [0.1, 0.2], 4: [0.9, 0.8], 3: [0.5, 0.51]}, maximize=maximize).winner == winner
+    assert select_winner({2: [0.1, 0.2], 4: [0.9, 0.8], 3: [0.5, 0.51]}, maximize=maximize).winner == winner
 
 
 def test_of_two_finalists_the_error_is_that_of_the_paired_differences() -> None:
     first, second = [0.91, 0.88, 0.93, 0.90], [0.90, 0.85, 0.93, 0.86]
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    choice = choose({0: first, 1: second}, maximize=True)
+    choice = select_winner({0: first, 1: second}, maximize=True)
     assert choice.error is not None
     assert math.isclose(choice.error, statistics.stdev(differences) / math.sqrt(len(differences)))
 
 
 def test_what_a_seed_does_to_all_alike_is_no_spread() -> None:
     """A lucky seed lifts all: the difference of 0.01 stands out although each finalist spreads by 0.1."""
-    assert choose({0: [0.81, 0.91, 0.711], 1: [0.80, 0.90, 0.70]}, maximize=True).tie == ()
+    assert select_winner({0: [0.81, 0.91, 0.711], 1: [0.80, 0.90, 0.70]}, maximize=True).tie == ()
 
 
 def test_a_difference_within_the_error_is_a_tie() -> None:
-    choice = choose({7: [0.90, 0.86], 1: [0.85, 0.90], 5: [0.50, 0.51]}, maximize=True)
+    choice = select_winner({7: [0.90, 0.86], 1: [0.85, 0.90], 5: [0.50, 0.51]}, maximize=True)
     assert (choice.winner, choice.tie) == (7, (1,))
     assert choice.error is not None
     assert 0.005 < choice.error < 0.38
@@ -38,21 +38,21 @@ def test_a_difference_within_the_error_is_a_tie() -> None:
 def test_the_error_is_pooled_over_all_finalists() -> None:
     """Two alone, with equal differences by chance, would call any difference certain."""
     pair = {0: [0.90, 0.80], 1: [0.89, 0.79]}
-    assert choose(pair, maximize=True).tie == ()
-    assert choose({**pair, 2: [0.70, 0.75], 3: [0.80, 0.60]}, maximize=True).tie == (1,)
+    assert select_winner(pair, maximize=True).tie == ()
+    assert select_winner({**pair, 2: [0.70, 0.75], 3: [0.80, 0.60]}, maximize=True).tie == (1,)
 
 
 def test_ties_are_named_the_better_mean_first() -> None:
     table = {1: [0.80, 0.90], 2: [0.90, 0.83], 3: [0.83, 0.89], 4: [0.9, 0.82]}
-    choice = choose(table, maximize=True)
+    choice = select_winner(table, maximize=True)
     assert (choice.winner, choice.tie) == (2, (3, 4, 1))
 
 
 def test_one_seed_says_nothing_of_the_spread() -> None:
-    choice = choose({3: [0.90], 5: [0.91], 4: [0.91]}, maximize=True)
+    choice = select_winner({3: [0.90], 5: [0.91], 4: [0.91]}, maximize=True)
     assert (choice.winner, choice.tie, choice.error) == (4, (5,), None)
 
 
 def test_one_finalist_wins_and_none_has_no_winner() -> None:
-    assert choose({3: [0.9, 0.8]}, maximize=True).winner == 3
-    assert choose({}, maximize=True).winner is None
+    assert select_winner({3: [0.9, 0.8]}, maximize=True).winner == 3
+    assert select_winner({}, maximize=True).winner is None

@@ -17,7 +17,7 @@ def cgroup(folder: Path, mine: str, files: dict[str, str]) -> float | None:
         path = folder / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return fork.cgroup_limit(folder / "mine", folder / "mounted")
+    return fork.read_cgroup_cpu_limit(folder / "mine", folder / "mounted")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_cores_are_the_least_of_affinity_and_limit(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, found: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(fork, "cgroup_limit", lambda: limit)
-    assert fork.cores() == found
-    assert fork.thread_settings(2)["OMP_NUM_THREADS"] == str(max(1, found // 2))
+    monkeypatch.setattr(fork, "read_cgroup_cpu_limit", lambda: limit)
+    assert fork.count_cores() == found
+    assert fork.thread_environment(2)["OMP_NUM_THREADS"] == str(max(1, found // 2))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
@@ -54,7 +54,7 @@ def test_the_affinity_that_an_engine_sets_counts() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert fork.cores() == 1
+        assert fork.count_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
 

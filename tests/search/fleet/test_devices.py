@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.devices import check_devices, rendezvous
-from hpsearch.search.fleet.fork import gpus_of, workers_on
+from hpsearch.search.fleet.devices import check_devices, find_rendezvous
+from hpsearch.search.fleet.fork import assign_gpus, count_gpu_workers
 from hpsearch.search.worker.options import WorkerOptions
 
 
 def test_workers_of_several_devices_have_gpus_of_their_own() -> None:
     four = ["0", "1", "2", "3"]
-    assert [gpus_of(index, four, 2) for index in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
-    assert [gpus_of(index, four, 1) for index in range(5)] == [["0"], ["1"], ["2"], ["3"], ["0"]]
-    assert gpus_of(1, four[:3], 2) == ["0", "1"]
-    assert workers_on(four, sharing=1, each=2) == 2
-    assert workers_on(four, sharing=3, each=1) == 12
+    assert [assign_gpus(index, four, 2) for index in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
+    assert [assign_gpus(index, four, 1) for index in range(5)] == [["0"], ["1"], ["2"], ["3"], ["0"]]
+    assert assign_gpus(1, four[:3], 2) == ["0", "1"]
+    assert count_gpu_workers(four, workers_per_gpu=1, gpus_per_trial=2) == 2
+    assert count_gpu_workers(four, workers_per_gpu=3, gpus_per_trial=1) == 12
 
 
 def test_machines_meet_where_they_are_told(tmp_path: Path) -> None:
-    alone = rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
+    alone = find_rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
     assert (alone.endpoint, alone.file) == (str(tmp_path / "launcher"), tmp_path / "ranks")
-    told = rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
+    told = find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
     assert (told.endpoint, told.local_addr, told.file) == ("a:1", None, None)
-    assert told == rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path / "another")
+    assert told == find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path / "another")
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,20 @@ def test_machines_that_do_not_know_where_to_meet_are_told(
     environment: dict[str, str], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SearchError) as told:
-        rendezvous(2, environment, tmp_path)
+        find_rendezvous(2, environment, tmp_path)
     assert all(word in str(told.value) for word in words), told.value
 
 
 def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(WorkerOptions(device="cpu", devices=8))
     check_devices(WorkerOptions(device="cuda:1"))
-    with pytest.raises(SearchError, match="--device cuda:1 is one device"):
+    with pytest.raises(SearchError, match="--device cuda:1 selects one device"):
         check_devices(WorkerOptions(device="cuda:1", devices=2))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(SearchError, match="2 devices for a trial: there are 1 CUDA devices"):
+    with pytest.raises(SearchError, match="--devices 2 needs as many CUDA devices, and this machine has 1"):
         check_devices(WorkerOptions(device="cuda", devices=2))
     with pytest.raises(SearchError, match="--workers-per-gpu 1"):
-        workers_on(["0"], sharing=1, each=2)
+        count_gpu_workers(["0"], workers_per_gpu=1, gpus_per_trial=2)
     with pytest.raises(SearchError, match="--nodes is 0: it must be at least 1"):
         WorkerOptions(nodes=0)
 

@@ -17,7 +17,7 @@ import pytest
 from hpsearch.search.cli import main
 from hpsearch.search.fleet import fleet as fleets
 from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
-from hpsearch.search.fleet.fork import ForkedProcess, can_fork, load_ahead
+from hpsearch.search.fleet.fork import ForkedProcess, can_fork, start_fork_server
 from hpsearch.search.worker.options import WorkerOptions
 
 # Of those who fork, one process of pytest-xdist loads what workers need.
@@ -30,9 +30,9 @@ ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """One worker, which aborts as soon as it is started."""
-    monkeypatch.setattr(fleets, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(fleets, "_MAX_RESTART_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(fleets, "can_fork", lambda: False)
-    monkeypatch.setattr(fleets, "_executed", lambda *_: subprocess.Popen(ABORTING))
+    monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(ABORTING))
     with closing(Fleet("study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])) as made:
         yield made
 
@@ -83,7 +83,7 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
     """Its environment, its output, its session, its exit code; the next takes no interpreter's start."""
-    load_ahead(MANY)
+    start_fork_server(MANY)
     log = tmp_path / "log"
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
     process = ForkedProcess(
@@ -102,7 +102,7 @@ def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -> None:
-    load_ahead(MANY)
+    start_fork_server(MANY)
     arguments = [
         "train",
         "breast_cancer",
@@ -131,8 +131,8 @@ if __name__ == "__main__":
 _WORKER = """
 import os, time
 from pathlib import Path
-from hpsearch.search.process import watch_fleet
-gone = watch_fleet(fleet)
+from hpsearch.search.process import make_fleet_watcher
+gone = make_fleet_watcher(fleet)
 assert not gone()
 print("watching", flush=True)
 while not gone():
@@ -157,7 +157,7 @@ def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_what_workers_are_forked_from_has_one_thread(tmp_path: Path) -> None:
     """But for a memory allocator's (pyarrow's jemalloc), which takes care of forks itself."""
-    load_ahead(MANY)
+    start_fork_server(MANY)
     forked = ForkedProcess(
         partial(main, ["--help"]), ["--help"], dict(os.environ), tmp_path / "log"
     )  # it answers when all is loaded

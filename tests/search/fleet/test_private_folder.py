@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from docs.rooms import ROOT
-from hpsearch.search.fleet.devices import private_folder
+from hpsearch.search.fleet.devices import make_private_folder
 
 LAUNCHER = """
 import os, sys
-from hpsearch.search.fleet.devices import private_folder
-with private_folder() as folder:
+from hpsearch.search.fleet.devices import make_private_folder
+with make_private_folder() as folder:
     (folder / "ranks").touch()
     if not os.fork():  # a rank
         print(folder, flush=True)
@@ -47,7 +47,7 @@ def launcher() -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 def test_a_folder_goes_with_its_process(place: Path) -> None:
-    with private_folder() as folder:
+    with make_private_folder() as folder:
         (folder / "ranks").touch()
         assert list(place.iterdir()) == [folder]
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -63,11 +63,11 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next_one(place: Path) -> 
         (killed, left), (_, kept) = (stack.enter_context(launcher()) for _ in range(2))
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        with private_folder() as folder:
+        with make_private_folder() as folder:
             assert set(place.iterdir()) == {folder, left, kept} | others, "a rank of the killed one lives"
         assert killed.stdin is not None
         assert killed.stdout is not None
         killed.stdin.close()
         assert killed.stdout.read() == ""  # the rank has ended as well
-        with private_folder() as folder:
+        with make_private_folder() as folder:
             assert set(place.iterdir()) == {folder, kept} | others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpsearch.search.launch.launch import Launch, printed
+from hpsearch.search.launch.launch import LaunchConfig, render_manifest
 
 AWAY = "postgresql://user@127.0.0.1:1/optuna"
 # Each is a name that somebody may have: none may reach a shell, YAML, Python or systemd but as it is.
@@ -12,11 +12,11 @@ URL = 'postgresql://user@host/it\'s%20"a"$HOME`x`$(x)#db?options=-c%20a\\b'
 HOME = '/srv/it\'s "a" $HOME %i `x` $(x) #home\\'
 
 
-def launch(**changed: Any) -> Launch:
+def launch(**changed: Any) -> LaunchConfig:
     """Four workers under Slurm, but for what is changed."""
-    return Launch(**{"engine": "slurm", "study": "wine", "workers": 4, "storage_url": AWAY, **changed})
+    return LaunchConfig(**{"engine": "slurm", "study": "wine", "workers": 4, "storage_url": AWAY, **changed})
 
 
 def text(**changed: Any) -> str:
     """What is printed for it."""
-    return printed(launch(**changed))
+    return render_manifest(launch(**changed))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hpsearch.search.launch.launch import job_name
+from hpsearch.search.launch.launch import make_job_name
 from tests.search.launch.support import HOME, URL, text
 
 IMAGE = "registry.example:5000/team/hpsearch:0.1.0"
@@ -132,7 +132,7 @@ def test_a_url_arrives_as_it_is() -> None:
     "study", ["wine", "A.b_c", "a-b-c", "9", "x" * 100, "x" * 99 + "y", "a..", "Wine", "a" * 50 + "b"]
 )
 def test_the_name_is_one_that_kubernetes_takes(study: str) -> None:
-    name = job_name(study)
+    name = make_job_name(study)
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
     assert len(name) <= 63 - len("-9999")
     assert yaml.safe_load(text(engine="kubernetes", image=IMAGE, study=study))["metadata"]["name"] == name
@@ -142,7 +142,7 @@ def test_the_name_is_one_that_kubernetes_takes(study: str) -> None:
 
 def test_studies_have_jobs_of_their_own() -> None:
     studies = ["a.b", "a_b", "a-b", "A-b", "A.B", "x" * 100, "x" * 99, "x" * 50, "..", "a.", "a"]
-    assert len({job_name(study) for study in studies}) == len(studies)
+    assert len({make_job_name(study) for study in studies}) == len(studies)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on this machine")

@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_comes_again_and_told_workers_save(site: Site, t
             driver.wait(driver.ended, "the program to end")
             assert driver.process.returncode == 0, driver.log.read_text()
             assert site.states(how) == ["COMPLETE"] * 8
-            assert "hpsearch: a worker is lost" in driver.log.read_text()
+            assert "hpsearch: worker lost" in driver.log.read_text()
         else:
             driver.process.send_signal(signal.SIGTERM)
             driver.wait(driver.ended, "the program to end")

@@ -8,7 +8,7 @@ import pytest
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.launch.launch import ENGINES, Launch
+from hpsearch.search.launch.launch import ENGINES, LaunchConfig
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.launch.support import AWAY, launch
 
@@ -71,13 +71,13 @@ def test_a_mistake_is_one_line(changed: dict[str, object], words: list[str]) -> 
     ],
 )
 def test_a_password_is_refused_and_not_repeated(engine: str, url: str) -> None:
-    with pytest.raises(USER_ERRORS, match="holds a password") as raised:
+    with pytest.raises(USER_ERRORS, match="contains a password") as raised:
         launch(engine=engine, image="hpsearch:1" if engine == "kubernetes" else None, storage_url=url)
     assert "geheim" not in str(raised.value)
 
 
 def test_what_is_derived() -> None:
-    assert [launch(gpus=gpus).sharing for gpus in (0, 0.1, 0.25, 0.3, 0.34, 0.5, 0.7, 1, 2)] == [
+    assert [launch(gpus=gpus).workers_per_gpu for gpus in (0, 0.1, 0.25, 0.3, 0.34, 0.5, 0.7, 1, 2)] == [
         *(1, 10, 4, 3, 2, 2, 1, 1, 1)
     ]
     assert launch(grace=30).worker_grace == 25
@@ -86,7 +86,7 @@ def test_what_is_derived() -> None:
 
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.1)
+    monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.1)
 
     def run(*arguments: str) -> str:
         assert run_command(["fleet", "print", *arguments]) == 2
@@ -141,9 +141,9 @@ def test_an_unknown_study_is_told_where_the_database_answers(
 def test_where_it_does_not_answer_it_is_printed_all_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.1)
+    monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.1)
     assert run_command(["fleet", "print", "slurm", "wine", "--workers", "2", "--storage-url", AWAY]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("#!/bin/bash\n")
     assert "nobody was asked whether there is a study 'wine'" in captured.err
-    assert isinstance(launch(), Launch)
+    assert isinstance(launch(), LaunchConfig)

@@ -153,7 +153,7 @@ def test_a_notice_is_handed_on_and_the_script_waits_for_the_worker(
         node.wait("told", number + 1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert output == "hpsearch: queued again after exit code 143\n"
+    assert output == "hpsearch: requeued after exit code 143\n"
     assert node.said("scontrol") == ["requeue 70_2"]
 
 

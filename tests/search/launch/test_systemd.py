@@ -22,7 +22,7 @@ def settings(unit: str) -> dict[str, list[str]]:
 
 
 def test_it_is_started_again_on_two_codes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "user", lambda: "someone")
+    monkeypatch.setattr(launch, "find_worker_user", lambda: "someone")
     found = settings(text(engine="systemd", grace=90, cpus=3, memory="6G", folder="/srv/100% mine"))
     assert found["Restart"] == ["no"]
     assert found["RestartForceExitStatus"] == ["1 143"]
@@ -80,5 +80,5 @@ def test_systemd_can_read_it(tmp_path: Path, changed: dict[str, object]) -> None
 
 
 def test_words_are_quoted_as_systemd_reads_them() -> None:
-    assert launch.unit_quoted('a "b" $c %d \\') == '"a \\"b\\" $$c %%d \\\\"'
-    assert launch.unit_quoted("$c", command=False) == '"$c"'
+    assert launch.quote_systemd_word('a "b" $c %d \\') == '"a \\"b\\" $$c %%d \\\\"'
+    assert launch.quote_systemd_word("$c", command=False) == '"$c"'

@@ -13,7 +13,7 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import REASON, RUN_ID, SPEC
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.records.promotions import Promotion, promotions_of
+from hpsearch.storage.records.promotions import Promotion, read_promotions
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
 
@@ -41,7 +41,7 @@ class Tracked:
         return str(self.client.get_run(self.run_of(trial)).data.tags["hpsearch.model_id"])
 
     def promotions(self) -> list[Promotion]:
-        return promotions_of(self.storage.engine, self.stored.study_id)
+        return read_promotions(self.storage.engine, self.stored.study_id)
 
     def told(self) -> list[tuple[int, str, int, str, str, bool]]:
         """Each promotion: trial, model, version, alias, who, whether it holds."""
@@ -66,7 +66,7 @@ class Left:
 def leave(tracking: Tracking, files: Path, *, values: list[float | None]) -> Left:
     """Make the runs of a search and the models of its trials; those of None are without one."""
     name = f"s-{secrets.token_hex(4)}"
-    parent = tracking.study_run(name, 1, params={}, known=None)
+    parent = tracking.ensure_study_run(name, 1, params={}, known_run_id=None)
     runs = [tracking.create_trial_run(name, number, parent=parent, tags={}) for number in range(len(values))]
     for number, (run, value) in enumerate(zip(runs, values, strict=True)):
         if value is not None:

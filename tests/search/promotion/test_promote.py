@@ -14,9 +14,9 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.promote import promote, refresh_evidence
-from hpsearch.search.promotion.registry_watch import Watch, notice
+from hpsearch.search.promotion.registry_watch import RegistryWatcher, sync_promotions
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import print_trial, promotion_lines
+from hpsearch.search.report.show import format_promotions, print_trial
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import study_note
@@ -25,8 +25,8 @@ from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.promotions import end_promotion, record_promotion
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
+from hpsearch.storage.trials.history import read_finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
 
 WHO = r"\S+@\S+"
@@ -121,18 +121,18 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
         ),
         (REMOVED, "hpsearch gc removed it", r"no model of it \(hpsearch gc removed it\); promote one that has$"),
     ):
-        links.mark([trial_id], key, value)
+        links.set_attr_of_trials([trial_id], key, value)
         with pytest.raises(SearchError, match=rf"^--trial 2: MLflow has {said}"):
             promote(own_tracked.stored, own_tracked.tracking, trial=2)
     for key in (TRACKING, REMOVED):
-        links.unmark([trial_id], key)
-    with pytest.raises(SearchError, match=r"^the weights of trial 2 cannot be used: .*; nothing was promoted$"):
+        links.remove_attr_of_trials([trial_id], key)
+    with pytest.raises(SearchError, match=r"^the weights of trial 2 are unusable: .*; nothing was promoted$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=2)
 
 
 def test_finalists_are_promoted_by_the_study_that_they_confirm(tracked: Tracked) -> None:
     train_finalists(tracked, [1, 2], winner=1)
-    (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
+    (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}': promote it with: .*promote"):
         promote(load_study(tracked.storage, name), tracked.tracking)
 
@@ -164,16 +164,16 @@ def register(tracked: Tracked, trial: int, *, model: str | None = None) -> str:
 def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> None:
     version = register(tracked, 2)
     tracked.client.update_model_version(tracked.name, version, "What I think of it.")
-    assert notice(tracked.storage, tracked.tracking).get((tracked.name, "champion")) is None
+    assert sync_promotions(tracked.storage, tracked.tracking).get((tracked.name, "champion")) is None
     tracked.client.set_registered_model_alias(tracked.name, "champion", version)
-    notice(tracked.storage, tracked.tracking)
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == [(2, tracked.name, 1, "champion", "MLflow UI", True)]
     found = tracked.version("champion")
     assert found.tags["hpsearch.trial"] == "2"
     assert found.tags["hpsearch.confirmed"] == "false"
     assert found.description.startswith("What I think of it.\n\n## Lineage\n")
-    (line,) = promotion_lines(tracked.stored)
+    (line,) = format_promotions(tracked.stored)
     assert line.startswith(f"promoted: trial 2 is {tracked.name}@champion (version 1), by MLflow UI on ")
     assert line.endswith(", unconfirmed (no finalists were trained)")
     attrs = tracked.storage.get_study_system_attrs(tracked.stored.study_id)
@@ -185,7 +185,7 @@ def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> No
 def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [(trial, by, holds) for trial, _, _, _, by, holds in tracked.told()] == [
         (1, tracked.told()[0][4], False),
         (0, "MLflow UI", True),
@@ -193,17 +193,17 @@ def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> Non
     with pytest.raises(Exception, match=r"previous"):
         tracked.version("previous")  # the UI's user moved one alias, and no other moves by that
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "the tag tells of the first time"
     tracked.client.delete_registered_model_alias(tracked.name, "champion")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [False, False, False]
 
 
 def test_a_version_that_is_deleted_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [False]
 
 
@@ -212,7 +212,7 @@ def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Trac
     by = tracked.told()[0][4]
     with tracked.storage.engine.begin() as connection:  # the alias is set, and the database was never told
         connection.exec_driver_sql("DELETE FROM hpsearch_promotions")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == [(1, tracked.name, 1, "champion", by, True)]
 
 
@@ -222,7 +222,7 @@ def test_models_of_others_are_left_alone(tracked: Tracked) -> None:
     source = tracked.client.get_run(run).info.artifact_uri
     tracked.client.create_model_version(tracked.name, source, run_id=run)
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == []
     assert tracked.version("champion").tags == {}
 
@@ -234,7 +234,7 @@ def test_a_promotion_on_another_server_stays(tracked: Tracked) -> None:
         connection.exec_driver_sql(
             "UPDATE hpsearch_promotions SET evidence = jsonb_set(evidence, '{run_id}', '\"0123\"')"
         )
-    notice(tracked.storage, tracked.tracking)
+    sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [True]
 
 
@@ -249,7 +249,7 @@ def test_the_watch_notices_by_itself_and_outlives_an_absent_server(tracked: Trac
 
     version = register(tracked, 0)
     tracked.client.set_registered_model_alias(tracked.name, "champion", version)
-    with Watch(tracked.storage, server, every=0.01) as watch:
+    with RegistryWatcher(tracked.storage, server, every=0.01) as watch:
         while not tracked.told():
             watch._end.wait(0.02)
     assert tracked.told() == [(0, tracked.name, 1, "champion", "MLflow UI", True)]
@@ -259,8 +259,8 @@ def test_the_watch_notices_by_itself_and_outlives_an_absent_server(tracked: Trac
 def test_two_that_notice_at_once_record_it_once(tracked: Tracked) -> None:
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
     with (
-        Watch(tracked.storage, lambda: tracked.tracking, every=0.01) as one,
-        Watch(tracked.storage, lambda: tracked.tracking, every=0.01),
+        RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01) as one,
+        RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01),
     ):
         while not tracked.told():
             one._end.wait(0.02)
@@ -274,8 +274,8 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
     assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 2"
     done = promote(tracked.stored, tracked.tracking)
     assert (done.trial, done.unconfirmed) == (2, "the test set was not opened for it")
-    (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
-    opening = open_test_set(
+    (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
+    opening = record_test_evaluation(
         tracked.storage.engine,
         tracked.stored.study_id,
         trial_number=2,
@@ -293,13 +293,13 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
     for words in ("Confirmed: ", "| test accuracy | 0.875 |", "| **2** | 0.8 | 0.82 | 0.84 | 0.83 |"):
         assert words in found.description
     (holds,) = [promotion for promotion in tracked.promotions() if promotion.ended_at is None]
-    assert holds.confirmed
-    assert "unconfirmed" not in promotion_lines(tracked.stored)[0]
+    assert holds.is_confirmed
+    assert "unconfirmed" not in format_promotions(tracked.stored)[0]
 
 
 def test_a_test_score_without_finalists_confirms_nothing(tracked: Tracked) -> None:
     engine = tracked.storage.engine
-    opening = open_test_set(
+    opening = record_test_evaluation(
         engine, tracked.stored.study_id, trial_number=1, model_sha256="0" * 64, opened_by="me", finalists=None
     )
     write_scores(engine, tracked.stored.study_id, opening, {"accuracy": 0.875})

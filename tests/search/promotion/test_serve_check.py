@@ -15,7 +15,7 @@ from torch import nn
 from hpsearch import Batch, Objective, ObjectiveError, Splits, Step, TrainConfig
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion import predict_alone
-from hpsearch.search.promotion.serve_check import _judge, find_version, serve_check
+from hpsearch.search.promotion.serve_check import _score_predictions, find_version, serve_check
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.mlflow.registry import Registry
@@ -25,7 +25,7 @@ from tests.search.promotion.support import Tracked
 def alone(code: str) -> str:
     """What a Python of the kind that serves says to some code, once it refuses our packages."""
     path = Path(predict_alone.__file__)
-    refusing = "sys.meta_path.insert(0, alone['Refusing'](['hpsearch', 'json5']))"
+    refusing = "sys.meta_path.insert(0, alone['ImportBlocker'](['hpsearch', 'json5']))"
     start = f"import runpy, sys; alone = runpy.run_path({str(path)!r}); {refusing}; "
     done = subprocess.run([sys.executable, "-I", "-c", start + code], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
@@ -65,7 +65,7 @@ def test_a_model_is_judged_with_all_metrics_of_the_study(tracked: Tracked) -> No
     version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
     spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
     tracked.stored.set_attr(SPEC, spec.model_dump())
-    with pytest.raises(ObjectiveError, match="metric 'sparsity' is none that comes with accuracy"):
+    with pytest.raises(ObjectiveError, match="metric 'sparsity' is not reported with accuracy"):
         serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}")
 
 
@@ -91,4 +91,4 @@ def test_a_step_that_calls_its_model_twice_cannot_be_judged() -> None:
     with pytest.raises(
         ObjectiveError, match=r"^serve-check cannot judge Twice: its step calls the model more than once"
     ):
-        _judge([torch.zeros(36, 3)], objective, objective.data(0), TrainConfig())
+        _score_predictions([torch.zeros(36, 3)], objective, objective.data(0), TrainConfig())

@@ -11,18 +11,18 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion.open_test import choose_candidate
+from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.promote import promote, refresh_evidence
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.tracking.publish import close_study, study_note, tell_confirmation
-from hpsearch.storage.attributes import BROKEN, REASON, RUN_ID, SPEC
+from hpsearch.search.tracking.publish import close_study, log_confirmation, study_note
+from hpsearch.storage.attributes import REASON, RUN_ID, SPEC, VIOLATIONS
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.history import finalist_studies
+from hpsearch.storage.trials.history import read_finalist_studies
 from tests.factories import WAYS
 from tests.search.promotion.support import Left, Tracked, unregister
 
@@ -46,7 +46,7 @@ def several(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Trac
     for values, run in zip(VALUES, _left.runs, strict=True):
         attrs: dict[str, object] = {RUN_ID: run, REASON: "why"}
         if values is not None and values[1] > 10:
-            attrs[BROKEN] = [OUT]
+            attrs[VIOLATIONS] = [OUT]
         state = TrialState.PRUNED if values is None else TrialState.COMPLETE
         study.add_trial(create_trial(state=state, values=values, user_attrs=attrs))
     yield Tracked(load_study(storage, name), tracking, name)
@@ -101,12 +101,12 @@ def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracke
     with pytest.raises(SearchError, match="no other finalist of 'several-promoted' dominates trials 1, 0"):
         choose_candidate(stored, trial=None, unconfirmed=False)
     assert promote(stored, several.tracking, trial=0).unconfirmed == "the test set was not opened for it"
-    (finalists,) = finalist_studies(engine, stored.study_id)
+    (finalists,) = read_finalist_studies(engine, stored.study_id)
     candidate = choose_candidate(stored, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, finalists)
     other = choose_candidate(stored, trial=1, unconfirmed=False)
     assert (other.trial.number, other.finalists) == (1, finalists), "who is named comes before who was promoted"
-    opening = open_test_set(
+    opening = record_test_evaluation(
         engine, stored.study_id, trial_number=0, model_sha256="0" * 64, opened_by="me", finalists=finalists
     )
     write_scores(engine, stored.study_id, opening, {"accuracy": 0.875})
@@ -143,7 +143,7 @@ def test_the_front_is_told_to_mlflow_and_the_dashboard(several: Tracked) -> None
     confirm(several, {0: [0.96, 5.0], 1: [0.95, 4.0]})
     for trial in load_study(several.storage, f"{several.name}-f").trials():
         assert trial.datetime_complete is not None
-    tell_confirmation(stored, several.tracking)
+    log_confirmation(stored, several.tracking)
     tags = several.client.get_run(stored.attrs[RUN_ID]).data.tags
     assert (tags["hpsearch.finalists_front"], tags["hpsearch.winner"]) == ("0, 1", "")
     assert several.client.get_run(several.run_of(0)).data.tags["hpsearch.finalist"] == "front"

@@ -9,7 +9,7 @@ import optuna
 import pytest
 from optuna.trial import create_trial
 
-from hpsearch.search.pruners.study_pruner import Decision, StoredPeers, StudyPruner
+from hpsearch.search.pruners.study_pruner import Decision, StoredOtherTrials, StudyPruner
 from hpsearch.search.spec.spec import StudySpec
 from tests.factories import spec_of
 
@@ -118,5 +118,5 @@ def test_pruning_starts_with_the_trial_that_completes_the_start_up() -> None:
     ids=lambda pruner: pruner["name"],
 )
 def test_nothing_is_read_at_an_epoch_at_which_nobody_is_judged(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoredPeers, "finished", lambda self: pytest.fail("it read the finished trials"))
+    monkeypatch.setattr(StoredOtherTrials, "finished", lambda self: pytest.fail("it read the finished trials"))
     assert not decide(spec_of(**pruner), FINISHED, [0.1, 0.1, 0.1]).prune

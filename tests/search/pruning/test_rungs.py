@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.storage.study_storage.reading import read_rung, rung_key
+from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
 from tests.search.pruning.optunas import optunas_pruner
@@ -108,10 +108,10 @@ def test_a_trial_judged_again_after_its_workers_death_gets_the_same_answer(datab
 def test_other_studies_and_other_attributes_are_no_peers(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING))
     other = optuna.create_study(study_name="other", storage=search.storage)
-    search.storage.set_trial_system_attr(other.ask()._trial_id, rung_key(0), 99.0)
+    search.storage.set_trial_system_attr(other.ask()._trial_id, get_rung_key(0), 99.0)
     search.storage.set_trial_system_attr(search.ask()[0]._trial_id, "completed_rung_00", 99.0)
     assert search.report(search.ask(), 1, float("-inf")).peers == 0
-    assert read_rung(search.storage.engine, search.study._study_id, 0) == [(1, float("-inf"))]
+    assert read_rung_values(search.storage.engine, search.study._study_id, 0) == [(1, float("-inf"))]
 
 
 def test_a_rung_costs_one_query_and_an_epoch_between_rungs_none(database_url: str) -> None:

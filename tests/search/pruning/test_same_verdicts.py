@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.pruners.study_pruner import Decision, StoredPeers, StudyPruner
+from hpsearch.search.pruners.study_pruner import Decision, StoredOtherTrials, StudyPruner
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from tests.search.pruning.optunas import optunas_pruner
 
@@ -152,12 +152,12 @@ class JudgeInMemory(StudyPruner):
         self.noted: dict[str, float] = {}
         return super().__call__(trial, values, **named)
 
-    def _peers(self, trial: FrozenTrial) -> StoredPeers:
+    def _peers(self, trial: FrozenTrial) -> StoredOtherTrials:
         return _InMemory(self._storage, self._study_id, trial, 0.0, self.noted)
 
 
 @dataclass(frozen=True)
-class _InMemory(StoredPeers):
+class _InMemory(StoredOtherTrials):
     noted: dict[str, float]
 
     def note(self, rung: int, value: float) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import optuna
 import pytest
 
-from hpsearch.search.pruners.study_pruner import Decision, StudyPruner, study_rungs
+from hpsearch.search.pruners.study_pruner import Decision, StudyPruner, make_rungs
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.storage.rungs.fronts import losses_of, order
+from hpsearch.storage.rungs.fronts import sort_by_front, to_losses
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import WAYS, refused, spec
 
@@ -22,7 +22,9 @@ class Search:
     def __init__(self, url: str, made: StudySpec) -> None:
         self.spec = made
         self.storage = open_storage(url, application_name="test")
-        self.study = optuna.create_study(study_name=made.name, directions=[*made.ways.values()], storage=self.storage)
+        self.study = optuna.create_study(
+            study_name=made.name, directions=[*made.direction_by_metric.values()], storage=self.storage
+        )
         self.judge = StudyPruner(made, self.storage, self.study._study_id)
 
     def ask(self) -> int:
@@ -32,7 +34,7 @@ class Search:
     def report(self, number: int, step: int, vector: list[float], **measured: float) -> Decision:
         trial_id = self.storage.get_trial_id_from_study_id_trial_number(self.study._study_id, number)
         self.storage.set_trial_intermediate_value(trial_id, step, vector[0])
-        reported = {**dict(zip(self.spec.ways, vector, strict=True)), **measured}
+        reported = {**dict(zip(self.spec.direction_by_metric, vector, strict=True)), **measured}
         trial = self.storage.get_trial(trial_id)
         return self.judge(trial, trial.intermediate_values, reported=reported, vector=vector)
 
@@ -43,7 +45,7 @@ def test_successive_halving_stops_who_is_behind_by_fronts(database_url: str) -> 
     for number, vector in enumerate(vectors):
         decision = search.report(search.ask(), 1, vector)
         reached = number + 1
-        rank = order(losses_of(vectors[:reached], (True, False))).index(number) + 1
+        rank = sort_by_front(to_losses(vectors[:reached], (True, False))).index(number) + 1
         best = max(1, reached // 2)
         assert decision.prune == (rank > best), vector
         assert (decision.rung, decision.peers, decision.value) == (0, number, vector[0])
@@ -101,7 +103,7 @@ def test_a_threshold_names_a_metric_that_is_reported() -> None:
         metric="accuracy", direction="maximize", pruner=pruner
     )
     made = spec(metric="accuracy", direction="maximize", constraints="latency_ms<=9", pruner=pruner)
-    assert made.pruner.names_metric() == "latency_ms"
+    assert made.pruner.get_metric_name() == "latency_ms"
 
 
 ONE = {"metric": "accuracy", "direction": "maximize"}
@@ -115,7 +117,7 @@ def test_what_no_training_changes_is_pruned_after_one_epoch_but_by_none(
 ) -> None:
     bounds = "parameters<=100,accuracy>=0.9,peak_memory_mb<=5"
     search = Search(database_url, spec(**metrics, constraints=bounds, pruner={"name": pruner}))
-    vector = [0.5, 5.0][: len(search.spec.ways)]
+    vector = [0.5, 5.0][: len(search.spec.direction_by_metric)]
     within = search.report(search.ask(), 0, vector, parameters=100.0, peak_memory_mb=9.0)
     assert not within.prune, "accuracy may rise, and memory is not settled after an epoch"
     decision = search.report(search.ask(), 0, vector, parameters=200.0, peak_memory_mb=1.0)
@@ -124,9 +126,9 @@ def test_what_no_training_changes_is_pruned_after_one_epoch_but_by_none(
 
 
 def test_rungs_know_which_way_each_metric_is_better() -> None:
-    rungs = study_rungs(spec(directions=WAYS, pruner={"name": "asha", "min_complete": 2}))
+    rungs = make_rungs(spec(directions=WAYS, pruner={"name": "asha", "min_complete": 2}))
     assert rungs is not None
-    assert (rungs.several, rungs.epochs, rungs.complete) == ((True, False), (1, 3), 2)
-    one = study_rungs(spec(**ONE, pruner={"name": "asha"}))
+    assert (rungs.maximize_each, rungs.epochs, rungs.min_complete) == ((True, False), (1, 3), 2)
+    one = make_rungs(spec(**ONE, pruner={"name": "asha"}))
     assert one is not None
     assert one.several == ()

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import BROKEN, SPEC
+from hpsearch.storage.attributes import SPEC, VIOLATIONS
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import SPACE, WAYS
 
@@ -31,7 +31,7 @@ def trial(
         params={"lr": 1e-3 * (number + 1), "kind": ("cnn", "mlp")[number % 2]},
         distributions=SPACE,
         intermediate_values={0: values[0] / 2, 1: values[0]},
-        user_attrs={BROKEN: list(broken)} if broken else {},
+        user_attrs={VIOLATIONS: list(broken)} if broken else {},
         system_attrs={f"constraints:{name}": by for name, by in (over or {}).items()},
     )
 
@@ -52,7 +52,7 @@ def study_of(
     storage.set_study_user_attr(made._study_id, SPEC, stored.model_dump())
     storage.import_trials(made._study_id, list(trials))
     study = load_study(storage, name)
-    if stored.several:
+    if stored.is_multi_objective:
         rows = [
             {"trial_id": each._trial_id, "step": step, "metrics": [value, *(v * (2 - step) for v in each.values[1:])]}
             for each in study.trials()

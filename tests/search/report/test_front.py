@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import importances, volume
-from hpsearch.search.report.trials import shown_trials, spent
+from hpsearch.search.report.figures import compute_hypervolume_history, compute_importances
+from hpsearch.search.report.trials import compute_epoch_usage, select_shown_trials
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import broken_bounds
+from hpsearch.search.study.summary import list_violations
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.search.report.support import BOUNDS, TRIALS, WAYS, study_of, trial
 
@@ -37,12 +37,12 @@ def page_of(study: StoredStudy, folder: Path) -> tuple[str, dict[str, Any]]:
 
 def test_the_page_tells_the_front_in_place_of_the_best(study: StoredStudy, tmp_path: Path) -> None:
     page, data = page_of(study, tmp_path)
-    assert "The front in accuracy and latency_ms has 2 of 5 trials" in page
+    assert "The Pareto front in accuracy and latency_ms has 2 of 5 trials" in page
     assert "maximize accuracy, minimize latency_ms · latency_ms &lt;= 5 · model_mb &lt;= 10" in page
     assert "Parameters of the best" not in page
     assert data["front"]["trials"] == [0, 1]
     assert data["front"]["bounds"] == [{"metric": 1, "limit": 5.0, "text": "latency_ms <= 5"}]
-    assert "keeps to model_mb &lt;= 10 as well" in page
+    assert "The bounds model_mb &lt;= 10 apply too" in page
     assert data["chosen"] == 0, "not trial 3, which is out of bounds"
     assert [t["values"] for t in data["trials"]] == [list(t.values) for t in TRIALS]
     ways = re.findall(r'<th data-best="(\w+)">([\w ]+)</th>', page)
@@ -53,16 +53,18 @@ def test_the_page_tells_the_front_in_place_of_the_best(study: StoredStudy, tmp_p
 
 
 def test_trials_are_in_the_order_of_the_fronts_and_those_out_of_bounds_after_them(study: StoredStudy) -> None:
-    assert [each.number for each in shown_trials(study)] == [0, 1, 2, 3, 4]
+    assert [each.number for each in select_shown_trials(study)] == [0, 1, 2, 3, 4]
 
 
 def test_the_bounds_that_a_trial_breaks_are_told_also_where_it_was_pruned_as_it_waited(study: StoredStudy) -> None:
-    told = [broken_bounds(study.spec, each) for each in study.trials()]
+    told = [list_violations(study.spec, each) for each in study.trials()]
     assert told == [[], [], [], ["model_mb 12, not <= 10"], ["latency_ms 6, not <= 5"]]
 
 
 def test_the_hypervolume_grows_to_that_of_the_front(study: StoredStudy) -> None:
-    found = volume(study, [(0, 0), (3, 0), (0, 1), (1, 0), (4, 0), (4, 1), (1, 1), (2, 0), (2, 1), (3, 1)])
+    found = compute_hypervolume_history(
+        study, [(0, 0), (3, 0), (0, 1), (1, 0), (4, 0), (4, 1), (1, 1), (2, 0), (2, 1), (3, 1)]
+    )
     assert found is not None
     assert found.reference == [0.6, 4.5], "the worst of each metric among complete trials"
     whole = 0.1 * (4.5 - 1) + 0.2 * (4.5 - 4)
@@ -72,7 +74,7 @@ def test_the_hypervolume_grows_to_that_of_the_front(study: StoredStudy) -> None:
 def test_the_volume_shrinks_where_a_trials_best_epoch_costs_another_metric(storage: PostgresStorage) -> None:
     better = {"accuracy": "maximize", "speed": "maximize"}  # whose first epoch had twice of it
     made = study_of(storage, [trial(0, (0.8, 2.0)), trial(1, (0.3, 5.0)), trial(2, (0.9, 1.0))], ways=better)
-    found = volume(made, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
+    found = compute_hypervolume_history(made, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
     assert found is not None
     shares = [share for _, share, _, _ in found.points]
     assert shares[:2] == [pytest.approx(0.1 * 3 / 0.5), pytest.approx(1.0)]
@@ -80,17 +82,17 @@ def test_the_volume_shrinks_where_a_trials_best_epoch_costs_another_metric(stora
 
 def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 2.0))])
-    assert volume(made, spent(made).order) is None
+    assert compute_hypervolume_history(made, compute_epoch_usage(made).order) is None
     page, _ = page_of(made, tmp_path)
-    assert "Shown once complete trials within bounds differ in every metric." in page
-    assert "The front in accuracy and latency_ms is trial 0 alone, out of 1 trial." in page
+    assert "Shown when complete trials within bounds differ in every metric." in page
+    assert "The Pareto front in accuracy and latency_ms has one of 1 trial: trial 0." in page
 
 
 def test_each_metric_has_importances_of_its_own(storage: PostgresStorage) -> None:
     """The learning rate, which grows with the number, makes the one; the kind, which alternates, the other."""
     trials = [trial(n, (n / 99, float(n % 2))) for n in range(99)]
     made = study_of(storage, trials)
-    first, second = (importances(made, place) for place in range(2))
+    first, second = (compute_importances(made, place) for place in range(2))
     assert (first[0][0], second[0][0]) == ("lr", "kind")
 
 
@@ -101,15 +103,15 @@ def test_a_better_trial_out_of_bounds_is_marked_and_not_the_best(storage: Postgr
     assert "Trial 0 is the best of 3 trials: validation accuracy 0.8000." in page
     assert '<span class="broken" title="model_mb 12, not &lt;= 10">out of bounds</span>' in page
     assert (data["chosen"], data["best"], data["front"]) == (0, [[0, 0.8]], None)
-    assert [value for _, value, *_ in data["spent"]["best"]] == [0.4, 0.8]
+    assert [value for _, value, *_ in data["epoch_usage"]["best"]] == [0.4, 0.8]
     assert [t["broken"] for t in data["trials"]] == [[], ["model_mb 12, not <= 10"], []]
-    assert "complete, but not within model_mb &lt;= 10" in page
+    assert "complete, but out of bounds: model_mb &lt;= 10" in page
 
 
 def test_where_all_break_a_bound_the_head_says_so(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 9.0), broken=["latency_ms 9, not <= 5"])], constraints=BOUNDS)
     page, _ = page_of(made, tmp_path)
-    assert "No trial has run to its end within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
+    assert "No complete trial is within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
     assert 'id="front"' in page, "which shows how far they are"
     assert 'id="on-front"' not in page
 

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.report import trials as shown
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import importances
+from hpsearch.search.report.figures import compute_importances
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import search
@@ -77,10 +77,10 @@ def test_what_users_named_is_no_markup_and_the_data_are_json(page: str) -> None:
         ),
         (
             "one trial",
-            ["Trial 0, the only one so far: validation accuracy 0.5000", "Shown from two complete trials on"],
+            ["Trial 0, the only one so far: validation accuracy 0.5000", "Shown with two or more complete trials"],
         ),
-        ("failures alone", ["No trial has run to its end yet. The last failure, of trial 1: ", "2 failed"]),
-        ("nothing yet", ["No trial has run to its end yet.", "0 / 9"]),
+        ("failures alone", ["No trial is complete yet. Last failure: trial 1: ", "2 failed"]),
+        ("nothing yet", ["No trial is complete yet.", "0 / 9"]),
     ],
     indirect=["page"],
 )
@@ -92,11 +92,13 @@ def test_the_head_says_what_came_of_the_study(page: str, said: list[str]) -> Non
 def test_of_very_many_trials_the_best_and_the_latest_are_shown(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shown, "SHOWN", 3)
+    monkeypatch.setattr(shown, "MAX_SHOWN_TRIALS", 3)
     trials = [trial(0, 0.5), trial(1, 0.9), trial(2, None, TrialState.FAIL), trial(3, None, TrialState.FAIL)]
     study = search(open_storage(database_url, application_name="test"), "s", trials)
-    assert [t.number for t in shown.shown_trials(study)] == [1, 0, 3]
-    assert "3 of 4: the best complete ones" in write_report(study, tmp_path / "r.html", dashboard_url=None).read_text()
+    assert [t.number for t in shown.select_shown_trials(study)] == [1, 0, 3]
+    assert (
+        "3 of 4: the best complete trials" in write_report(study, tmp_path / "r.html", dashboard_url=None).read_text()
+    )
 
 
 def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -> None:
@@ -105,10 +107,10 @@ def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -
         return create_trial(value=number, params=params, distributions=space)
 
     study = search(open_storage(database_url, application_name="test"), "s", [alone(number) for number in range(3)])
-    assert importances(study) == "There is one parameter, and nothing to compare it with."
+    assert compute_importances(study) == "Not available: the study has only one parameter."
 
 
 def test_of_equal_values_no_parameter_is_said_to_matter(database_url: str) -> None:
     """Optuna's evaluator gives each the same share."""
     study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(3)])
-    assert importances(study) == "All 3 complete trials have the same value: which parameter matters cannot be told."
+    assert compute_importances(study) == "Not available: all 3 complete trials have the same value."

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from hpsearch.search.report.show import foreseen, print_study, print_trial
-from hpsearch.search.report.top import read_standing, render
+from hpsearch.search.report.show import forecast_trials, print_study, print_trial
+from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
@@ -42,15 +42,15 @@ def test_a_study_has_a_column_for_each_metric(study: StoredStudy) -> None:
 
 def test_a_trial_has_all_its_values_by_epoch_and_the_bounds_that_it_breaks(study: StoredStudy) -> None:
     lines = [line.split() for line in lines_of(lambda console: print_trial(console, study, 4))]
-    assert ["values", "accuracy", "0.5,", "latency_ms", "6,", "of", "its", "last", "epoch"] in lines
-    assert ["bounds", "broken:", "latency_ms", "6,", "not", "<=", "5"] in lines
+    assert ["values", "accuracy", "0.5,", "latency_ms", "6", "(last", "epoch)"] in lines
+    assert ["bounds", "violated:", "latency_ms", "6,", "not", "<=", "5"] in lines
     at = lines.index(["epoch", "accuracy", "latency_ms"])
     assert lines[at + 1 : at + 3] == [["1", "0.25", "12"], ["2", "0.5", "6"]]
 
 
 def test_top_tells_the_front_and_scripts_have_it(study: StoredStudy) -> None:
-    standing = read_standing(study)
-    shown = " ".join(" ".join(lines_of(lambda console: console.print(render(standing, None)))).split())
+    standing = read_status(study)
+    shown = " ".join(" ".join(lines_of(lambda console: console.print(render_status(standing, None)))).split())
     assert "best accuracy 0.9 (trial 0), 2 on the front" in shown
     told = json.loads(standing.to_json())
     assert told["directions"] == {"accuracy": "maximize", "latency_ms": "minimize"}
@@ -59,9 +59,9 @@ def test_top_tells_the_front_and_scripts_have_it(study: StoredStudy) -> None:
 
 def test_of_one_metric_scripts_have_what_they_had(database_url: str) -> None:
     storage = open_storage(database_url, application_name="test")
-    told = json.loads(read_standing(study_of(storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"})).to_json())
+    told = json.loads(read_status(study_of(storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"})).to_json())
     assert not {"directions", "front"} & set(told)
 
 
 def test_nothing_is_foreseen_of_several_metrics(study: StoredStudy) -> None:
-    assert foreseen(study, study.trials()) == {}
+    assert forecast_trials(study, study.trials()) == {}

@@ -7,31 +7,31 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from hpsearch.search.report.top import Standing, render
+from hpsearch.search.report.top import StudyStatus, render_status
 from hpsearch.storage.trials.history import Progress
-from hpsearch.storage.trials.register import Event, Identity, WorkerRow
+from hpsearch.storage.trials.register import AttemptEnd, WorkerIdentity, WorkerRow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def standing() -> Standing:
-    who = Identity("node-17:1234-abcd", "node-17", 1234, "slurm", "99_7", "cuda:0", "0.1.0")
+def standing() -> StudyStatus:
+    who = WorkerIdentity("node-17:1234-abcd", "node-17", 1234, "slurm", "99_7", "cuda:0", "0.1.0")
     worker = WorkerRow(who, "running", 141, 12, 3, NOW, NOW, 58.0, None)
     reason = "median pruner at epoch 3 of 27: best accuracy 0.9 is below 0.918056, the median of 12 trials"
     ago = NOW - timedelta(minutes=75)
-    events = [Event(ago, 140, "pruned", "w", reason), Event(ago, 139, "released", "w", None)]
+    events = [AttemptEnd(ago, 140, "pruned", "w", reason), AttemptEnd(ago, 139, "released", "w", None)]
     progress = Progress(budget=200, pruned=1)
-    return Standing("s", "accuracy", "maximize", 27, None, progress, [worker], events, {1: 2}, None, NOW)
+    return StudyStatus("s", "accuracy", "maximize", 27, None, progress, [worker], events, {1: 2}, None, NOW)
 
 
 @pytest.mark.parametrize("width", [60, 80, 112, 200])
 def test_every_column_of_what_ended_fits_however_long_its_reason(width: int) -> None:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(render(standing(), 1.0, width=width))
+        console.print(render_status(standing(), 1.0, width=width))
     lines = capture.get().splitlines()
     [head] = [line for line in lines if line.startswith("ended")]
-    assert head.split() == ["ended", "trial", "how", "why"]
+    assert head.split() == ["ended", "trial", "outcome", "reason"]
     rows = lines[lines.index(head) + 1 :]
     assert [row.split("ago")[1].split()[0] for row in rows] == ["140", "139"]
     assert "median pruner" in rows[0]

@@ -12,7 +12,7 @@ from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 Space = Callable[[optuna.Trial], object]
 
@@ -76,7 +76,7 @@ class Worker:
     def run(self, value: float = 1.0) -> dict[str, object]:
         claim = self.claim()
         params = self.suggest(claim)
-        self.claims.settle(claim, Outcome.COMPLETE, value=value)
+        self.claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
         return params
 
 

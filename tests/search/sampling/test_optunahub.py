@@ -44,7 +44,7 @@ def parsed(**options: object) -> SamplerSpec:
 
 def test_it_is_the_registrys_class_with_the_trials_seed(cached: Path) -> None:
     spec = parsed(arguments={"share": 0.25})
-    spec.get_ready()
+    spec.prepare()
     sampler = spec.build(seed=7, common_seed=0, epochs=1)
     assert sampler.seed == 7
     study = optuna.create_study(sampler=sampler)
@@ -61,13 +61,13 @@ def test_it_is_the_registrys_class_with_the_trials_seed(cached: Path) -> None:
 )
 def test_what_does_not_fit_is_told(cached: Path, options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parsed(**options).get_ready()
+        parsed(**options).prepare()
 
 
 def test_a_package_that_cannot_be_had_is_told(cached: Path) -> None:
     (cached / "__init__.py").write_text("import nothing_of_this_name")
     with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be loaded from OptunaHub: No module"):
-        parsed().get_ready()
+        parsed().prepare()
 
 
 @pytest.fixture
@@ -95,16 +95,16 @@ def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 def test_a_package_is_fetched_once(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
-    parsed(ref=head.stdout.strip()).get_ready()
+    parsed(ref=head.stdout.strip()).prepare()
     _loaded.cache_clear()
     reach(monkeypatch, "https://127.0.0.1:1/")
-    parsed(ref=head.stdout.strip()).get_ready()
+    parsed(ref=head.stdout.strip()).prepare()
 
 
 def test_without_a_network_one_line_says_what_would_do(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reach(monkeypatch, "https://127.0.0.1:1/")
     with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be fetched from OptunaHub") as refused:
-        parsed().get_ready()
+        parsed().prepare()
     said = str(refused.value)
     assert "unable to access 'https://127.0.0.1:1/optuna/optunahub-registry/'" in said
     assert f"connect this machine to github.com, or copy {registry.parents[2] / 'cache'}" in said
@@ -116,7 +116,7 @@ def test_a_commit_or_a_package_that_is_not_there_is_told(registry: Path, package
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
     ref = REF if package == "samplers/half" else head.stdout.strip()
     with pytest.raises(ValueError, match=f"'{package}' at {ref} is not in OptunaHub's registry: give"):
-        parsed(package=package, ref=ref).get_ready()
+        parsed(package=package, ref=ref).prepare()
 
 
 @pytest.mark.parametrize(("key", "value"), [("ref", "main"), ("package", "../../etc"), ("package", "pruners/x")])

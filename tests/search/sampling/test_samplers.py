@@ -17,12 +17,12 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch import ObjectiveError
-from hpsearch.objectives.search_space import every_configuration
+from hpsearch.objectives.search_space import list_configurations
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.sampling.support import Small, Worker, branches, distinct, nine
 
 GRID = {"lr": [0.01, 0.1, 1.0], "width": [8, 16, 24, 32]}
@@ -63,7 +63,7 @@ def run(worker: Worker, *, end: Callable[[int], Outcome] = lambda _: Outcome.COM
     badness = abs(math.log10(float(str(params["lr"]))) + 1) + int(str(params["width"])) / 32
     if outcome is Outcome.PRUNED:
         worker.claims.report(claim, 0, -badness)
-    worker.claims.settle(claim, outcome, value=None if outcome is Outcome.FAILED else -badness)
+    worker.claims.finish_attempt(claim, outcome, value=None if outcome is Outcome.FAILED else -badness)
     return params
 
 
@@ -143,16 +143,16 @@ def test_cmaes_keeps_its_generations_in_trials_and_goes_on_after_one_was_taken_u
     params = worker.suggest(lost)
     noted = dict(worker.storage.read_trial(lost.trial_id).system_attrs)
     assert noted["cmawm:generation"] == 0
-    worker.claims.settle(lost, Outcome.LOST, retry=True)
+    worker.claims.finish_attempt(lost, Outcome.LOST, retry=True)
     for claim in others:
         worker.suggest(claim)
-        worker.claims.settle(claim, Outcome.COMPLETE, value=1.0)
+        worker.claims.finish_attempt(claim, Outcome.COMPLETE, value=1.0)
     again = Worker(database_url, plane, sampler=sampler("cmaes margin"))
     taken = again.claim()
     assert taken.trial_id == lost.trial_id
     assert again.suggest(taken) == params
     assert again.storage.read_trial(lost.trial_id).system_attrs == noted, "it is of the generation that it was"
-    again.claims.settle(taken, Outcome.COMPLETE, value=1.0)
+    again.claims.finish_attempt(taken, Outcome.COMPLETE, value=1.0)
     run(again)
     assert attrs(again, "cmawm:generation")[7] == 1
     assert any("cmawm:optimizer:0" in t.system_attrs for t in again.study.get_trials(deepcopy=False))
@@ -185,9 +185,9 @@ def test_cmaes_learns_from_trials_that_were_pruned_where_it_is_told_to(database_
             worker.suggest(claim)
             worker.claims.report(claim, 0, math.nan if state == "diverged" and number % 2 else float(number))
             if state == "paused":
-                assert not worker.claims.reach(claim, 0, float(number)).promoted
+                assert not worker.claims.report_rung(claim, 0, float(number)).is_promoted
             else:
-                worker.claims.settle(claim, Outcome.PRUNED if state == "pruned" else Outcome.INFEASIBLE)
+                worker.claims.finish_attempt(claim, Outcome.PRUNED if state == "pruned" else Outcome.INFEASIBLE)
         states = {"pruned": "PRUNED", "paused": "WAITING", "diverged": "PRUNED"}
         assert [t.state.name for t in worker.study.get_trials()] == ["COMPLETE", *[states[state]] * 9]
         return set(attrs(worker, "cma:generation").values())
@@ -231,10 +231,10 @@ def test_killed_workers_leave_no_hole_in_a_grid(database_url: str) -> None:
                 died[claim.number] += 1
                 if claim.attempt == 2:
                     worker.suggest(claim)
-                worker.claims.settle(claim, Outcome.LOST, retry=True)
+                worker.claims.finish_attempt(claim, Outcome.LOST, retry=True)
                 continue
             worker.suggest(claim)
-            worker.claims.settle(claim, Outcome.COMPLETE, value=1.0)
+            worker.claims.finish_attempt(claim, Outcome.COMPLETE, value=1.0)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -272,7 +272,7 @@ def test_no_configuration_is_run_twice_by_brute_force_whoever_waits(database_url
     waiting = [worker.claim() for _ in range(7)]
     kept = [worker.suggest(claim) for claim in waiting]
     for claim in waiting:
-        worker.claims.settle(claim, Outcome.RELEASED)
+        worker.claims.finish_attempt(claim, Outcome.RELEASED)
     # New trials, which no worker is given while others wait.
     for _ in range(2):
         trial_id = worker.storage.create_new_trial(worker.study._study_id)
@@ -290,21 +290,21 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
             trial.suggest_float("slope", 0.0, 0.3, step=0.1)
             trial.suggest_float("only", 1.0, 1.0)
 
-    found = list(every_configuration(Small(forked).suggest))
+    found = list(list_configurations(Small(forked).suggest))
     assert len(found) == 3 + 4 + 1
     assert distinct(found) == 8
     spec = SamplerSpec.parse({"name": "brute_force"}).for_objective(Small(forked))
-    assert spec.most() == 8
+    assert spec.max_trials() == 8
     assert spec.model_dump()["configurations"] == 8
 
 
 @pytest.mark.parametrize(
     ("options", "space", "words"),
     [
-        ({"name": "brute_force"}, branches, "brute_force cannot search Small: bend: a range from 0.0 to 1.0 without"),
+        ({"name": "brute_force"}, branches, "brute_force cannot search Small: bend: the range from 0.0 to 1.0 has no"),
         ({"name": "grid", "search_space": {"lr": [5.0], "width": [8]}}, plane, "sampler.search_space.lr: 5.0 is not"),
         ({"name": "grid", "search_space": {"lr": [0.1], "width": [9]}}, plane, "width: 9 is not in [8, 32] by 8"),
-        ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is no number"),
+        ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is not a number"),
         ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', which Small asks for"),
         (
             {"name": "grid", "search_space": {**GRID, "widht": [8]}},
@@ -314,7 +314,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
         (
             {"name": "grid", "search_space": {**GRID, "optimizer": ["adam", "lion"]}},
             mixed,
-            "optimizer: 'lion' is none of 'adam', 'sgd'",
+            "optimizer: 'lion' is not one of 'adam', 'sgd'",
         ),
     ],
 )

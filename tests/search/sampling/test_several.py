@@ -13,7 +13,7 @@ from optuna.samplers._tpe.sampler import _split_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
-from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
+from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from tests.factories import X
 
 DIRECTIONS = ("maximize", "minimize")
@@ -134,12 +134,12 @@ def test_the_copies_alone_have_places_and_values() -> None:
     made = whole()
     study = made.sampled()
     shown = study.get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
-    placed = [t for t in shown if PLACE in t.system_attrs]
+    placed = [t for t in shown if RANK_CONSTRAINT in t.system_attrs]
     assert {t.state for t in placed} == {PRUNED}
-    assert len({t.constraints[PLACE.removeprefix("constraints:")] for t in placed}) == len(placed) == 26
+    assert len({t.constraints[RANK_CONSTRAINT.removeprefix("constraints:")] for t in placed}) == len(placed) == 26
     assert shown[0].system_attrs[VALUES] == {"0": [0.0, 0.0], "1": [0.1, 0.0]}
-    assert not any({PLACE, VALUES} & set(t.system_attrs) for t in made.study.trials)
-    assert not any(PLACE in t.system_attrs for t in study.get_trials(deepcopy=False, states=(COMPLETE,)))
+    assert not any({RANK_CONSTRAINT, VALUES} & set(t.system_attrs) for t in made.study.trials)
+    assert not any(RANK_CONSTRAINT in t.system_attrs for t in study.get_trials(deepcopy=False, states=(COMPLETE,)))
 
 
 def test_where_only_the_first_metric_is_known_it_decides() -> None:

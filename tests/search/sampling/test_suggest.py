@@ -13,10 +13,10 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpsearch.search.samplers.suggest import _Untried, make_sampler
-from hpsearch.storage.database.locks import suggestion_turn
+from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.sampling.support import Worker, branches, distinct, nine
 
 
@@ -49,7 +49,7 @@ def test_a_worker_learns_from_all_trials_that_ended_since_it_began(database_url:
     def run(worker: Worker) -> float:
         claim = worker.claim()
         x = float(str(worker.suggest(claim)["x"]))
-        worker.claims.settle(claim, Outcome.COMPLETE, value=-abs(x - 0.3))
+        worker.claims.finish_attempt(claim, Outcome.COMPLETE, value=-abs(x - 0.3))
         return x
 
     stays = Worker(database_url, one, name="stays", **options)
@@ -64,7 +64,7 @@ def test_tpe_ends_near_the_optimum(database_url: str) -> None:
     for _ in range(30):
         claim = worker.claim()
         x = float(str(worker.suggest(claim)["x"]))
-        worker.claims.settle(claim, Outcome.COMPLETE, value=-abs(x - 0.9))
+        worker.claims.finish_attempt(claim, Outcome.COMPLETE, value=-abs(x - 0.9))
         tried.append(abs(x - 0.9))
     assert max(tried[:5]) > 0.3
     assert sum(tried[-10:]) / 10 < 0.15
@@ -80,7 +80,7 @@ def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(
     for claim, state in zip(claims, states, strict=True):
         worker.suggest(claim)
         if state != "RUNNING":
-            worker.claims.settle(claim, ends[state], value=1.0 if state == "COMPLETE" else None)
+            worker.claims.finish_attempt(claim, ends[state], value=1.0 if state == "COMPLETE" else None)
     trials = worker.study.get_trials()
     assert Counter(t.state for t in trials) == Counter(TrialState[state] for state in states)
     assert distinct([t.params for t in trials]) == 9
@@ -120,7 +120,7 @@ def test_what_another_worker_writes_meanwhile_is_seen(database_url: str) -> None
     twin = first_suggestion(worker, claim.number)
     made: list[dict[str, object]] = []
     thread = threading.Thread(target=lambda: made.append(worker.suggest(claim)))
-    with suggestion_turn(other.storage.engine, other.study._study_id) as take:
+    with suggestion_lock(other.storage.engine, other.study._study_id) as take:
         assert take()
         thread.start()
         await_waiting_lock(other)
@@ -146,14 +146,14 @@ def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
     database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(database_url)
-    with suggestion_turn(worker.storage.engine, worker.study._study_id) as take:
+    with suggestion_lock(worker.storage.engine, worker.study._study_id) as take:
         assert take()
-        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take_too:
+        with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take_too:
             assert not take_too()
-        assert "no turn to write a suggestion" in caplog.text
-        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=60.0) as take_too:
+        assert "could not acquire the suggestion lock" in caplog.text
+        with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=60.0) as take_too:
             assert take_too(), "the server takes it from who does nothing with it"
-    with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take:
+    with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take:
         assert take(), "the turn ends with its block"
 
 
@@ -187,7 +187,7 @@ def test_a_trial_taken_up_again_keeps_its_parameters(database_url: str) -> None:
     worker = Worker(database_url)
     claim = worker.claim()
     params = worker.suggest(claim)
-    worker.claims.settle(claim, Outcome.RELEASED)
+    worker.claims.finish_attempt(claim, Outcome.RELEASED)
     again = Worker(database_url)
     second = again.claim()
     assert (second.trial_id, second.attempt) == (claim.trial_id, 2)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hpsearch.search.cli import options
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.base import Case, Decision, Peers
+from hpsearch.search.pruners.base import Decision, OtherTrials, PruningContext
 from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler
@@ -40,9 +40,9 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     class Second(PrunerSpec):
         name: Literal["toy_second"] = "toy_second"
 
-        def judge(self, case: Case, peers: Peers) -> Decision:
+        def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
             before = len(peers.finished())
-            return case.prune(f"trial {case.number} comes after {before}", peers=before) if before else case.on()
+            return case.prune(f"trial {case.number} comes after {before}", peers=before) if before else case.keep()
 
 
 @pytest.mark.usefixtures("toys")

@@ -8,11 +8,11 @@ import optuna
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners.rungs import bracket_of, shares
+from hpsearch.search.pruners.rungs import choose_bracket, compute_bracket_shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.settings import differences
-from hpsearch.search.spec.spec import Settings, StudySpec, parse_spec
+from hpsearch.search.spec.spec import Settings, StudySpec, parse_spec, parse_stored_spec
 from hpsearch.storage.urls import Addresses
 from tests.factories import BASE
 
@@ -58,7 +58,7 @@ def test_defaults_are_written_down() -> None:
         ({"budget_seconds": float("nan")}, ["--budget-seconds", "nan"]),
         ({"budget_seconds": float("inf")}, ["--budget-seconds", "inf"]),
         ({"budget_seconds": True}, ["--budget-seconds", "true", "number"]),
-        ({"stop_when": False}, ["--stop-when", "false", "number"]),
+        ({"min_expected_gain": False}, ["--min-expected-gain", "false", "number"]),
         ({"timeout": True}, ["--timeout", "true", "number"]),
         ({"retry_on": "lost"}, ["retry_on", "'lost'", '["lost", "memory"]']),
         ({"retry_on": ["lots"]}, ["retry_on", "'lots'", "'memory'"]),
@@ -103,8 +103,8 @@ def test_defaults_are_written_down() -> None:
         ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
         ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
         ({"pruner": {"name": "asha", "min_resource": 12}}, ["min_resource 12", "epochs 12", "lower it"]),
-        ({"sampler": {"name": "curves", "random_fraction": True}}, ["sampler.random_fraction", "true", "number"]),
-        ({"sampler": {"name": "curves", "random_fraction": 1.5}}, ["sampler.random_fraction", "1.5", "at most 1"]),
+        ({"sampler": {"name": "freeze_thaw", "random_fraction": True}}, ["sampler.random_fraction", "true", "number"]),
+        ({"sampler": {"name": "freeze_thaw", "random_fraction": 1.5}}, ["sampler.random_fraction", "1.5", "at most 1"]),
         ({"pruner": {"name": "asha", "min_complete": 0}}, ["pruner.min_complete is 0", "at least 1"]),
         ({"pruner": {"name": "asha", "reduction_factor": 1}}, ["pruner.reduction_factor is 1", "at least 2"]),
         ({"objective": 3}, ["OBJECTIVE", "3", "string"]),
@@ -117,6 +117,17 @@ def test_a_wrong_setting_is_named_with_its_value(change: dict[str, Any], words: 
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_former_names_are_read_where_they_are_stored_and_rejected_elsewhere() -> None:
+    named = {"min_expected_gain": 0.01, "sampler": {"name": "freeze_thaw", "n_startup_trials": 5}}
+    former = {"stop_when": 0.01, "sampler": {"name": "curves", "n_startup_trials": 5}}
+    assert parse_stored_spec({**BASE, **former}) == parse_spec({**BASE, **named})
+    assert parse_stored_spec(parse_spec({**BASE, **named}).model_dump()) == parse_spec({**BASE, **named})
+    with pytest.raises(SearchError, match="'stop_when' in the study spec; it is now 'min_expected_gain'"):
+        parse_spec({**BASE, "stop_when": 0.01})
+    with pytest.raises(SearchError, match="unknown sampler 'curves'; it is now 'freeze_thaw'"):
+        parse_spec({**BASE, "sampler": {"name": "curves"}})
 
 
 def test_a_missing_setting_is_named() -> None:
@@ -207,9 +218,9 @@ def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
     trial = study.ask()
     frozen = study._storage.get_trial(trial._trial_id)
     seen = optuna.pruners._filter_study(study, frozen).get_trials(deepcopy=False)
-    parts = shares(1, 12, 3)
-    bracket = bracket_of("night", trial.number, parts)
-    assert [t.number for t in seen] == [n for n in range(31) if bracket_of("night", n, parts) == bracket]
+    parts = compute_bracket_shares(1, 12, 3)
+    bracket = choose_bracket("night", trial.number, parts)
+    assert [t.number for t in seen] == [n for n in range(31) if choose_bracket("night", n, parts) == bracket]
     assert len(seen) < 31
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import choose
 from hpsearch.search.spec.spec import FinalistsOf, StudySpec, _folder, parse_spec
-from hpsearch.search.tracking.tracker import TRACKERS, check_readers
+from hpsearch.search.tracking.tracker import TRACKERS, check_trackers
 from hpsearch.storage.errors import StorageError
 from tests.factories import BASE
 
@@ -54,7 +54,7 @@ def test_a_folder_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, t
 def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | None) -> None:
     searched = parse_spec({**BASE, "tensorboard": "/runs", "wandb": "me/wine"})
     of = FinalistsOf(study="s", study_id=1, top=1, trials=[0], seeds=[5], refit=refit)
-    made = choose._spec(searched, of, 1)
+    made = choose._make_spec(searched, of, 1)
     assert (made.tensorboard, made.wandb) == ("/runs", "me/wine")
 
 
@@ -62,10 +62,10 @@ def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | No
 def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, setting: str, value: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(StorageError) as error:
-        check_readers(parse_spec({**BASE, setting: value}))
+        check_trackers(parse_spec({**BASE, setting: value}))
     assert str(error.value) == (
-        f"--{setting} {value}: the package {setting} is not installed: ./hpsearch add {setting} "
-        f"(or: pip install 'hpsearch[{setting}]') on all machines"
+        f"--{setting} {value}: the package {setting} is not installed; run on all machines: "
+        f"./hpsearch add {setting} (or: pip install 'hpsearch[{setting}]')"
     )
 
 
@@ -85,4 +85,4 @@ def test_every_tracker_has_a_setting_of_its_name() -> None:
 
 
 def test_without_these_settings_nothing_is_asked_for() -> None:
-    check_readers(parse_spec(BASE))
+    check_trackers(parse_spec(BASE))

@@ -10,14 +10,14 @@ from mlflow.exceptions import MlflowException
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion.open_test import choose_candidate, open_for
+from hpsearch.search.promotion.evaluate_test import choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import promote
 from hpsearch.search.study.cleanup import Garbage, find_garbage
-from hpsearch.search.study.study import load_study, runs_folder
+from hpsearch.search.study.study import get_runs_folder, load_study
 from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.disk_usage import Kept, RunStorage
+from hpsearch.storage.mlflow.disk_usage import RunDiskUsage, RunStorage
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked, train_finalists
@@ -64,7 +64,7 @@ def test_models_beyond_the_best_go_with_their_files(
     with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
         promote(again, own_tracked.tracking, trial=2)
     with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
-        open_for(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
+        evaluate_on_test_set(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
 
 
 def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_could_not_be_removed_is_not_called_so(
     (garbage,) = find(own_tracked, tmp_path)
     remove, removed = RunStorage.remove, []
 
-    def first_only(storage: RunStorage, kept: Kept) -> None:
+    def first_only(storage: RunStorage, kept: RunDiskUsage) -> None:
         if removed:
             raise StorageError("MLflow is away")
         remove(storage, kept)
@@ -116,7 +116,7 @@ def test_a_removal_that_was_cut_short_is_gone_on_with(own_tracked: Tracked, tmp_
 @pytest.fixture
 def runs(tracked: Tracked, tmp_path: Path) -> Path:
     """Directories here of trials 0 to 2, the first of them after an attempt that came to nothing."""
-    folder = runs_folder(tmp_path / "runs", tracked.stored)
+    folder = get_runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0000-1", "0001-1", "0002-1", "notes"):
         (folder / name).mkdir(parents=True)
         (folder / name / "train.log").write_bytes(b"x" * 10)
@@ -149,7 +149,7 @@ def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Track
         tracked.stored.study_id,
         [create_trial(value=0.1, user_attrs=attrs), create_trial(state=TrialState.RUNNING, user_attrs={ATTEMPT: 2})],
     )
-    folder = runs_folder(tmp_path / "runs", tracked.stored)
+    folder = get_runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0004-1", "0004-2", "0004-3", "0005-1", "0005-2"):
         (folder / name).mkdir(parents=True)
     (garbage,) = find(tracked, tmp_path, keep_top=9)
@@ -182,8 +182,8 @@ def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, ru
 
 def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
     assert on_server(find(tracked, tmp_path)) == [0, 2]
-    with RunLinks(tracked.storage.engine).locked(tracked.stored.trials()[2]._trial_id) as page:
-        page.note({TRACKING: "pending: on its way from elsewhere"})
+    with RunLinks(tracked.storage.engine).lock_run(tracked.stored.trials()[2]._trial_id) as page:
+        page.set_attrs({TRACKING: "pending: on its way from elsewhere"})
     study = load_study(open_storage(database_url, application_name="test"), tracked.name)
     found, _ = find_garbage(study, home=tmp_path, tracking=tracked.tracking, keep_top=1)
     assert on_server(found) == [0]

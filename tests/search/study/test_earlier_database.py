@@ -49,7 +49,7 @@ def test_what_it_came_to_is_shown(url: str, capsys: pytest.CaptureFixture[str]) 
         "kept.finalists (finalists)",
         "study kept: 8 of 8 trials (8 complete, 0 pruned, 0 failed)",
         "best: trial 7, val auroc 0.9905",
-        "winner: trial 0, val auroc 0.9869 on 1 fresh seed, spread unknown (the search said 0.9902)",
+        "winner: trial 0, val auroc 0.9869 on 1 new seed, standard deviation unknown (the search said 0.9902)",
         "test set: auroc 0.9838, opened on 2026-11-22 at 03:29 UTC by ann@host for trial 0",
         "kept@champion",
         "auroc 0.878808 is below the threshold 0.985",
@@ -65,7 +65,7 @@ def test_a_trial_whose_worker_died_then_goes_on_with_its_parameters_and_its_chec
     claim = claimed(storage, "halfway")
     assert (claim.number, claim.attempt) == (1, 2)
     assert study.folder == "halfway-3-0b711598", "where its checkpoints are"
-    with storage.owned(claim.trial_id, claim.attempt):
+    with storage.hold_trial(claim.trial_id, claim.attempt):
         config, _ = suggest(load_objective("breast_cancer"), study.open(), claim, study.spec)
     assert config.lr == before.params["lr"]
     assert len(storage.get_trial(claim.trial_id).intermediate_values) == 19, "the epochs up to its last checkpoint"

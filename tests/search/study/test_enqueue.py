@@ -76,11 +76,11 @@ def test_a_table_is_read_as_the_search_space_has_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("lr\n0.1\n5\n", "line 3: lr: 5 is not in [0.01, 1.0]"),
-        ("lr\nfast\n", "line 2: lr: 'fast' is no number"),
-        ("lr\n1_0e-3\n", "line 2: lr: '1_0e-3' is no number"),
+        ("lr\nfast\n", "line 2: lr: 'fast' is not a number"),
+        ("lr\n1_0e-3\n", "line 2: lr: '1_0e-3' is not a number"),
         ("width\n9\n", "line 2: width: 9 is not in [8, 32] by 8"),
-        ("kind\nc\n", "line 2: kind: 'c' is none of 'a', 'b', None, True, 3"),
-        ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide asks for no such parameter: did you mean 'width'?"),
+        ("kind\nc\n", "line 2: kind: 'c' is not one of 'a', 'b', None, True, 3"),
+        ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide has no such parameter; did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' is there twice"),
         ("lr,\n0.1,\n", "line 1: a column has no name"),
         ("lr,width\n0.1\n", "line 2: 1 of 2 columns have a cell"),
@@ -104,7 +104,7 @@ def test_what_is_wrong_with_a_table_is_one_line_with_its_place(tmp_path: Path, t
         ("rows.txt", "", "unknown file type '.txt'; use .csv or .jsonl"),
         ("rows.jsonl", "{", "line 1: no JSON"),
         ("rows.jsonl", "[1]", "line 1: [1] is no object"),
-        ("rows.jsonl", '{"lr": "0.1"}', "line 1: lr: '0.1' is no number"),
+        ("rows.jsonl", '{"lr": "0.1"}', "line 1: lr: '0.1' is not a number"),
         ("rows.jsonl", '{"lr": 0.1, "lr": 0.2}', "line 1: no JSON: 'lr' is there twice: leave one out"),
         pytest.param("rows.jsonl", "[" * 100_000, "line 1: no JSON: maximum recursion depth exceeded", id="deep"),
     ],
@@ -202,7 +202,7 @@ def test_the_budget_has_room_for_all_or_nothing_is_written(database_url: str, tm
     [
         ({"lr": [0.1]}, "sampler.search_space has no 'width', which Wide asks for"),
         ({"lr": [5.0], "width": [8], "kind": ["a"]}, "sampler.search_space.lr: 5.0 is not in"),
-        ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration, and runs none twice"),
+        ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration and runs each once"),
     ],
 )
 def test_what_is_wrong_with_a_grid_is_told_before_its_size(database_url: str, grid: dict[str, Any], words: str) -> None:

@@ -7,8 +7,8 @@ import random
 import pytest
 from optuna.trial import FrozenTrial, create_trial
 
-from hpsearch.search.study.ranking import best_first, front_of, is_among_best, is_on_front, rank_trials
-from hpsearch.storage.attributes import BROKEN
+from hpsearch.search.study.ranking import best_first, find_pareto_front, is_among_best, is_on_front, rank_trials
+from hpsearch.storage.attributes import VIOLATIONS
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -41,7 +41,7 @@ def several(*vectors: list[float], broken: tuple[int, ...] = ()) -> list[FrozenT
     """COMPLETE trials of two metrics, of which some break a constraint."""
     trials = []
     for number, values in enumerate(vectors):
-        attrs = {BROKEN: ["it is"]} if number in broken else {}
+        attrs = {VIOLATIONS: ["it is"]} if number in broken else {}
         trial = create_trial(values=values, user_attrs=attrs)
         trial.number = number
         trials.append(trial)
@@ -50,11 +50,11 @@ def several(*vectors: list[float], broken: tuple[int, ...] = ()) -> list[FrozenT
 
 def test_of_several_metrics_fronts_come_in_their_order() -> None:
     trials = several([0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.99, 0.1], [0.3, 1.0], [0.6, 5.0], broken=(3,))
-    assert [trial.number for trial in front_of(trials, (True, False))] == [1, 5, 4]
+    assert [trial.number for trial in find_pareto_front(trials, (True, False))] == [1, 5, 4]
     assert [trial.number for trial in rank_trials(trials, (True, False))] == [1, 4, 5, 0, 2]
     whoever = [trial.number for trial in rank_trials(trials, (True, False), infeasible=True)]
     assert (whoever[0], len(whoever)) == (3, 6)
-    assert front_of([], (True, False)) == rank_trials([], (True, False)) == []
+    assert find_pareto_front([], (True, False)) == rank_trials([], (True, False)) == []
 
 
 def test_who_leaves_a_model_was_on_the_front_at_its_end() -> None:

@@ -18,7 +18,7 @@ from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import WAYS
 from tests.storage.trials.support import rows, take
 
@@ -58,7 +58,11 @@ def refused(url: str, searched: LoopObjective | None = None, /, **settings: Any)
 def test_the_metrics_are_the_objectives_own_and_plain_optuna_has_them(database_url: str) -> None:
     study, created = made(database_url)
     assert created
-    assert (study.spec.ways, study.spec.metric, study.spec.constraints) == (WAYS, "accuracy", {"model_mb": "<= 10.0"})
+    assert (study.spec.direction_by_metric, study.spec.metric, study.spec.constraints) == (
+        WAYS,
+        "accuracy",
+        {"model_mb": "<= 10.0"},
+    )
     assert study.spec.pruner.name == "asha"
     plain = optuna.load_study(study_name="s", storage=database_url)
     assert plain.directions == BOTH
@@ -68,7 +72,7 @@ def test_the_metrics_are_the_objectives_own_and_plain_optuna_has_them(database_u
 
 def test_they_are_given_as_a_flag_or_in_a_file(database_url: str, tmp_path: Path) -> None:
     flag, _ = made(database_url, One(), directions="latency_ms=minimize,accuracy=maximize", constraints="model_mb<=5")
-    assert list(flag.spec.ways.items()) == [("latency_ms", "minimize"), ("accuracy", "maximize")]
+    assert list(flag.spec.direction_by_metric.items()) == [("latency_ms", "minimize"), ("accuracy", "maximize")]
     assert optuna.load_study(study_name="s", storage=database_url).directions == BOTH[::-1]
     path = tmp_path / "search.toml"
     path.write_text(
@@ -76,12 +80,12 @@ def test_they_are_given_as_a_flag_or_in_a_file(database_url: str, tmp_path: Path
         '[constraints]\nmodel_mb = "<= 5"\n'
     )
     filed, _ = made(database_url, One(), **read_spec_file(path))
-    assert (filed.spec.ways, filed.spec.constraints) == (WAYS, {"model_mb": "<= 5.0"})
+    assert (filed.spec.direction_by_metric, filed.spec.constraints) == (WAYS, {"model_mb": "<= 5.0"})
 
 
 def test_one_metric_may_be_asked_of_an_objective_of_several(database_url: str) -> None:
     study, _ = made(database_url, metric="accuracy", direction="maximize")
-    assert (study.spec.several, study.spec.metric, study.spec.pruner.name) == (False, "accuracy", "median")
+    assert (study.spec.is_multi_objective, study.spec.metric, study.spec.pruner.name) == (False, "accuracy", "median")
     assert optuna.load_study(study_name="s", storage=database_url).direction == StudyDirection.MAXIMIZE
 
 
@@ -101,7 +105,7 @@ def test_it_is_joined_by_who_asks_for_the_same(database_url: str, same: dict[str
     again, created = made(database_url, **same)
     assert not created
     assert again.spec == first.spec
-    assert list(again.spec.ways) == list(first.spec.ways)
+    assert list(again.spec.direction_by_metric) == list(first.spec.direction_by_metric)
 
 
 THREE = {**WAYS, "parameters": "minimize"}
@@ -151,12 +155,12 @@ def test_a_larger_budget_and_what_is_enqueued_leave_its_metrics_in_their_order(
     (tmp_path / "rows.csv").write_text("lr\n0.5\n")
     enqueue(study, read_rows(tmp_path / "rows.csv", One()))
     again = load_study(study.storage, "s")
-    assert (again.spec.n_trials, list(again.spec.ways.items())) == (5, list(backwards.items()))
+    assert (again.spec.n_trials, list(again.spec.direction_by_metric.items())) == (5, list(backwards.items()))
     assert [trial.system_attrs["fixed_params"] for trial in again.trials()] == [{"lr": 0.5}]
     claims = Claims(study.engine, study.study_id, worker="w")
     claim = take(claims)
     claims.report(claim, 0, 9.0, metrics=[9.0, 0.5, 1.0])
-    claims.settle(claim, Outcome.COMPLETE, value=[9.0, 0.5, 1.0])
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=[9.0, 0.5, 1.0])
     assert [trial.values for trial in again.front()] == [[9.0, 0.5, 1.0]]
     study.storage.delete_study(study.study_id)
     assert rows(study.engine, "SELECT * FROM hpsearch_epoch_values") == []
@@ -166,7 +170,7 @@ def test_options_without_a_name_are_those_of_the_usual_kind_or_of_the_study_that
     options: dict[str, Any] = {"sampler": {"random_fraction": 0.1}, "pruner": {"min_complete": 2}}
     study, created = made(database_url, **options)
     assert created
-    assert study.spec.sampler.model_dump().items() >= {"name": "curves", "random_fraction": 0.1}.items()
+    assert study.spec.sampler.model_dump().items() >= {"name": "freeze_thaw", "random_fraction": 0.1}.items()
     assert study.spec.pruner.model_dump().items() >= {"name": "asha", "min_complete": 2}.items()
     assert not made(database_url, **options)[1]
     assert "sampler.random_fraction: 0.1 -> 0.2" in refused(database_url, sampler={"random_fraction": 0.2})
@@ -180,4 +184,4 @@ def test_options_without_a_name_are_those_of_the_usual_kind_or_of_the_study_that
 
 def test_a_pruner_may_name_a_metric_that_the_objective_has(database_url: str) -> None:
     study, _ = made(database_url, pruner={"name": "threshold", "metric": "model_mb", "upper": 1.0})
-    assert study.spec.pruner.names_metric() == "model_mb"
+    assert study.spec.pruner.get_metric_name() == "model_mb"

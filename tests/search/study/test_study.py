@@ -9,7 +9,7 @@ import optuna
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
 from hpsearch.search.study.study import load_study
-from hpsearch.storage.attributes import SOURCE, SPEC
+from hpsearch.storage.attributes import SOURCE_SHA256, SPEC
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
 
@@ -20,7 +20,7 @@ def test_code_that_changed_since_the_study_was_created_is_told(database_url: str
     storage = open_storage(database_url, application_name="test")
     study_id = optuna.create_study(study_name="s", storage=storage)._study_id
     storage.set_study_user_attr(study_id, SPEC, spec_of(name="none").model_dump())
-    storage.set_study_user_attr(study_id, SOURCE, source_hash(load_objective(str(path))))
+    storage.set_study_user_attr(study_id, SOURCE_SHA256, source_hash(load_objective(str(path))))
     assert load_study(storage, "s").source_warning(load_objective(str(path))) is None
     path.write_text(path.read_text().replace("1e-4", "1e-3"))
     warning = load_study(storage, "s").source_warning(load_objective(str(path)))

@@ -11,8 +11,8 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch import load_objective
 from hpsearch.search.cli import run_command
-from hpsearch.search.curves.earlier import EARLIER
 from hpsearch.search.errors import SearchError
+from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY
 from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.create import create_or_join
@@ -39,7 +39,7 @@ def made(storage: PostgresStorage, objective, name: str, **settings: object) -> 
     given = {
         "objective": "wine.py",
         "name": name,
-        "sampler": {"name": "curves", "random_fraction": 0},
+        "sampler": {"name": "freeze_thaw", "random_fraction": 0},
         "default_first": False,
         **settings,
     }
@@ -55,7 +55,7 @@ def filled(storage: PostgresStorage, study: StoredStudy, count: int = 12, name: 
 
 
 def kept(study: StoredStudy) -> dict:
-    return study.storage.get_study_system_attrs(study.study_id)[EARLIER]
+    return study.storage.get_study_system_attrs(study.study_id)[WARM_START_KEY]
 
 
 def test_the_new_study_knows_its_earlier_ones_whatever_becomes_of_them(storage, objective):
@@ -100,7 +100,7 @@ def test_what_tells_nothing_is_refused_and_nothing_is_made(storage, objective):
         "empty": "--warm-start empty: no trial of it has reported anything yet: run it first, or leave it out",
         "other_way": "--warm-start other_way: it is to minimize .*: name a study of the same direction",
         "other_space": "--warm-start other_space: its trials have none of the parameters of Wine",
-        "out_of_range": "--warm-start out_of_range: none of its trials is in this search space",
+        "out_of_range": "--warm-start out_of_range: no trial is in this search space",
     }
     there = len(storage.get_all_studies())
     for name, words in cases.items():
@@ -125,11 +125,11 @@ def test_finalists_are_refused_as_an_earlier_study_and_have_none_themselves(stor
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--warm-start", "a"], "the sampler tpe learns from its own study alone: use --sampler curves"),
+        (["--warm-start", "a"], "the sampler tpe learns from its own study alone: use --sampler freeze_thaw"),
         (["--sampler", "gp", "--warm-start", "a"], "the sampler gp learns from its own study alone"),
-        (["--sampler", "curves", "--warm-start", "a,a"], "a is named twice"),
-        (["--sampler", "curves", "--warm-start", "a,"], "'' cannot name a study"),
-        (["--sampler", "curves", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
+        (["--sampler", "freeze_thaw", "--warm-start", "a,a"], "a is named twice"),
+        (["--sampler", "freeze_thaw", "--warm-start", "a,"], "'' cannot name a study"),
+        (["--sampler", "freeze_thaw", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

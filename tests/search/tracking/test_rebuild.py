@@ -26,7 +26,7 @@ PENDING = "pending: on its way from host"
 def study(tracked: Tracked, database_url: str) -> StoredStudy:
     """Two of its trials are on their way to MLflow, by a sender of another process; their checkpoints are gone."""
     trials = [tracked.stored.trials()[number]._trial_id for number in (0, 2)]
-    RunLinks(tracked.stored.engine).mark(trials, TRACKING, PENDING)
+    RunLinks(tracked.stored.engine).set_attr_of_trials(trials, TRACKING, PENDING)
     # Another process's: finished trials are read once.
     study = load_study(open_storage(database_url, application_name="test"), tracked.stored.spec.name)
     with study.engine.begin() as connection:
@@ -42,7 +42,7 @@ def send(tracked: Tracked, study: StoredStudy, home: Path, tell: Callable[[str],
 
 def deliver(tracked: Tracked, home: Path, number: int) -> None:
     """What the other process does once MLflow has all of a trial."""
-    RunLinks(tracked.stored.engine).delivered(tracked.stored.trials()[number]._trial_id, None)
+    RunLinks(tracked.stored.engine).record_delivery(tracked.stored.trials()[number]._trial_id, None)
     open_checkpoints(tracked.stored, home, None).forget_trial(number)
 
 
@@ -60,7 +60,7 @@ def test_a_model_is_made_again_with_all_metrics_of_the_study(
     """Not with the first alone: one that the objective does not have is reported."""
     bounded = replace(study, spec=parse_spec({**study.spec.model_dump(), "constraints": "sparsity<=1"}))
     problems = send(tracked, bounded, tmp_path, lambda _: None)
-    assert [problem.partition(" is none that comes")[0] for problem in problems] == [
+    assert [problem.partition(" is not reported with")[0] for problem in problems] == [
         "trial 0: metric 'sparsity'",
         "trial 2: metric 'sparsity'",
     ]

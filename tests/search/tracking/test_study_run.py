@@ -48,7 +48,7 @@ def test_who_loses_the_lock_makes_no_second_run(
         return found[:0]
 
     monkeypatch.setattr(tracking.client, "search_runs", none_found)
-    monkeypatch.setattr(tracking, "_create", lambda *_: pytest.fail("it made a run"))
+    monkeypatch.setattr(tracking, "_create_run", lambda *_: pytest.fail("it made a run"))
     with pytest.raises(LockLostError):
         open_parent_run(study, tracking)
     assert study.attrs[RUN_ID] is None

@@ -15,10 +15,10 @@ from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.checkpoints.pointers import read_pointers
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 
@@ -42,7 +42,7 @@ def written_in_parts(place: Path, epoch: int) -> dict[str, object]:
     folder.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_text(f"{name} after epoch {epoch}")
-    return {"folder": folder.name, "files": {path.name: checkpoint.entry(path) for path in folder.iterdir()}}
+    return {"folder": folder.name, "files": {path.name: checkpoint.describe_file(path) for path in folder.iterdir()}}
 
 
 class Study:
@@ -56,12 +56,12 @@ class Study:
         self.storage.set_study_user_attr(self.study_id, SPEC, {"n_trials": 1, "retries": 9})
         self.claims = Claims(self.engine, self.study_id, worker="w")
         self.folder = folder
-        self.checkpoints = StudyCheckpoints(Checkpoints(url), self.engine, self.study_id, folder="s-1-abcd")
+        self.checkpoints = StudyCheckpoints(CheckpointStore(url), self.engine, self.study_id, folder="s-1-abcd")
 
     def attempt(self, number: int, *, machine: str = "a") -> Attempt:
         """The next attempt, after the one before has given its trial back."""
         if number > 1:
-            self.claims.settle(self.last, Outcome.LOST, retry=True)
+            self.claims.finish_attempt(self.last, Outcome.LOST, retry=True)
         claim = self.claims.claim()
         assert isinstance(claim, Claim)
         assert claim.attempt == number

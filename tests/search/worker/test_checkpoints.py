@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from hpsearch import promotable
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.worker import checkpoints
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import CheckpointStoreError
 from tests.faults.harness import Zygote
 from tests.search.worker.checkpointed import Study, state_after
@@ -100,11 +100,11 @@ def test_without_a_usable_checkpoint_the_trial_starts_anew(study: Study, caplog:
 def test_machines_that_share_no_folder_do_not_forget_each_others_checkpoints(database_url: str, tmp_path: Path) -> None:
     study = Study(f"file://{tmp_path}/store-a", database_url, tmp_path)
     study.attempt(1).epochs(0, 1, 2)
-    study.checkpoints.files = Checkpoints(f"file://{tmp_path}/store-b")
+    study.checkpoints.files = CheckpointStore(f"file://{tmp_path}/store-b")
     other = study.attempt(2, machine="b")
     assert other.restore() is None
     other.epochs(0)
-    study.checkpoints.files = Checkpoints(f"file://{tmp_path}/store-a")
+    study.checkpoints.files = CheckpointStore(f"file://{tmp_path}/store-a")
     assert study.attempt(3).restore() == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.errors import CheckpointStoreError
 from tests.search.worker.checkpointed import Study, state_after
 
@@ -73,7 +73,7 @@ def test_a_store_that_is_full_keeps_no_part_of_what_it_did_not_take(
     first = study.attempt(1).epochs(0, parts=True)
     put = study.checkpoints.files.put
 
-    def full(local: Path, *, name: str, sha256: str | None = None) -> Stored:
+    def full(local: Path, *, name: str, sha256: str | None = None) -> StoredFile:
         if name.endswith("1_0.distcp"):
             raise CheckpointStoreError("full")
         return put(local, name=name, sha256=sha256)

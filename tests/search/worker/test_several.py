@@ -14,9 +14,9 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch import EpochRecord
 from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
-from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.search.worker.session import violations
-from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
+from hpsearch.search.study.ranking import find_pareto_front, rank_trials
+from hpsearch.search.worker.session import measure_violations
+from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.trials.history import read_epoch_values, read_progress
@@ -83,7 +83,7 @@ def ran(database_url: str, stack: StackInfo, tmp_path: Path) -> Ran:
             tracking_uri=stack.tracking_uri,
             home=str(tmp_path / "home"),
         )
-        study.work()
+        study.run_worker()
         return study
 
     return run
@@ -104,13 +104,13 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert ends == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "PRUNED"]
     assert good.values == [0.55, 9.0], "those of the epoch that is best by the first metric"
     assert reason(good) == "best score 0.55 at epoch 2"
-    assert "metric 'cost' is asked for by the study, and none that was reported" in reason(silent)
+    assert "metric 'cost' is required by the study but not reported" in reason(silent)
     assert "\n" not in reason(silent)
     assert large.intermediate_values.keys() == {0, 1, 2}, "without a pruner it is trained to its end"
     assert reason(large) == "best score 0.55 at epoch 2; out of bounds: parameters 200, not <= 100"
     assert reason(costly) == f"best score 0.55 at epoch 2; out of bounds: {OUT}"
     assert (reason(nan), nan.user_attrs[INFEASIBLE], nan.values) == ("cost is nan at epoch 2", True, None)
-    assert [trial.user_attrs.get(BROKEN) for trial in (good, large, costly)] == [
+    assert [trial.user_attrs.get(VIOLATIONS) for trial in (good, large, costly)] == [
         None,
         ["parameters 200, not <= 100"],
         [OUT],
@@ -120,7 +120,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert tags(stack, costly)["hpsearch.out_of_bounds"] == OUT
     assert "hpsearch.out_of_bounds" not in tags(stack, good)
     maximize = study.spec.maximized
-    assert [trial.number for trial in front_of(study.trials, maximize)] == [1, 2]
+    assert [trial.number for trial in find_pareto_front(study.trials, maximize)] == [1, 2]
     assert {trial.number for trial in rank_trials(study.trials, maximize)} == {0, 1, 2}
     assert {trial.number for trial in rank_trials(study.trials, maximize, infeasible=True)} == {0, 1, 2, 4, 5}
     summary = study.summary()
@@ -161,7 +161,7 @@ def test_one_metric_with_constraints(ran: Ran) -> None:
     assert [trial.values for trial in study.trials] == [[0.55], [pytest.approx(0.35)], [0.55]]
     assert reason(costly).endswith(f"; out of bounds: {OUT}")
     assert costly.constraints == {"parameters": -90.0, "cost": 10.0}
-    assert large.user_attrs[BROKEN] == ["parameters 200, not <= 100"]
+    assert large.user_attrs[VIOLATIONS] == ["parameters 200, not <= 100"]
     assert [trial.number for trial in rank_trials(study.trials, (True,))] == [small.number]
     stored, summary = study._stored, study.summary()
     assert (summary.best, summary.out_of_bounds) == (small, 2), "though others are better"
@@ -178,7 +178,7 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
     study.extend("+2")
     (tmp_path / "rows.jsonl").write_text('{"kind": "poor"}\n{"kind": "poorer"}\n')
     assert study.enqueue_trial(tmp_path / "rows.jsonl") == 2
-    study.work()
+    study.run_worker()
     memory, *others = study.trials
     assert (memory.state, memory.user_attrs[INFEASIBLE]) == (TrialState.PRUNED, True)
     assert reason(memory).startswith("out of memory on cpu")
@@ -188,11 +188,11 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
 
 def test_a_study_asks_for_what_it_optimises_or_bounds() -> None:
     asked = spec(directions={"accuracy": "maximize", "latency_ms": "minimize"}, constraints="model_mb<=10")
-    found = asked.asked({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
+    found = asked.select_metrics({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
     assert found == {"accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0}
-    assert violations(asked, found) == {"constraints:model_mb": 2.0}
+    assert measure_violations(asked, found) == {"constraints:model_mb": 2.0}
     with pytest.raises(KeyError, match="latency_ms"):
-        asked.asked({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
+        asked.select_metrics({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
 
 
 def test_of_equal_epochs_the_earliest_is_the_best() -> None:
@@ -201,5 +201,5 @@ def test_of_equal_epochs_the_earliest_is_the_best() -> None:
         curve.add(EpochRecord(epoch, 0.0, {"val_accuracy": value}), dict) for epoch, value in enumerate((0.5, 0.7, 0.7))
     ]
     assert kept == [True, True, False]
-    assert [curve.best_until(epoch).epoch for epoch in range(3)] == [0, 1, 1]
+    assert [curve.best_up_to(epoch).epoch for epoch in range(3)] == [0, 1, 1]
     assert curve.values == {0: 0.4, 1: 0.7, 2: 0.7, 5: 0.9}, "what was reported before stays"

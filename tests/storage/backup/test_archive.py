@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from hpsearch.storage.backup import archive
-from hpsearch.storage.backup.archive import ARTIFACTS, MLFLOW_DUMP, STUDIES_DUMP, Manifest, Reader, Unpacked, writing
+from hpsearch.storage.backup.archive import (
+    ARTIFACTS,
+    MLFLOW_DUMP,
+    STUDIES_DUMP,
+    ArchiveReader,
+    Manifest,
+    UnpackedArchive,
+    create_archive,
+)
 from hpsearch.storage.errors import StorageError
 
 MANIFEST = Manifest(
@@ -34,19 +42,19 @@ MANIFEST = Manifest(
 
 def write(path: Path, manifest: Manifest = MANIFEST) -> Path:
     source = path.with_name("source")
-    with writing(path) as writer:
-        writer.manifest(manifest)
+    with create_archive(path) as writer:
+        writer.write_manifest(manifest)
         for name in (STUDIES_DUMP, MLFLOW_DUMP, f"{ARTIFACTS}1/abc/metrics.jsonl"):
             source.write_bytes(name.encode() * 5000)
-            assert writer.file(name, source)
-        writer.note(f"{ARTIFACTS}1/abc/elsewhere.pt", 7, None)
-        writer.index()
+            assert writer.add_file(name, source)
+        writer.add_index_entry(f"{ARTIFACTS}1/abc/elsewhere.pt", 7, None)
+        writer.write_index()
     return path
 
 
-def unpack(path: Path, folder: Path) -> Unpacked:
+def unpack(path: Path, folder: Path) -> UnpackedArchive:
     folder.mkdir()
-    with Reader.opened(path) as reader:
+    with ArchiveReader.open(path) as reader:
         return reader.unpack(folder, progress=lambda _: None)
 
 
@@ -55,7 +63,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600, "it holds users' data"
     found = unpack(path, tmp_path / "out")
     assert found.manifest == MANIFEST
-    [(name, lies)] = found.held(ARTIFACTS)
+    [(name, lies)] = found.iterate_files(ARTIFACTS)
     assert (str(name), lies.read_bytes()) == ("1/abc/metrics.jsonl", b"artifacts/1/abc/metrics.jsonl" * 5000)
     assert [entry.path for entry in found.index if not entry.held] == [f"{ARTIFACTS}1/abc/elsewhere.pt"]
 
@@ -64,11 +72,11 @@ def test_a_file_that_is_gone_is_left_out_and_one_that_shrinks_breaks_nothing(tmp
     shrinking = tmp_path / "shrinking"
     shrinking.write_bytes(b"x" * 100)
     with shrinking.open("rb") as file:
-        exactly = archive._Exactly(file, 150)
+        exactly = archive._FixedSizeReader(file, 150)
         assert exactly.read() == b"x" * 100 + b"\0" * 50
-    with writing(tmp_path / "a.tar") as writer:
-        writer.manifest(MANIFEST)
-        assert not writer.file(STUDIES_DUMP, tmp_path / "gone")
+    with create_archive(tmp_path / "a.tar") as writer:
+        writer.write_manifest(MANIFEST)
+        assert not writer.add_file(STUDIES_DUMP, tmp_path / "gone")
 
 
 @pytest.mark.parametrize("kept", [0, 1, 300, 600, 3000, 20_000, 40_000, 100_000, 200_000, 250_000])
@@ -77,7 +85,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
     whole = path.read_bytes()
     assert len(whole) > kept
     path.write_bytes(whole[:kept])
-    with pytest.raises(StorageError, match=r"a\.tar' is (no backup|damaged)"):
+    with pytest.raises(StorageError, match=r"a\.tar' is (not a backup|damaged)"):
         unpack(path, tmp_path / "out")
 
 
@@ -90,7 +98,7 @@ def test_a_file_without_its_last_member_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="damaged"):
         unpack(path, tmp_path / "out")
     path.write_bytes(path.read_bytes() + b"\0" * 1024)
-    with pytest.raises(StorageError, match=r"damaged \(its end is missing"):
+    with pytest.raises(StorageError, match=r"damaged \(the end is missing"):
         unpack(path, tmp_path / "again")
 
 
@@ -101,7 +109,7 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"'studies\.dump' is not what its index says"):
+    with pytest.raises(StorageError, match=r"'studies\.dump' differs from the index"):
         unpack(path, tmp_path / "out")
 
 
@@ -122,7 +130,7 @@ def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
 )
 def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     path = add(tmp_path / "a.tar", lambda member: setattr(member, "name", name))
-    with pytest.raises(StorageError, match="does not belong there"):
+    with pytest.raises(StorageError, match="is not expected"):
         unpack(path, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "out"]
     assert not list((tmp_path / "out").rglob("*"))
@@ -133,7 +141,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: bytes) -> None:
     def change(member: tarfile.TarInfo) -> None:
         member.name, member.type, member.linkname, member.size = f"{ARTIFACTS}x", kind, "/etc/passwd", 0
 
-    with pytest.raises(StorageError, match="does not belong there"):
+    with pytest.raises(StorageError, match="is not expected"):
         unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
 
 
@@ -148,7 +156,9 @@ def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> Non
     path = tmp_path / "a.tar"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(StorageError, match="does not exist" if content is None else "is no backup of hpsearch") as told:
+    with pytest.raises(
+        StorageError, match="does not exist" if content is None else "is not a backup of hpsearch"
+    ) as told:
         unpack(path, tmp_path / "out")
     assert "\n" not in str(told.value)
 
@@ -156,5 +166,5 @@ def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> Non
 def test_a_tar_of_something_else_is_told(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("readme"), io.BytesIO())
-    with pytest.raises(StorageError, match=r"is no backup of hpsearch \(it has no manifest"):
+    with pytest.raises(StorageError, match=r"is not a backup of hpsearch \(the manifest is missing"):
         unpack(tmp_path / "a.tar", tmp_path / "out")

@@ -17,14 +17,14 @@ import pytest
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import archive
 from hpsearch.storage.backup import restore as adapt
-from hpsearch.storage.backup.backup import Made, backup
-from hpsearch.storage.backup.dumps import _connection, find_programs
+from hpsearch.storage.backup.backup import BackupResult, backup
+from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs
 from hpsearch.storage.backup.restore import restore
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
@@ -65,7 +65,7 @@ def execute(url: str, statement: str, *arguments: Any) -> list[Any]:
         connection.close()
 
 
-def fill(url: str, checkpoint: Stored | None = None) -> PostgresStorage:
+def fill(url: str, checkpoint: StoredFile | None = None) -> PostgresStorage:
     """A study with a running trial that has reported an epoch."""
     storage = open_storage(url, application_name="test")
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "wine")
@@ -77,8 +77,8 @@ def fill(url: str, checkpoint: Stored | None = None) -> PostgresStorage:
     return storage
 
 
-def make(file: Path, owner_url: str, home: str, **more: Any) -> Made:
-    return backup(file, owner_url=owner_url, studies_only=True, home=home, **more, dashboard=DASHBOARD)
+def make(file: Path, owner_url: str, home: str, **more: Any) -> BackupResult:
+    return backup(file, owner_url=owner_url, studies_only=True, home=home, **more, dashboard=DASHBOARD_COMMAND)
 
 
 def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
@@ -86,8 +86,8 @@ def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
 ) -> None:
     fill(database_url)
     made = make(file, owner_url, home)
-    assert (made.manifest.studies, made.manifest.trials, made.manifest.with_mlflow) == (1, 1, False)
-    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home, dashboard=DASHBOARD)
+    assert (made.manifest.studies, made.manifest.trials, made.manifest.has_mlflow) == (1, 1, False)
+    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home, dashboard=DASHBOARD_COMMAND)
     storage = open_storage(postgres_server.url(other, user=WORKER), application_name="test")
     (study,) = storage.get_all_studies()
     (trial,) = storage.get_all_trials(study._study_id)
@@ -114,9 +114,11 @@ def test_the_parts_of_a_checkpoint_are_taken_along(
     folder.mkdir(parents=True)
     for name in ("0000-1.pt", "0000-1.pt.0_0.distcp", "0000-1.pt.metadata", "0001-1.pt.0_0.distcp"):
         (folder / name).write_text(name)
-    fill(database_url, Stored("wine-1/0000/0000-1.pt", "0" * 64, 9))
+    fill(database_url, StoredFile("wine-1/0000/0000-1.pt", "0" * 64, 9))
     make(file, owner_url, home)
-    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=str(tmp_path / "new"), dashboard=DASHBOARD)
+    restore(
+        file, owner_url=postgres_server.url(other, user=OWNER), home=str(tmp_path / "new"), dashboard=DASHBOARD_COMMAND
+    )
     found = {path.name: path.read_text() for path in (tmp_path / "new" / "checkpoints").rglob("*") if path.is_file()}
     names = ("0000-1.pt", "0000-1.pt.0_0.distcp", "0000-1.pt.metadata")
     assert found == {name: name for name in names}, "and nothing that no pointer names"
@@ -130,7 +132,7 @@ def test_nothing_is_overwritten(
     migrate(target := postgres_server.url(other, user=OWNER))
     execute(target, "INSERT INTO studies (study_name) VALUES ('precious')")
     with pytest.raises(StorageError, match=r"/restored_\d+.* is not empty \(studies: 1\): nothing is overwritten"):
-        restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+        restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT study_name FROM studies") == [("precious",)]
     with pytest.raises(StorageError, match="exists: give another file, or --force"):
         make(file, owner_url, home)
@@ -141,7 +143,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing is tidied up after it that is not tidied up anyway."""
 
 
-@pytest.mark.parametrize("where", ["put_back", "migrate", "release_trials", "forget_home"])
+@pytest.mark.parametrize("where", ["restore_dump", "migrate", "release_trials", "remove_home_checkpoint_urls"])
 def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, where: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,23 +158,27 @@ def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
     with monkeypatch.context() as patch:
         patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
         with pytest.raises(Killed):
-            restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
-    with pytest.raises(StorageError, match="a restore into it was cut off: run the same 'hpsearch restore' again"):
+            restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    with pytest.raises(StorageError, match="a restore into it was interrupted: run the same 'hpsearch restore' again"):
         check_database(workers)
-    restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     check_database(workers)
     storage = open_storage(workers, application_name="test")
     (study,) = storage.get_all_studies()
     assert [trial.state for trial in storage.get_all_trials(study._study_id)] == [TrialState.WAITING]
     storage.engine.dispose()
     with pytest.raises(StorageError, match="is not empty"):
-        restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+        restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
 
 
 def test_only_files_are_written_to_and_old_leftovers_go(owner_url: str, tmp_path: Path, home: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    for name, said in (("fifo", "is no regular file"), ("nowhere", "is no regular file"), ("a" * 300, "too long")):
+    for name, said in (
+        ("fifo", "is not a regular file"),
+        ("nowhere", "is not a regular file"),
+        ("a" * 300, "too long"),
+    ):
         with pytest.raises(StorageError, match=said):
             make(tmp_path / name, owner_url, home, force=True)
     old, young = tmp_path / ".b.tar-old", tmp_path / ".b.tar-young"
@@ -189,7 +195,7 @@ def test_tables_of_an_older_version_are_brought_up_to_date(
     execute(empty_database_url, OLD.read_text())
     made = make(file, empty_database_url, home)
     migrate(target := postgres_server.url(other, user=OWNER))  # newer tables, all empty, give way to them
-    restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     (revision,) = execute(target, "SELECT version_num FROM hpsearch_alembic_version")[0]
     assert (made.manifest.schema or "") < revision
     assert execute(target, "SELECT count(*) FROM studies") == [(made.manifest.studies,)]
@@ -201,8 +207,8 @@ def test_tables_of_an_older_version_are_brought_up_to_date(
         ({"schema": "0999"}, r"newer hpsearch \(schema 0999"),
         ({"optuna_schema": "v9"}, r"newer Optuna \(schema v9"),
         ({"mlflow_schema": "zz"}, r"newer MLflow \(schema zz"),
-        ({"postgres": "99.1"}, "of Postgres 99.1, and the server is of Postgres 18"),
-        ({"dumped_by": "99.1"}, "of Postgres 99, which takes pg_dump and pg_restore 99 or newer"),
+        ({"postgres": "99.1"}, "from Postgres 99.1, and the server is Postgres 18"),
+        ({"dumped_by": "99.1"}, "the backup needs pg_dump and pg_restore 99 or newer"),
     ],
 )
 def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
@@ -229,38 +235,36 @@ def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_BACKEND_STORE_URI", target)
         with pytest.raises(StorageError, match=said):
-            restore(altered, owner_url=target, home=home, dashboard=DASHBOARD)
+            restore(altered, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == [(0,)]
 
 
 def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
-    with pytest.raises(StorageError, match="holds no services, and so nothing to back up"):
-        backup(file, home=home, dashboard=DASHBOARD)
+    with pytest.raises(StorageError, match="contains no services and nothing to back up"):
+        backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
-        backup(file, owner_url=url, home=home, dashboard=DASHBOARD)
+        backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
     with pytest.raises(StorageError, match="--artifacts is missing"):
-        backup(file, owner_url=url, home=home, dashboard=DASHBOARD)
-    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is no folder here: give --no-artifacts too"):
-        backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD)
+        backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
+    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not a local folder: add --no-artifacts"):
+        backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
-    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set and HPSEARCH_OWNER_URL is not"):
-        backup(file, home=home, dashboard=DASHBOARD)
+    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set without HPSEARCH_OWNER_URL"):
+        backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     assert not file.exists()
 
 
 def test_a_password_is_on_no_command_line() -> None:
     url = "postgresql://ann:se%2Fcret@db:5432/optuna?sslmode=require&sslpassword=key"
-    arguments, environment = _connection(url)
+    arguments, environment = _make_connection_arguments(url)
     assert arguments == ["--no-password", "--dbname=postgresql://ann@db:5432/optuna?sslmode=require"]
     assert environment["PGPASSWORD"] == "se/cret"
 
 
 def test_a_server_that_is_newer_than_all_programs_here_is_told_with_the_remedy() -> None:
-    with pytest.raises(
-        StorageError, match=r"the server is of Postgres 99, which takes .*: install postgresql-client-99"
-    ):
+    with pytest.raises(StorageError, match=r"the server needs pg_dump .*: install postgresql-client-99"):
         find_programs(99, why="the server")
 
 
@@ -336,8 +340,8 @@ def test_links_lead_to_the_new_server_and_checkpoints_to_the_new_home(
         psycopg2.connect(owner_url.replace("+psycopg2", "")) as ours,
         psycopg2.connect(target.replace("+psycopg2", "")) as theirs,
     ):
-        assert adapt.forget_home(ours.cursor(), "/old/home") == [("c", "s3://bucket")]
-        adapt.readdress(
+        assert adapt.remove_home_checkpoint_urls(ours.cursor(), "/old/home") == [("c", "s3://bucket")]
+        adapt.rewrite_mlflow_urls(
             ours.cursor(), theirs.cursor(), tracking_uri="http://mlflow:5000", ui_url="https://mlflow.example.com/"
         )
     ours.close()

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from hpsearch.storage import files
-from hpsearch.storage.checkpoints.store import Checkpoints, Stored, is_file
+from hpsearch.storage.checkpoints.store import CheckpointStore, StoredFile, is_identical
 from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
 
 
@@ -23,8 +23,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def store(url: str) -> Checkpoints:
-    return Checkpoints(url)
+def store(url: str) -> CheckpointStore:
+    return CheckpointStore(url)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def content(url: str, name: str, data: bytes | None = None) -> bytes:
     return bytes(fs.cat_file(f"{root}/{name}"))
 
 
-def test_a_file_comes_back_as_it_was(store: Checkpoints, url: str, local: Path, tmp_path: Path) -> None:
+def test_a_file_comes_back_as_it_was(store: CheckpointStore, url: str, local: Path, tmp_path: Path) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
     assert content(url, stored.path) == local.read_bytes()
     assert stored.size == 100_000
@@ -51,13 +51,13 @@ def test_a_file_comes_back_as_it_was(store: Checkpoints, url: str, local: Path, 
     back.write_bytes(b"an older one")
     store.get(stored, back)
     assert back.read_bytes() == local.read_bytes()
-    assert is_file(back, stored)
+    assert is_identical(back, stored)
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["back.pt", "last.pt"]
 
 
 @pytest.mark.parametrize("change", ["torn", "one byte", "empty", "longer"])
 def test_a_changed_file_is_refused_and_the_local_one_stays(
-    store: Checkpoints, url: str, local: Path, tmp_path: Path, change: str
+    store: CheckpointStore, url: str, local: Path, tmp_path: Path, change: str
 ) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
     whole = local.read_bytes()
@@ -70,13 +70,13 @@ def test_a_changed_file_is_refused_and_the_local_one_stays(
     content(url, stored.path, data)
     target = tmp_path / "target.pt"
     target.write_bytes(b"as before")
-    with pytest.raises(StoredCheckpointError, match="torn or was changed"):
+    with pytest.raises(StoredCheckpointError, match="torn or changed"):
         store.get(stored, target)
     assert target.read_bytes() == b"as before"
-    assert not is_file(target, stored)
+    assert not is_identical(target, stored)
 
 
-def test_a_missing_file_is_told(store: Checkpoints, local: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_told(store: CheckpointStore, local: Path, tmp_path: Path) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
     store.remove([stored.path, "s-1/0000/never.pt"])
     with pytest.raises(StoredCheckpointError, match=r"0003-1.pt is not under"):
@@ -84,7 +84,7 @@ def test_a_missing_file_is_told(store: Checkpoints, local: Path, tmp_path: Path)
     assert not (tmp_path / "x.pt").exists()
 
 
-def test_files_are_found_by_their_folder(store: Checkpoints, local: Path) -> None:
+def test_files_are_found_by_their_folder(store: CheckpointStore, local: Path) -> None:
     for name in ("s-1/0000/0000-1.pt", "s-1/0001/0000-1.pt", "s-10/0000/0000-1.pt"):
         store.put(local, name=name)
     assert store.find("s-1") == ["s-1/0000/0000-1.pt", "s-1/0001/0000-1.pt"]
@@ -95,16 +95,16 @@ def test_files_are_found_by_their_folder(store: Checkpoints, local: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x.pt", "s/../../x.pt", "..\\x.pt"])
-def test_no_name_leads_out_of_the_store(store: Checkpoints, local: Path, tmp_path: Path, name: str) -> None:
+def test_no_name_leads_out_of_the_store(store: CheckpointStore, local: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(StorageError, match="not a name below"):
         store.put(local, name=name)
     with pytest.raises(StorageError, match="not a name below"):
-        store.get(Stored(name, "0" * 64, 1), tmp_path / "x")
+        store.get(StoredFile(name, "0" * 64, 1), tmp_path / "x")
     with pytest.raises(StorageError, match="not a name below"):
         store.remove_folder(name)
 
 
-def test_the_store_is_tried_before_it_is_used(store: Checkpoints, url: str) -> None:
+def test_the_store_is_tried_before_it_is_used(store: CheckpointStore, url: str) -> None:
     store.check()
     fs, root = fsspec.core.url_to_fs(url)
     assert fs.exists(root)
@@ -112,7 +112,7 @@ def test_the_store_is_tried_before_it_is_used(store: Checkpoints, url: str) -> N
 
 
 def test_in_a_folder_nothing_is_written_twice(tmp_path: Path, local: Path) -> None:
-    store = Checkpoints(str(tmp_path / "store"))
+    store = CheckpointStore(str(tmp_path / "store"))
     stored = store.put(local, name="s-1/0000/0000-1.pt")
     kept = tmp_path / "store" / stored.path
     assert kept.samefile(local)
@@ -123,7 +123,7 @@ def test_in_a_folder_nothing_is_written_twice(tmp_path: Path, local: Path) -> No
     new = tmp_path / "new"
     new.write_bytes(b"the next epoch")
     new.replace(local)
-    assert is_file(kept, stored)
+    assert is_identical(kept, stored)
 
 
 def test_on_another_file_system_it_is_a_copy(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_on_another_file_system_it_is_a_copy(tmp_path: Path) -> None:
     source = memory / f"hpsearch-test-{uuid.uuid4().hex}"
     source.write_bytes(b"x" * 1000)
     try:
-        store = Checkpoints(str(tmp_path / "store"))
+        store = CheckpointStore(str(tmp_path / "store"))
         stored = store.put(source, name="s-1/0000/0000-1.pt")
         assert store.find("s-1") == [stored.path], "and no temporary file stays"
         source.unlink()
@@ -145,22 +145,22 @@ def test_on_another_file_system_it_is_a_copy(tmp_path: Path) -> None:
 
 def test_a_name_that_is_taken_by_what_is_torn_is_replaced_whole(tmp_path: Path, local: Path) -> None:
     """As on a store without atomic uploads: the same attempt puts the same epoch again."""
-    store = Checkpoints(str(tmp_path / "store"))
+    store = CheckpointStore(str(tmp_path / "store"))
     torn = tmp_path / "store" / "s-1" / "0000" / "0000-1.pt"
     files.make_folder(torn.parent)
     torn.write_bytes(local.read_bytes()[:10])
-    assert is_file(torn, store.put(local, name="s-1/0000/0000-1.pt"))
+    assert is_identical(torn, store.put(local, name="s-1/0000/0000-1.pt"))
 
 
 FULL = """
 import resource, sys
 from pathlib import Path
-from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import CheckpointStoreError
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 import os
 os.link = lambda *_: (_ for _ in ()).throw(OSError(18, "another file system"))
-store = Checkpoints(sys.argv[1])
+store = CheckpointStore(sys.argv[1])
 try:
     store.put(Path(sys.argv[2]), name="s-1/0000/0000-1.pt")
 except CheckpointStoreError as error:
@@ -178,7 +178,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, local: Path) -> 
 
 def test_a_folder_that_may_not_be_written_is_told(tmp_path: Path, local: Path) -> None:
     (tmp_path / "file").touch()
-    store = Checkpoints(str(tmp_path / "file"))
+    store = CheckpointStore(str(tmp_path / "file"))
     with pytest.raises(CheckpointStoreError, match=r"--checkpoint-url .*file' cannot be written \("):
         store.check()
     with pytest.raises(CheckpointStoreError, match="did not take a/b"):
@@ -195,7 +195,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path: Path, local: Path) -
 )
 def test_a_url_that_cannot_be_used_is_told_in_one_line(url: str, words: list[str]) -> None:
     with pytest.raises(StorageError) as caught:
-        Checkpoints(url)
+        CheckpointStore(url)
     assert "\n" not in str(caught.value)
     for word in ["--checkpoint-url", *words]:
         assert word in str(caught.value)
@@ -207,7 +207,7 @@ def test_a_driver_that_is_not_installed_is_told_with_its_package(protocol: str, 
         fsspec.get_filesystem_class(protocol)
     except ImportError:
         with pytest.raises(StorageError, match=rf"needs a package that is not installed: pip install {package}$"):
-            Checkpoints(f"{protocol}://bucket/prefix", setting="HPSEARCH_CHECKPOINT_URL")
+            CheckpointStore(f"{protocol}://bucket/prefix", setting="HPSEARCH_CHECKPOINT_URL")
     else:
         pytest.skip(f"{package} is installed")
 
@@ -237,7 +237,7 @@ class Refusing(fsspec.AbstractFileSystem):
 
 def test_no_password_is_shown(local: Path) -> None:
     fsspec.register_implementation("refusing", Refusing, clobber=True)
-    store = Checkpoints("refusing://me:ge%20heim@host/bucket")
+    store = CheckpointStore("refusing://me:ge%20heim@host/bucket")
     assert store.url == "refusing://me:***@host/bucket"
     for call in (lambda: store.put(local, name="a"), lambda: store.find("a"), lambda: store.remove_folder("a")):
         with pytest.raises(CheckpointStoreError) as caught:

@@ -62,7 +62,7 @@ def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) ->
 @pytest.fixture
 def read_only(database_url: str) -> Iterator[str]:
     """The address of a dashboard that only shows, served as its own command serves it."""
-    port = state.choose(None)
+    port = state.choose_port(None)
     arguments = [sys.executable, "-m", "hpsearch", "serve", "dashboard", "--port", str(port), "--read-only"]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url}
     with subprocess.Popen(arguments, env=environment, cwd=Path(dashboard.__file__).parents[2]) as process:
@@ -113,7 +113,7 @@ def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyP
 
     given: list[object] = []
     monkeypatch.setattr(optuna_dashboard, "wsgi", lambda storage, artifact_store: given.append(storage))
-    dashboard._application(database_url, None)
+    dashboard._make_app(database_url, None)
     (storage,) = given
     assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial anew for each request"
 
@@ -126,9 +126,7 @@ def test_what_is_out_of_bounds_is_neither_best_nor_on_the_front(database_url: st
             study.add_trial(optuna.trial.create_trial(values=list(each), system_attrs=over))
         environ: dict[str, Any] = {"PATH_INFO": f"/api/studies/{study._study_id}"}
         setup_testing_defaults(environ)
-        told: dict[str, Any] = json.loads(
-            b"".join(dashboard._application(database_url, None)(environ, lambda *_: None))
-        )
+        told: dict[str, Any] = json.loads(b"".join(dashboard._make_app(database_url, None)(environ, lambda *_: None)))
         return told
 
     two = made("two", (3.0, 3.0), (2.0, 1.0), (1.0, 2.0), (1.0, 1.0))

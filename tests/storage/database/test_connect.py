@@ -9,16 +9,16 @@ import sqlalchemy as sa
 
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.database.roles import OWNER, WORKER
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 
 
 def _refused(url: str, *, away: bool = False) -> str:
     with pytest.raises(StorageError) as raised:
-        check_database(url, patience=0.0)
-    assert isinstance(raised.value, AwayError) == away
+        check_database(url, retry_seconds=0.0)
+    assert isinstance(raised.value, ServiceUnavailableError) == away
     message = str(raised.value)
     assert message.startswith("--storage-url ")
     assert "\n" not in message
@@ -76,9 +76,9 @@ def test_what_the_url_sets_is_left_to_it(database_url: str) -> None:
 
 def test_wrong_password_database_user_and_host(postgres_server: Any, database: str) -> None:
     url = postgres_server.url
-    assert f"refused the password of user '{WORKER}'" in _refused(url(database, password="wrong"))
+    assert f"rejected the password of user '{WORKER}'" in _refused(url(database, password="wrong"))
     assert "there is no database 'nowhere'" in _refused(url("nowhere"))
-    assert "refused the password of user 'nobody'" in _refused(url(database, user="nobody"))
+    assert "rejected the password of user 'nobody'" in _refused(url(database, user="nobody"))
     assert "host 'nohost.invalid' is not known" in _refused(url(database).replace("127.0.0.1", "nohost.invalid"))
     assert f"may not connect to database 'mlflow': GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
         url("mlflow")
@@ -104,7 +104,7 @@ def test_something_listens_and_never_answers() -> None:
 def test_the_tracking_server_is_not_postgres(stack: StackInfo, ssl: str) -> None:
     where = stack.tracking_uri.removeprefix("http://")
     message = _refused(f"postgresql://u:p@{where}/db?sslmode={ssl}", away=True)
-    assert f"what answers at {where} is not a Postgres server" in message
+    assert f"the server at {where} is not Postgres" in message
 
 
 def test_no_connection_is_free(postgres_server: Any, database: str) -> None:
@@ -116,7 +116,7 @@ def test_no_connection_is_free(postgres_server: Any, database: str) -> None:
 
 
 def test_tables_are_missing(empty_database_url: str, owner_url: str) -> None:
-    assert "there are no tables yet: run hpsearch migrate" in _refused(empty_database_url)
+    assert "the tables do not exist: run hpsearch migrate" in _refused(empty_database_url)
     _execute(owner_url, "DROP TABLE trial_heartbeats")
     assert "tables are missing (trial_heartbeats)" in _refused(owner_url)
 
@@ -152,7 +152,7 @@ def test_a_read_only_replica(fresh_home: Path) -> None:
     fresh_home.mkdir()
     fresh_home.chmod(0o755)
     (fresh_home / "logs").mkdir()
-    server = Server(make_folder(fresh_home), fresh_home / "logs" / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(fresh_home), fresh_home / "logs" / "postgres.log")
     server.start(None)
     server.stop()
     (server.data / "standby.signal").touch(0o644)

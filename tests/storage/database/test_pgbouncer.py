@@ -28,7 +28,7 @@ from tests.storage.shaking import check, run_trials
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("shaken", patience=60)
+    return opened("shaken", retry_seconds=60)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def bouncer(postgres_server: PostgresServer, database: str, open_folder: Path) -
     binary = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
     if binary is None:
         pytest.skip("PgBouncer is not installed")
-    port, url = state.choose(None), sa.make_url(postgres_server.url(database))
+    port, url = state.choose_port(None), sa.make_url(postgres_server.url(database))
     config = open_folder / "pgbouncer.ini"
     config.write_text(
         f"""[databases]
@@ -73,12 +73,12 @@ server_reset_query =
 
 def test_behind_pgbouncer_in_transaction_mode(bouncer: str, storage: PostgresStorage, study_id: int) -> None:
     """More clients than connections, each statement on whichever is free."""
-    shared = [open_storage(bouncer, application_name=f"b{n}", patience=30) for n in range(4)]
+    shared = [open_storage(bouncer, application_name=f"b{n}", retry_seconds=30) for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda s: run_trials(s, study_id, 4), shared))
     check(storage, study_id, made)
     trial_id = shared[0].create_new_trial(study_id)
-    with shared[0].together(trial_id):
+    with shared[0].batch_writes(trial_id):
         shared[0].set_trial_param(trial_id, "x", 0.5, X)
     assert shared[1].get_trial(trial_id).params == {"x": 0.5}
     for opened in shared:

@@ -9,10 +9,10 @@ import pytest
 from hpsearch.storage.database.connect import connect
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 from tests.faults.harness import Zygote
 
 _PASSWORDS = {"owner_password": "o-secret", "worker_password": "w-secret", "mlflow_password": "m-secret"}
@@ -28,24 +28,24 @@ create_databases(sys.argv[1], **{_PASSWORDS!r})
 
 
 @pytest.fixture
-def server(fresh_home: Path) -> Iterator[Server]:
+def server(fresh_home: Path) -> Iterator[EmbeddedPostgres]:
     """A server without our roles, which logs every statement."""
     fresh_home.mkdir()
     fresh_home.chmod(0o755)
     (fresh_home / "logs").mkdir()
-    server = Server(make_folder(fresh_home), fresh_home / "logs" / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(fresh_home), fresh_home / "logs" / "postgres.log")
     port = server.start(None)
     _execute(_admin(server, port), "ALTER SYSTEM SET log_statement = 'all'", "SELECT pg_reload_conf()")
     yield server
     server.stop()
 
 
-def _admin(server: Server, port: int | None = None) -> str:
-    return build(
+def _admin(server: EmbeddedPostgres, port: int | None = None) -> str:
+    return build_url(
         user=SUPERUSER,
         password=server.password,
         host="127.0.0.1",
-        port=port or server.port() or 0,
+        port=port or server.read_port() or 0,
         database="postgres",
     )
 
@@ -61,7 +61,7 @@ def _execute(url: str, *statements: str) -> None:
         connection.close()
 
 
-def test_four_processes_at_once_then_again(server: Server, zygote: Zygote, tmp_path: Path) -> None:
+def test_four_processes_at_once_then_again(server: EmbeddedPostgres, zygote: Zygote, tmp_path: Path) -> None:
     admin = _admin(server)
     starters = [zygote.python(_CREATE, admin, tmp_path / "go") for _ in range(4)]
     for starter in starters:
@@ -85,26 +85,28 @@ def test_four_processes_at_once_then_again(server: Server, zygote: Zygote, tmp_p
     assert "-secret" not in log  # passwords are not
 
 
-def test_passwords_are_changed_by_calling_it_again(server: Server) -> None:
+def test_passwords_are_changed_by_calling_it_again(server: EmbeddedPostgres) -> None:
     old = create_databases(_admin(server), **_PASSWORDS)
     new = create_databases(_admin(server), **_PASSWORDS | {"worker_password": "p@/:#?% '\""})
     _execute(new.worker_url, "SELECT 1")
-    with pytest.raises(StorageError, match="refused the password"):
+    with pytest.raises(StorageError, match="rejected the password"):
         connect(old.worker_url, application_name="test")
 
 
-def test_an_admin_who_is_no_superuser_is_enough(server: Server) -> None:
+def test_an_admin_who_is_no_superuser_is_enough(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")
-    boss = build(user="boss", password="boss", host="127.0.0.1", port=server.port() or 0, database="postgres")
+    boss = build_url(user="boss", password="boss", host="127.0.0.1", port=server.read_port() or 0, database="postgres")
     urls = create_databases(boss, **_PASSWORDS)
     create_databases(boss, **_PASSWORDS)
     migrate(urls.owner_url)
     _execute(urls.worker_url, "SELECT count(*) FROM trials")
 
 
-def test_an_admin_without_rights_is_told(server: Server) -> None:
+def test_an_admin_without_rights_is_told(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE clerk LOGIN PASSWORD 'clerk'")
-    clerk = build(user="clerk", password="clerk", host="127.0.0.1", port=server.port() or 0, database="postgres")
+    clerk = build_url(
+        user="clerk", password="clerk", host="127.0.0.1", port=server.read_port() or 0, database="postgres"
+    )
     with pytest.raises(StorageError, match=r"^HPSEARCH_ADMIN_URL: .* give the URL of a superuser") as raised:
         create_databases(clerk, **_PASSWORDS)
     assert "\n" not in str(raised.value)

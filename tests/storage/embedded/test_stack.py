@@ -19,12 +19,12 @@ import psutil
 import psycopg2
 import pytest
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import process, web_service
 from hpsearch.storage.embedded.services import EmbeddedStack
-from hpsearch.storage.embedded.stack import StackInfo, down, info, status, up
-from hpsearch.storage.embedded.state import State, load
+from hpsearch.storage.embedded.stack import StackInfo, down, find_running, read_status, up
+from hpsearch.storage.embedded.state import StackState, load_state
 from hpsearch.storage.errors import StorageError
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _UP = """
 import sys, time
 from pathlib import Path
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded.stack import up
-info = up(Path(sys.argv[1]), dashboard=DASHBOARD, progress=lambda line: print(line, flush=True))
+info = up(Path(sys.argv[1]), dashboard=DASHBOARD_COMMAND, progress=lambda line: print(line, flush=True))
 print(info.tracking_uri, flush=True)
 """
 _NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
@@ -53,11 +53,11 @@ def home(own_home: Path) -> Path:
 
 
 def _pids(home: Path) -> dict[str, int | None]:
-    return {service.name: service.pid for service in status(home)}
+    return {service.name: service.pid for service in read_status(home)}
 
 
 def _states(home: Path) -> dict[str, str]:
-    return {service.name: service.state for service in status(home)}
+    return {service.name: service.state for service in read_status(home)}
 
 
 def _kill(home: Path, name: str) -> None:
@@ -65,12 +65,12 @@ def _kill(home: Path, name: str) -> None:
     assert pid is not None
     victim = psutil.Process(pid)
     victim.kill()
-    assert process.wait([victim], timeout=300)
+    assert process.wait_for_exit([victim], timeout=300)
 
 
 def _processes(home: Path) -> list[psutil.Process]:
     """Return every process of the stack in `home`."""
-    found = [one for name in ("MLflow", "Optuna dashboard") for one in process.find_marked(f"{name}:{home}")]
+    found = [one for name in ("MLflow", "Optuna dashboard") for one in process.find_by_marker(f"{name}:{home}")]
     for one in psutil.process_iter():
         try:
             if f"{home}/postgres/data" in one.cmdline():
@@ -96,8 +96,8 @@ def _works(stack: StackInfo) -> None:
 def test_down_and_status_on_nothing(tmp_path: Path) -> None:
     home = tmp_path / "none"
     assert down(home) == []
-    assert info(home) is None
-    assert [(service.name, service.state) for service in status(home)] == [(name, "stopped") for name in _NAMES]
+    assert find_running(home) is None
+    assert [(service.name, service.state) for service in read_status(home)] == [(name, "stopped") for name in _NAMES]
     assert not home.exists()
 
 
@@ -120,19 +120,19 @@ def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zyg
     assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
     assert len([one for one in processes if "dashboard" in one.cmdline()]) == 1
     assert len([one for one in processes if Path(one.cmdline()[0]).name == "postgres"]) == 1
-    stack = info(home)
+    stack = find_running(home)
     assert stack
     _works(stack)
 
 
 def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     assert _states(home) == dict.fromkeys(_NAMES, "running")
     _works(stack)
 
     before = _pids(home)
-    assert up(home, progress=lines.append, dashboard=DASHBOARD) == info(home) == stack
+    assert up(home, progress=lines.append, dashboard=DASHBOARD_COMMAND) == find_running(home) == stack
     assert (lines, _pids(home)) == ([], before)
 
     study = optuna.create_study(study_name="shown", storage=stack.storage_url)
@@ -151,7 +151,7 @@ def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> No
 
 
 def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     state = json.loads((home / "stack.json").read_text())
     secrets = [value for name, value in state.items() if name.endswith("_password")]
     secrets.append((home / "postgres" / "password").read_text())
@@ -167,19 +167,19 @@ def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
     for name, mode in (("stack.json", 0o600), ("postgres/password", 0o600), ("logs", 0o700), ("artifacts", 0o700)):
         assert stat.S_IMODE((home / name).stat().st_mode) == mode
-    shown = " ".join(f"{service.url} {service.detail}" for service in status(home))
+    shown = " ".join(f"{service.url} {service.detail}" for service in read_status(home))
     assert not any(secret in shown for secret in secrets)
     assert stack.storage_url != stack.owner_url
 
 
 def test_a_service_killed_with_sigkill_is_started_again(home: Path) -> None:
     """One of those that speak HTTP: where it cannot start, below."""
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     before = _pids(home)
     _kill(home, "Postgres")
-    assert info(home) is None
+    assert find_running(home) is None
     assert _states(home)["Postgres"] == "dead"
-    assert up(home, dashboard=DASHBOARD) == stack  # at the same addresses
+    assert up(home, dashboard=DASHBOARD_COMMAND) == stack  # at the same addresses
     _was_started_again(stack, "Postgres", before)
 
 
@@ -192,30 +192,30 @@ def _was_started_again(stack: StackInfo, name: str, before: dict[str, int | None
 
 @pytest.mark.soak  # of a small service: test_web_service.py
 def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     pid = _pids(home)["Optuna dashboard"]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+    for name in ("_ATTACH_TIMEOUT", "_REQUEST_TIMEOUT"):
         monkeypatch.setattr(web_service, name, 3.0)
-    assert status(home)[2].state == "dead"
-    assert "does not answer" in status(home)[2].detail
-    assert up(home, dashboard=DASHBOARD) == stack
+    assert read_status(home)[2].state == "dead"
+    assert "does not answer" in read_status(home)[2].detail
+    assert up(home, dashboard=DASHBOARD_COMMAND) == stack
     assert _pids(home)["Optuna dashboard"] != pid
     _works(stack)
 
 
 @pytest.mark.soak  # of a small service: test_web_service.py; of all of them: `down`, below
 def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
-    study = optuna.create_study(study_name="kept", storage=up(home, dashboard=DASHBOARD).storage_url)
+    study = optuna.create_study(study_name="kept", storage=up(home, dashboard=DASHBOARD_COMMAND).storage_url)
     study.add_trial(optuna.trial.create_trial(value=0.5))
     for content in ("", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}', None):
         (home / "stack.json").unlink(missing_ok=True)
         if content is not None:
             (home / "stack.json").write_text(content)
-        assert info(home) is None
+        assert find_running(home) is None
         assert _states(home)["MLflow"] == "stopped"
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     _works(stack)
     assert optuna.load_study(study_name="kept", storage=stack.storage_url).best_value == 0.5
     assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
@@ -224,7 +224,7 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
 @pytest.mark.soak  # of a small service: test_web_service.py
 def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start_says_why(home: Path) -> None:
     """All are killed; then one cannot start, and is started again alone as soon as it can."""
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     revision = _set_mlflows_revision(stack, "451aebb31d03")
     for name in _NAMES:
         _kill(home, name)
@@ -244,9 +244,9 @@ def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start
         taken = int(stack.dashboard_url.rsplit(":", 1)[1])
         with (
             socket.create_server(("127.0.0.1", taken)),
-            pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised,
+            pytest.raises(StorageError, match=r"^MLflow ended during its start: .*out-of-date.*mlflow\.log") as raised,
         ):
-            up(home, dashboard=DASHBOARD)
+            up(home, dashboard=DASHBOARD_COMMAND)
         assert "\n" not in str(raised.value)
         wait_for(lambda: _states(home)["Optuna dashboard"] == "running", "the dashboard")
         assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
@@ -256,10 +256,10 @@ def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start
         bystander.communicate(b"\n")
     _set_mlflows_revision(stack, revision)
     before = _pids(home)
-    begun = EmbeddedStack(home, load(home) or State())
-    begun.mlflow.begin(begun.state.postgres.port or 0)
+    begun = EmbeddedStack(home, load_state(home) or StackState())
+    begun.mlflow.ensure_started(begun.state.postgres.port or 0)
     assert _states(home)["MLflow"] == "starting"  # it takes its time
-    again = up(home, dashboard=DASHBOARD)
+    again = up(home, dashboard=DASHBOARD_COMMAND)
     assert again.dashboard_url != stack.dashboard_url
     assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url), "ports are kept if free"
     _was_started_again(again, "MLflow", before)
@@ -282,7 +282,7 @@ def _set_mlflows_revision(stack: StackInfo, revision: str) -> str:
 def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
     login = ordinary_user.own(open_folder / "a login")
     home = login / ".local" / "share" / "hpsearch"
-    code = _UP.replace("sys.argv[1]", "__import__('hpsearch.storage.home').storage.home.home_dir()")
+    code = _UP.replace("sys.argv[1]", "__import__('hpsearch.storage.home').storage.home.prepare_home()")
     stop = (
         "import sys; from pathlib import Path; from hpsearch.storage.embedded.stack import down; "
         "print(down(Path(sys.argv[1])))"
@@ -308,4 +308,4 @@ def test_down_stops_everything_and_finds_what_a_lost_state_file_knew(own_stack: 
     assert _processes(home) == []
     assert down(home) == []
     assert _states(home) == dict.fromkeys(_NAMES, "stopped")
-    assert info(home) is None
+    assert find_running(home) is None

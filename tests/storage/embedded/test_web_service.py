@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hpsearch.storage.embedded import process, web_service
-from hpsearch.storage.embedded.state import ServiceRecord, State, load
+from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
 
@@ -39,7 +39,7 @@ class Small:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.state = State()
+        self.state = StackState()
         self.refusing: list[str] = []
 
     def found(self, record: ServiceRecord | None = None) -> WebService:
@@ -55,12 +55,12 @@ class Small:
 
     def up(self, database_port: int = 1) -> WebService:
         service = self.found()
-        service.begin(database_port)
-        service.finish()
+        service.ensure_started(database_port)
+        service.wait_until_healthy()
         return service
 
     def running(self) -> list[psutil.Process]:
-        return process.find_marked(self.found().marker)
+        return process.find_by_marker(self.found().marker)
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def pid_of(service: WebService) -> int:
 
 def test_what_runs_is_adopted_unless_its_database_is_elsewhere(small: Small) -> None:
     first = small.up()
-    assert first.answers()
+    assert first.is_healthy()
     assert pid_of(small.up()) == pid_of(first)
     port, before = first.record.port, pid_of(first)
     again = small.up(database_port=2)
     assert (again.record.port, len(small.running())) == (port, 1)
     assert pid_of(again) != before
-    known = load(small.home)
+    known = load_state(small.home)
     assert known is not None
     assert known.mlflow == again.record, "it is written down"
 
@@ -95,19 +95,19 @@ def test_what_was_killed_is_started_again_at_its_port_and_elsewhere_when_that_is
     port = service.record.port
     assert port is not None
     kill(service)
-    assert not service.answers()
+    assert not service.is_healthy()
     assert small.up().record.port == port
     kill(service)
     with socket.create_server(("127.0.0.1", port)):
         assert small.up().record.port != port
-    assert service.answers()
+    assert service.is_healthy()
 
 
 def kill(service: WebService) -> None:
     victim = service.find()
     assert victim is not None
     victim.kill()
-    assert process.wait([victim], timeout=300)
+    assert process.wait_for_exit([victim], timeout=300)
     assert service.find() is None
 
 
@@ -115,34 +115,34 @@ def test_what_hangs_is_started_again(small: Small, monkeypatch: pytest.MonkeyPat
     service = small.up()
     hanging = pid_of(service)
     os.kill(hanging, signal.SIGSTOP)
-    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+    for name in ("_ATTACH_TIMEOUT", "_REQUEST_TIMEOUT"):
         monkeypatch.setattr(web_service, name, 0.5)
-    while not service._is_adopted():  # else it is given the time that a start takes
+    while not service._is_attached():  # else it is given the time that a start takes
         time.sleep(0.02)
-    assert not service.answers()
+    assert not service.is_healthy()
     monkeypatch.setattr(web_service, "_REQUEST_TIMEOUT", 60.0)
-    monkeypatch.setattr(web_service, "_ADOPT_TIMEOUT", 0.0)
+    monkeypatch.setattr(web_service, "_ATTACH_TIMEOUT", 0.0)
     assert pid_of(small.up()) != hanging
     assert len(small.running()) == 1
-    assert service.answers()
+    assert service.is_healthy()
 
 
 def test_what_cannot_start_says_why_and_is_started_as_soon_as_it_can(small: Small) -> None:
     small.refusing.append("the tables are out of date")
-    with pytest.raises(StorageError, match=r"^Small ended at its start: the tables are out of date \(see .*log\)$"):
+    with pytest.raises(StorageError, match=r"^Small ended during its start: the tables are out of date \(see .*log\)$"):
         small.up()
     assert small.running() == []
     small.refusing.clear()
-    assert small.up().answers()
+    assert small.up().is_healthy()
 
 
 def test_what_nobody_wrote_down_is_stopped(small: Small) -> None:
     """Its starter was killed, or the file is lost: it is known by its marker."""
     lost = pid_of(small.up())
-    small.state = State()
+    small.state = StackState()
     service = small.up()
     assert [one.pid for one in small.running()] == [pid_of(service)] != [lost]
-    small.state = State()
+    small.state = StackState()
     assert small.found().stop() is not None
     assert small.running() == []
 
@@ -157,7 +157,7 @@ def test_an_id_that_somebody_else_has_now_is_left_alone(small: Small) -> None:
         bystander.stdout.readline()  # before that it may have no command line yet, and could be anything
         assert service.record.process is not None
         then = service.record.process
-        service.record.process = process.Identity(bystander.pid, then.started, then.command)
+        service.record.process = process.ProcessIdentity(bystander.pid, then.started, then.command)
         assert service.find() is None
         assert service.stop() is None
         assert pid_of(small.up()) != bystander.pid
@@ -170,4 +170,4 @@ def test_an_id_that_somebody_else_has_now_is_left_alone(small: Small) -> None:
 def test_a_file_that_is_lost_or_broken_is_no_state(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "stack.json").write_text(content)
-    assert load(tmp_path) is None
+    assert load_state(tmp_path) is None

@@ -9,12 +9,12 @@ from pathlib import Path
 import optuna
 import sqlalchemy as sa
 
-from hpsearch.storage.journals.journal import Journal, Place
-from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Params
+from hpsearch.storage.journals.consumer import Consumer, TrialOutcomes
+from hpsearch.storage.journals.journal import Cursor, Journal
+from hpsearch.storage.journals.journal_records import End, Epoch, Header, Params, Released
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Reader, TrialEnds
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
 
 class Post:
@@ -25,7 +25,7 @@ class Post:
         self.study = f"post-{secrets.token_hex(4)}"
         study_id = self.storage.create_new_study([optuna.study.StudyDirection.MINIMIZE], self.study)
         self.trial_id = self.storage.create_new_trial(study_id)
-        self.ends = TrialEnds(self.storage.engine)
+        self.ends = TrialOutcomes(self.storage.engine)
         self.box, self.reader = Outbox(folder, [reader]), reader
 
     def open(self, *, attempt: int = 1) -> Journal:
@@ -33,17 +33,17 @@ class Post:
         if attempt > 1:
             self.begin_attempt(attempt)
         tags = {"hpsearch.attempt": str(attempt)}
-        head = Open(self.study, self.trial_id, 0, attempt, attempt > 1, "val_loss", tags, began=1000)
-        journal = self.box.open(f"0000-{attempt}", head)
+        header = Header(self.study, self.trial_id, 0, attempt, attempt > 1, "val_loss", tags, began=1000)
+        journal = self.box.open(f"0000-{attempt}", header)
         journal.append(Params({"lr": 0.1, "model": "mlp", "deep": True}))
         return journal
 
-    def left(self) -> list[Place]:
+    def left(self) -> list[Cursor]:
         """The journals whose process is gone, taken over."""
-        return [journal.places[self.reader] for journal in self.box.left()]
+        return [journal.cursors[self.reader] for journal in self.box.take_orphaned()]
 
-    def ship(self, reader: Reader, journal: Journal) -> bool:
-        return reader.ship(journal.places[self.reader])
+    def consume(self, reader: Consumer, journal: Journal) -> bool:
+        return reader.consume(journal.cursors[self.reader])
 
     def begin_attempt(self, attempt: int) -> None:
         query = """
@@ -62,6 +62,6 @@ def log(journal: Journal, epochs: Sequence[int], *, at: float = 0.0, end: Outcom
     for epoch in epochs:
         journal.append(Epoch(epoch, at + epoch, {"val_loss": epoch / 10, "train_loss": epoch / 5}))
     if end is Outcome.RELEASED:
-        journal.append(Leave())
+        journal.append(Released())
     elif end is not None:
         journal.append(End(end, "as it goes", at=5000, kept=False))

@@ -20,12 +20,22 @@ from pathlib import Path
 import pytest
 
 from hpsearch.storage.journals import journal as journals
-from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal, Place
-from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
+from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Cursor, Journal
+from hpsearch.storage.journals.journal_records import (
+    End,
+    Epoch,
+    Header,
+    Params,
+    Problem,
+    Released,
+    Unknown,
+    decode,
+    encode,
+)
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 
-HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
+HEAD = Header("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 
 
 @pytest.fixture
@@ -33,12 +43,12 @@ def box(tmp_path: Path) -> Outbox:
     return Outbox(tmp_path / "study")
 
 
-def place(journal: Journal) -> Place:
-    return journal.places[MLFLOW]
+def cursor(journal: Journal) -> Cursor:
+    return journal.cursors[MLFLOW]
 
 
 def values(journal: Journal) -> list[object]:
-    return [entry.record.values for entry in place(journal).unsent() if isinstance(entry.record, Params | Epoch)]
+    return [entry.record.values for entry in cursor(journal).read_pending() if isinstance(entry.record, Params | Epoch)]
 
 
 @contextmanager
@@ -56,8 +66,8 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.journal_records import Epoch, Open
-journal = Outbox(Path(sys.argv[1])).open("0007-1", Open("s", 1, 7, 1, False, "val_loss", {}))
+from hpsearch.storage.journals.journal_records import Epoch, Header
+journal = Outbox(Path(sys.argv[1])).open("0007-1", Header("s", 1, 7, 1, False, "val_loss", {}))
 for epoch in range(50):
     journal.append(Epoch(epoch, 0.0, {"loss": 1 / 3}))
 os.kill(os.getpid(), signal.SIGKILL)
@@ -67,21 +77,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_process_loses_nothing_of_what_it_appended(box: Outbox) -> None:
     done = subprocess.run([sys.executable, "-c", _WRITER, str(box.folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
-    [journal] = box.left()
-    records = [entry.record for entry in place(journal).unsent()]
+    [journal] = box.take_orphaned()
+    records = [entry.record for entry in cursor(journal).read_pending()]
     assert records == [HEAD, *(Epoch(epoch, 0.0, {"loss": 1 / 3}) for epoch in range(50))]
-    assert journal.head == HEAD
-    assert not journal.live
+    assert journal.header == HEAD
+    assert not journal.is_live
 
 
 def test_who_has_a_journal_has_it_alone(box: Outbox) -> None:
     mine = box.open("0007-1", HEAD)
-    assert list(box.left()) == []
+    assert list(box.take_orphaned()) == []
     mine.close()
-    [taken] = box.left()
-    assert list(box.left()) == []
+    [taken] = box.take_orphaned()
+    assert list(box.take_orphaned()) == []
     taken.remove()
-    assert box.waiting() == 0
+    assert box.count_journals() == 0
 
 
 def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
@@ -90,15 +100,15 @@ def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
     journal.close()
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"params","values":{"torn')
-    [left] = box.left()
+    [left] = box.take_orphaned()
     assert values(left) == [{"lr": 0.1}]
 
 
 def test_a_journal_that_was_never_begun_is_swept_away(box: Outbox) -> None:
     (box.folder / "0001-1").mkdir(parents=True)
     (box.folder / "0001-1" / JOURNAL).write_bytes(b'{"kind":"open","numb')
-    assert list(box.left()) == []
-    assert box.waiting() == 0
+    assert list(box.take_orphaned()) == []
+    assert box.count_journals() == 0
 
 
 def test_numbers_that_are_none_survive(box: Outbox) -> None:
@@ -117,7 +127,7 @@ LINES = {
     b'{"kind":"params","values":{"lr":0.1}}': Params({"lr": 0.1}),
     b'{"kind":"epoch","step":2,"at":1.5,"values":{"val_loss":0.5}}': Epoch(2, 1.5, {"val_loss": 0.5}),
     b'{"kind":"problem","text":"no room"}': Problem("no room"),
-    b'{"kind":"leave"}': Leave(),
+    b'{"kind":"leave"}': Released(),
     b'{"kind":"end","state":"PRUNED","reason":"r","at":2,"kept":true}': End(Outcome.PRUNED, "r", 2, kept=True),
     b'{"kind":"end","state":"FAIL","reason":"r","at":2,"kept":false}': End(Outcome.FAILED, "r", 2, kept=False),
 }
@@ -130,7 +140,7 @@ def test_a_record_is_the_line_that_it_ever_was(line: bytes) -> None:
 
 
 def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
-    assert decode(b'{"kind":"leave","why":"news"}') == Leave()
+    assert decode(b'{"kind":"leave","why":"news"}') == Released()
     assert isinstance(decode(b'{"kind":"news"}'), Unknown)
     assert isinstance(decode(b'{"kind":"end","state":"NEWS","reason":"r","at":2,"kept":true}'), Unknown)
 
@@ -138,13 +148,13 @@ def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
 def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     journal.append(Params({"lr": 0.1}))
-    place(journal).position.run = "r"
-    place(journal).moved(place(journal).unsent())
+    cursor(journal).position.run_id = "r"
+    cursor(journal).commit(cursor(journal).read_pending())
     journal.append(Params({"epochs": 3}))
     journal.close()
-    [left] = box.left()
+    [left] = box.take_orphaned()
     assert values(left) == [{"epochs": 3}]
-    assert place(left).position.run == "r"
+    assert cursor(left).position.run_id == "r"
 
 
 def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
@@ -158,13 +168,13 @@ def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
             "no torn line stands in the file"
         )
         assert values(journal) == [{"epoch": epoch} for epoch in range(3)], "they can be sent all the same"
-        place(journal).returned()
-    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
-        f"{journal.path} cannot be written (File too large): the trial goes on, its records wait in memory"
+        cursor(journal).return_buffered()
+    assert [record.message for record in caplog.records if "cannot write" in record.message] == [
+        f"{journal.path}: cannot write (File too large); records are kept in memory"
     ]
     journal.append(Epoch(0, 0.0, {"epoch": 3}))
     journal.close()
-    [left] = box.left()
+    [left] = box.take_orphaned()
     assert values(left) == [{"epoch": epoch} for epoch in range(4)]
 
 
@@ -172,44 +182,44 @@ def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         journal.append(Epoch(0, 0.0, {"epoch": 0}))
-        entries = place(journal).unsent()
+        entries = cursor(journal).read_pending()
         journal.append(Epoch(0, 0.0, {"epoch": 1}))  # while the sender has the first
-        place(journal).moved(entries)
-        place(journal).returned()
+        cursor(journal).commit(entries)
+        cursor(journal).return_buffered()
     journal.append(Epoch(0, 0.0, {"epoch": 2}))
     journal.close()
-    [left] = box.left()
+    [left] = box.take_orphaned()
     assert values(left) == [{"epoch": 1}, {"epoch": 2}]
 
 
 def test_memory_is_bounded_and_what_is_lost_is_told(
     box: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journals, "_MEMORY", 1000)
+    monkeypatch.setattr(journals, "_MAX_BUFFER_BYTES", 1000)
     journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         for epoch in range(100):
             journal.append(Epoch(0, 0.0, {"epoch": epoch}))
-    assert 50 < journal.lost < 100
-    assert sum("what is logged is lost" in record.message for record in caplog.records) == 1
+    assert 50 < journal.lost_records < 100
+    assert sum("further records are dropped" in record.message for record in caplog.records) == 1
 
 
 def test_files_are_kept_whatever_becomes_of_the_original(box: Outbox, tmp_path: Path) -> None:
     journal = box.open("0007-1", HEAD)
     made = tmp_path / "best.pt"
     made.write_bytes(b"weights")
-    assert journal.keep(made, folder="checkpoints")
+    assert journal.store_artifact(made, folder="checkpoints")
     made.unlink()
-    assert (journal.files / "checkpoints" / "best.pt").read_bytes() == b"weights"
-    assert not journal.keep(tmp_path / "gone")
+    assert (journal.artifact_folder / "checkpoints" / "best.pt").read_bytes() == b"weights"
+    assert not journal.store_artifact(tmp_path / "gone")
 
 
 def test_above_the_limit_there_is_no_room_for_files(tmp_path: Path) -> None:
-    box = Outbox(tmp_path / "study", limit=1000)
+    box = Outbox(tmp_path / "study", limit_bytes=1000)
     journal = box.open("0007-1", HEAD)
     assert box.has_room()
     (tmp_path / "large").write_bytes(os.urandom(2000))
-    journal.keep(tmp_path / "large")
+    journal.store_artifact(tmp_path / "large")
     assert not box.has_room()
 
 
@@ -241,10 +251,10 @@ def test_nobody_takes_a_journal_that_is_being_removed(box: Outbox, monkeypatch: 
     rmtree = shutil.rmtree
 
     def remove(path: Path, *, ignore_errors: bool) -> None:
-        taken.extend(box.left())
+        taken.extend(box.take_orphaned())
         rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", remove)
     journal.remove()
     assert taken == []
-    assert list(box.left()) == []
+    assert list(box.take_orphaned()) == []

@@ -12,32 +12,32 @@ from pathlib import Path
 import pytest
 
 from hpsearch.storage.database.locks import LockHeldError
-from hpsearch.storage.errors import AwayError
-from hpsearch.storage.journals.journal import MLFLOW, Entry, Journal, Place, position_file
-from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Record
+from hpsearch.storage.errors import ServiceUnavailableError
+from hpsearch.storage.journals.consumer import Consumer, Failure, OutcomePendingError, TrialOutcomes
+from hpsearch.storage.journals.journal import MLFLOW, Cursor, Journal, JournalEntry, position_file_name
+from hpsearch.storage.journals.journal_records import End, Epoch, Header, Record, Released
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Failure, NotYetError, Reader, TrialEnds
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.trials.settle import Ended
+from hpsearch.storage.trials.finishing import TrialEnd
 from tests.waiting import wait_for
 
-HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
+HEAD = Header("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 READERS = (MLFLOW, "second")
 
 
-class NoEnds(TrialEnds):
+class NoEnds(TrialOutcomes):
     """A database in which no trial has ended."""
 
     def __init__(self) -> None: ...
 
-    def superseded(self, trial_id: int, attempt: int) -> bool:
+    def is_superseded(self, trial_id: int, attempt: int) -> bool:
         return False
 
-    def ended(self, trial_id: int) -> Ended | None:
+    def read_outcome(self, trial_id: int) -> TrialEnd | None:
         return None
 
 
-class Listener(Reader):
+class Listener(Consumer):
     """A reader that keeps what it is told, unless it is told to raise."""
 
     def __init__(self, name: str) -> None:
@@ -49,26 +49,26 @@ class Listener(Reader):
         self.hangs = threading.Event()
         self.hangs.set()
 
-    def ship(self, place: Place) -> bool:
+    def consume(self, cursor: Cursor) -> bool:
         self.asked += 1
         self.hangs.wait()
         if self.error is not None:
             raise self.error
-        return super().ship(place)
+        return super().consume(cursor)
 
-    def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
+    def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
         self.heard += [entry.record for entry in entries]
-        place.moved(entries)
-        return any(isinstance(entry.record, Leave) for entry in entries)
+        cursor.commit(entries)
+        return any(isinstance(entry.record, Released) for entry in entries)
 
-    def end(self, place: Place, end: End) -> None: ...
+    def write_outcome(self, cursor: Cursor, end: End) -> None: ...
 
-    def leave(self, place: Place) -> None: ...
+    def release(self, cursor: Cursor) -> None: ...
 
-    def failure(self, error: Exception) -> Failure:
-        return Failure(str(error), passes=isinstance(error, AwayError), everything=True)
+    def classify_error(self, error: Exception) -> Failure:
+        return Failure(str(error), is_transient=isinstance(error, ServiceUnavailableError), is_service_down=True)
 
-    def refused(self, place: Place) -> None: ...
+    def on_rejected(self, cursor: Cursor) -> None: ...
 
     def close(self) -> None: ...
 
@@ -94,8 +94,8 @@ def listeners() -> Iterator[tuple[Listener, Listener]]:
 def begin(box: Outbox, listeners: tuple[Listener, Listener]) -> Iterator[Callable[..., Sender]]:
     senders = []
 
-    def made(*, refused: bool = False) -> Sender:
-        senders.append(Sender(box, listeners, refused=refused))
+    def made(*, should_retry_rejected: bool = False) -> Sender:
+        senders.append(Sender(box, listeners, should_retry_rejected=should_retry_rejected))
         senders[-1].start()
         return senders[-1]
 
@@ -110,7 +110,7 @@ def write(journal: Journal, epochs: int, *, end: bool = True) -> None:
     for epoch in range(epochs):
         journal.append(Epoch(epoch, float(epoch), {"val_loss": 1.0}))
     if end:
-        journal.append(Leave())
+        journal.append(Released())
 
 
 def test_each_reader_has_all_of_a_journal_before_it_goes(
@@ -122,7 +122,7 @@ def test_each_reader_has_all_of_a_journal_before_it_goes(
     write(journal, 3)
     assert sender.flush(60.0) == 0
     assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
-    assert (box.waiting(), sender.sent) == (0, 1)
+    assert (box.count_journals(), sender.sent_journals) == (0, 1)
 
 
 @pytest.mark.parametrize("away", [0, 1])
@@ -130,44 +130,44 @@ def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], away: int
 ) -> None:
     there, gone = listeners[1 - away], listeners[away]
-    gone.error = AwayError("no answer")
+    gone.error = ServiceUnavailableError("no answer")
     sender = begin()
     first, second = box.open("0007-1", HEAD), box.open("0008-1", HEAD)
     sender.add(first)
     write(first, 3)
     wait_for(lambda: there.steps == [0, 1, 2] and gone.asked, "both readers")
     assert sender.flush(60.0) == 1
-    assert sender.behind == f"{gone.title} has"
-    assert sender.away == f"{gone.title}: no answer"
+    assert sender.lagging_consumers == gone.title
+    assert sender.unavailable_reason == f"{gone.title}: no answer"
     gone.hangs.clear()
     asked = gone.asked
     wait_for(lambda: gone.asked > asked, "another try")
     sender.add(second)
     write(second, 2)
     wait_for(lambda: there.steps == [0, 1, 2, 0, 1], "the second trial")
-    assert box.waiting() == 2, "the other has yet to be told"
+    assert box.count_journals() == 2, "the other has yet to be told"
     gone.error = None
     gone.hangs.set()
     assert sender.flush(60.0) == 0
     assert gone.steps == [0, 1, 2, 0, 1]
-    assert box.waiting() == 0
+    assert box.count_journals() == 0
 
 
 def test_who_had_all_of_it_is_not_told_again_by_the_next_process(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
 ) -> None:
-    listeners[1].error = AwayError("no answer")
+    listeners[1].error = ServiceUnavailableError("no answer")
     sender = begin()
     journal = box.open("0007-1", HEAD)
     sender.add(journal)
     write(journal, 3)
-    sent = journal.folder / position_file(MLFLOW)
+    sent = journal.folder / position_file_name(MLFLOW)
     wait_for(lambda: sent.exists() and json.loads(sent.read_text())["over"], "the end of the journal")
     sender.close()
     listeners[1].error = None
     assert begin().flush(60.0) == 0
     assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
-    assert box.waiting() == 0
+    assert box.count_journals() == 0
 
 
 def test_a_journal_of_a_version_that_knew_one_reader_goes_to_all(
@@ -175,14 +175,14 @@ def test_a_journal_of_a_version_that_knew_one_reader_goes_to_all(
 ) -> None:
     old = Outbox(box.folder).open("0007-1", HEAD)
     write(old, 3)
-    entries = old.places[MLFLOW].unsent()
-    old.places[MLFLOW].moved(entries[:3])
+    entries = old.cursors[MLFLOW].read_pending()
+    old.cursors[MLFLOW].commit(entries[:3])
     text = (old.folder / "sent.json").read_text()
     (old.folder / "sent.json").write_text(json.dumps({k: v for k, v in json.loads(text).items() if k != "over"}))
     old.close()
     assert begin().flush(60.0) == 0
     assert [listener.steps for listener in listeners] == [[2], [0, 1, 2]]
-    assert box.waiting() == 0
+    assert box.count_journals() == 0
 
 
 def test_what_one_reader_refuses_stays_for_it_alone_until_it_is_asked_for(
@@ -196,31 +196,31 @@ def test_what_one_reader_refuses_stays_for_it_alone_until_it_is_asked_for(
     assert sender.flush(60.0) == 0
     sender.close()
     assert listeners[1].steps == [0, 1, 2]
-    assert box.waiting() == 1
+    assert box.count_journals() == 1
     listeners[0].error = None
     again = begin()
     assert again.flush(60.0) == 0
     assert listeners[0].steps == [], "it is not tried again unasked"
     again.close()
-    assert begin(refused=True).flush(60.0) == 0
+    assert begin(should_retry_rejected=True).flush(60.0) == 0
     assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
-    assert box.waiting() == 0
+    assert box.count_journals() == 0
 
 
-@pytest.mark.parametrize("error", [NotYetError(), LockHeldError("held")])
+@pytest.mark.parametrize("error", [OutcomePendingError(), LockHeldError("held")])
 def test_what_is_too_early_for_one_reader_is_offered_again_while_another_has_it(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], error: Exception
 ) -> None:
     journal = box.open("0007-1", HEAD)
     write(journal, 3)
     journal.close()
-    listeners[0].error, listeners[1].error = error, AwayError("no answer")
+    listeners[0].error, listeners[1].error = error, ServiceUnavailableError("no answer")
     sender = begin()
     wait_for(lambda: listeners[0].asked and listeners[1].asked, "both readers")
     listeners[0].error = None
     sender.flush(60.0)
     wait_for(lambda: listeners[0].steps == [0, 1, 2], "all epochs")
-    assert box.waiting() == 1
+    assert box.count_journals() == 1
 
 
 @contextmanager
@@ -233,18 +233,18 @@ def full_disk(journal: Journal) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def heard(place: Place) -> list[int]:
+def heard(cursor: Cursor) -> list[int]:
     """What a reader takes, for good."""
-    entries = place.unsent()
-    place.moved(entries)
-    place.returned()
+    entries = cursor.read_pending()
+    cursor.commit(entries)
+    cursor.return_buffered()
     return [entry.record.step for entry in entries if isinstance(entry.record, Epoch)]
 
 
 def test_of_a_full_disk_each_reader_has_every_record_once(box: Outbox) -> None:
     """One takes them from memory, the other from the disk when there is room; what both have is never written."""
     journal = box.open("0007-1", HEAD)
-    first, second = (journal.places[name] for name in READERS)
+    first, second = (journal.cursors[name] for name in READERS)
     with full_disk(journal):
         write(journal, 2, end=False)
         assert heard(first) == [0, 1]
@@ -256,23 +256,23 @@ def test_of_a_full_disk_each_reader_has_every_record_once(box: Outbox) -> None:
     assert heard(second) == [2, 3]
     assert heard(second) == []
     journal.close()
-    [left] = box.left()
-    assert [heard(left.places[name]) for name in READERS] == [[], []]
+    [left] = box.take_orphaned()
+    assert [heard(left.cursors[name]) for name in READERS] == [[], []]
 
 
 def test_what_was_taken_is_read_again_when_it_did_not_arrive(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     write(journal, 2, end=False)
-    place = journal.places["second"]
-    entries = place.unsent()
-    place.taken(entries)
-    place.returned()
-    assert place.unsent() == []
-    place.rewind()
-    assert place.unsent() == entries
-    place.taken(entries)
-    place.settle()
+    cursor = journal.cursors["second"]
+    entries = cursor.read_pending()
+    cursor.mark_in_flight(entries)
+    cursor.return_buffered()
+    assert cursor.read_pending() == []
+    cursor.rewind()
+    assert cursor.read_pending() == entries
+    cursor.mark_in_flight(entries)
+    cursor.commit_in_flight()
     journal.close()
-    [left] = box.left()
-    assert left.places["second"].unsent() == []
-    assert len(left.places[MLFLOW].unsent()) == 3
+    [left] = box.take_orphaned()
+    assert left.cursors["second"].read_pending() == []
+    assert len(left.cursors[MLFLOW].read_pending()) == 3

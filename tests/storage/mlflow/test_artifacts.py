@@ -15,7 +15,12 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import create_trial
 
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
+from hpsearch.storage.mlflow.artifacts import (
+    DASHBOARD_ARTIFACTS,
+    MlflowArtifactStore,
+    make_artifact_attrs,
+    make_artifact_id,
+)
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
@@ -41,7 +46,7 @@ def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracki
     run_id = log(tracking, tmp_path, curves_png=b"\x89PNG", report_md=b"# report")
     storage = open_storage(stack.storage_url, application_name="test")
     study = optuna.create_study(study_name="with artifacts", storage=storage)
-    attrs = artifact_attrs(run_id, ["curves.png", "report.md", "train.log"])
+    attrs = make_artifact_attrs(run_id, ["curves.png", "report.md", "train.log"])
     study.add_trial(create_trial(value=1.0, system_attrs=attrs))
     trial = study.trials[0]
     assert [meta.filename for meta in get_all_artifact_meta(trial, storage=storage)] == ["curves.png", "report.md"]
@@ -58,7 +63,7 @@ def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracki
         "report.md": ("text/plain; charset=utf-8", b"# report"),
     }
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{here}/{artifact_id_of(run_id, 'train.log')}", timeout=300)
+        urllib.request.urlopen(f"{here}/{make_artifact_id(run_id, 'train.log')}", timeout=300)
     assert refused.value.code == 404, "only what the trial lists is given out"
 
     request = urllib.request.Request(f"{stack.dashboard_url}/api/studies/{study._study_id}", method="DELETE")
@@ -78,8 +83,8 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
             return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
 
     assert listed() == []
-    with RunLinks(storage.engine).locked(study.trials[0]._trial_id) as book:
-        book.note_system(artifact_attrs(RUN, ["curves.png"]))
+    with RunLinks(storage.engine).lock_run(study.trials[0]._trial_id) as book:
+        book.set_system_attrs(make_artifact_attrs(RUN, ["curves.png"]))
     while not listed():
         time.sleep(0.2)  # it remembers its answers for two seconds
     assert listed() == ["curves.png"]
@@ -87,9 +92,9 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
 
 
 def test_only_what_a_person_opens_is_listed_and_no_type_can_run_code() -> None:
-    attrs = artifact_attrs(RUN, [*SHOWN, "evil.html", "best.pt"])
+    attrs = make_artifact_attrs(RUN, [*DASHBOARD_ARTIFACTS, "evil.html", "best.pt"])
     metas = [json.loads(value) for value in attrs.values()]
-    assert [meta["filename"] for meta in metas] == list(SHOWN)
+    assert [meta["filename"] for meta in metas] == list(DASHBOARD_ARTIFACTS)
     assert {meta["mimetype"] for meta in metas} == {"image/png", "text/plain; charset=utf-8"}
     assert all(f"artifacts:{meta['artifact_id']}" in attrs for meta in metas)
 
@@ -97,10 +102,10 @@ def test_only_what_a_person_opens_is_listed_and_no_type_can_run_code() -> None:
 @pytest.mark.parametrize(
     "artifact_id",
     [
-        artifact_id_of(RUN, "../other/secret"),
-        artifact_id_of(RUN, "a/../../secret"),
-        artifact_id_of(RUN, "/etc/passwd"),
-        artifact_id_of(RUN, "..\\secret"),
+        make_artifact_id(RUN, "../other/secret"),
+        make_artifact_id(RUN, "a/../../secret"),
+        make_artifact_id(RUN, "/etc/passwd"),
+        make_artifact_id(RUN, "..\\secret"),
         RUN,
         f"{RUN}-",
         f"{RUN}-ff",  # no UTF-8
@@ -113,16 +118,16 @@ def test_no_request_leaves_the_runs_artifacts(artifact_id: str) -> None:
         raise AssertionError("MLflow was asked")
 
     with pytest.raises(ArtifactNotFound) as told:
-        RunArtifacts(nobody).open_reader(artifact_id)  # type: ignore[arg-type]
+        MlflowArtifactStore(nobody).open_reader(artifact_id)  # type: ignore[arg-type]
     assert "MLflow was asked" not in str(told.value)
 
 
 def test_what_mlflow_does_not_have_is_not_found(tracking: Tracking, tmp_path: Path) -> None:
     run_id = log(tracking, tmp_path, curves_png=b"x")
-    artifacts = RunArtifacts(lambda: tracking.client)
-    with artifacts.open_reader(artifact_id_of(run_id, "curves.png")) as file:
+    artifacts = MlflowArtifactStore(lambda: tracking.client)
+    with artifacts.open_reader(make_artifact_id(run_id, "curves.png")) as file:
         assert file.read() == b"x"
-    for missing in (artifact_id_of(run_id, "report.md"), artifact_id_of(RUN, "curves.png")):
+    for missing in (make_artifact_id(run_id, "report.md"), make_artifact_id(RUN, "curves.png")):
         with pytest.raises(ArtifactNotFound):
             artifacts.open_reader(missing)
     with pytest.raises(PermissionError, match="read-only"):

@@ -10,14 +10,14 @@ from hpsearch.storage.mlflow.registry import check_alias, check_model_name, is_p
 
 @pytest.mark.parametrize("alias", ["", "two words", "a.b", "latest", "Latest", "v3", "V3", "a" * 256])
 def test_aliases_that_mlflow_refuses(alias: str) -> None:
-    with pytest.raises(StorageError, match=r"^--alias .*: choose another"):
+    with pytest.raises(StorageError, match=r"^--alias .*(, such as champion|; choose another)$"):
         check_alias(alias)
 
 
 @pytest.mark.parametrize("alias", ["previous", "previous-x"])
 def test_aliases_that_we_keep_for_ourselves(alias: str) -> None:
     assert is_previous(alias)
-    with pytest.raises(StorageError, match=r"^--alias .*: that is for the version before: choose another"):
+    with pytest.raises(StorageError, match=r"^--alias .*: reserved for replaced versions; choose another"):
         check_alias(alias)
 
 
@@ -30,7 +30,7 @@ def test_aliases_that_are_taken(alias: str) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a/b", "a:b", 'a"b', ".", "..", "a" * 257])
 def test_names_of_models_that_are_refused(name: str) -> None:
-    with pytest.raises(StorageError, match=r"^--model .*: choose another$"):
+    with pytest.raises(StorageError, match=r"^--model .*; choose another$"):
         check_model_name(name)
 
 

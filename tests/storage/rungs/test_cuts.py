@@ -16,9 +16,9 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database import migrations
 from hpsearch.storage.database.migrate import migrate
-from hpsearch.storage.rungs.rungs import Rungs, count_places, note
+from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs, record_rung_value
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.trials.support import budget, rows, take
 
 CUTS = "SELECT * FROM hpsearch_rung_cuts WHERE study_id = :study ORDER BY rung"
@@ -38,10 +38,10 @@ def test_the_cuts_that_move_are_those_that_are_counted(
     noted += noted[:5]  # again, after a crash
     for trial, rung, value in noted:
         with engine.begin() as connection:
-            note(connection, study_id, trial, rungs, rung=rung, value=value, n_trials=n_trials)
+            record_rung_value(connection, study_id, trial, rungs, rung=rung, value=value, n_trials=n_trials)
         moved = rows(engine, CUTS, study=study_id)
         with engine.begin() as connection:
-            count_places(connection, study_id, rungs, n_trials=n_trials)
+            recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
         assert moved == rows(engine, CUTS, study=study_id)
     assert [row.reached for row in rows(engine, CUTS, study=study_id)] == [60, 60]
 
@@ -68,7 +68,7 @@ def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engi
     storage.import_trials(study_id, [create_trial(state=TrialState.WAITING)] * trials)  # type: ignore[attr-defined]
     with engine.begin() as connection:
         connection.execute(sa.text(_FILL), {"study": study_id, "trials": trials})
-        count_places(connection, study_id, RUNGS, n_trials=2 * trials)
+        recompute_cutoffs(connection, study_id, RUNGS, n_trials=2 * trials)
     with owner.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(sa.text("VACUUM ANALYZE trials, hpsearch_rungs, hpsearch_attempts, hpsearch_rung_cuts"))
     claims = Claims(engine, study_id, worker="w", rungs=RUNGS)
@@ -118,7 +118,7 @@ def test_who_goes_on_is_the_best_of_those_among_the_best(
             gone.add(claim.number)
             continue
         came[claim.number] = drawn.choice([0.5, drawn.random()])
-        if claims.reach(claim, 0, came[claim.number]).promoted:
+        if claims.report_rung(claim, 0, came[claim.number]).is_promoted:
             gone.add(claim.number)
     assert len(came) > 30
 
@@ -132,9 +132,9 @@ def test_a_study_from_before_there_were_cuts_goes_on(
     claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 2, 2, maximize=True))
     held = [take(claims) for _ in range(6)]
     given_back = held.pop()
-    claims.settle(given_back, Outcome.RELEASED)
+    claims.finish_attempt(given_back, Outcome.RELEASED)
     for claim, value in zip(held, (0.5, 0.4, 0.3, 0.2, 0.1), strict=True):
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     assert take(claims).number == given_back.number
     storage.set_trial_state_values(held[-1].trial_id, TrialState.FAIL)
     cuts = rows(engine, CUTS, study=study_id)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpsearch.storage.rungs.fronts import epsilon_net, order, ranks
+from hpsearch.storage.rungs.fronts import compute_front_ranks, sort_by_epsilon_net, sort_by_front
 
 losses = st.integers(1, 3).flatmap(
     lambda metrics: st.lists(
@@ -15,38 +15,38 @@ losses = st.integers(1, 3).flatmap(
 
 @given(losses)
 def test_fronts_come_in_order_and_the_failed_last(found: np.ndarray) -> None:
-    places = order(found)
+    places = sort_by_front(found)
     assert sorted(places) == list(range(len(found)))
     ended = [place for place in places if np.isfinite(found[place, 0])]
     assert places[: len(ended)] == ended
     assert places[len(ended) :] == sorted(places[len(ended) :])
-    assert (np.diff(ranks(found[ended])) >= 0).all()
+    assert (np.diff(compute_front_ranks(found[ended])) >= 0).all()
 
 
 @given(losses, st.integers(0, 30))
 def test_the_first_few_are_those_of_the_whole_order(found: np.ndarray, most: int) -> None:
-    assert order(found, most) == order(found)[:most]
+    assert sort_by_front(found, most) == sort_by_front(found)[:most]
 
 
 @given(losses)
 def test_who_wins_goes_on_whatever_the_units_are(found: np.ndarray) -> None:
-    assert order(found) == order(4.0 * found + 8.0)
+    assert sort_by_front(found) == sort_by_front(4.0 * found + 8.0)
 
 
 def test_with_one_metric_it_is_that_of_the_losses_and_of_equal_ones_the_earlier() -> None:
     found = np.array([[3.0], [1.0], [2.0], [1.0]])
-    assert order(found) == [1, 3, 2, 0]
+    assert sort_by_front(found) == [1, 3, 2, 0]
 
 
 def test_a_net_begins_with_the_best_of_the_first_metric_and_goes_for_the_farthest() -> None:
     front = np.array([[0.5, 0.5], [0.0, 1000.0], [0.1, 900.0], [1.0, 0.0], [0.5, 0.5]])
-    assert epsilon_net(front) == [1, 3, 0, 2, 4]
+    assert sort_by_epsilon_net(front) == [1, 3, 0, 2, 4]
 
 
 def test_a_front_of_one_point_many_times() -> None:
-    assert order(np.ones((4, 2))) == [0, 1, 2, 3]
+    assert sort_by_front(np.ones((4, 2))) == [0, 1, 2, 3]
 
 
 def test_an_unknown_metric_hides_no_other() -> None:
     found = np.array([[0.3, np.inf], [0.1, np.inf], [0.2, np.inf]])
-    assert order(found) == [1, 2, 0]
+    assert sort_by_front(found) == [1, 2, 0]

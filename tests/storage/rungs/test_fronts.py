@@ -16,14 +16,14 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import RUNG
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.rungs.fronts import dominating, losses_of, order
-from hpsearch.storage.rungs.rungs import Rungs, Standing, note
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.reopening import reopen_trial, wait_again
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.rungs.fronts import count_dominating, sort_by_front, to_losses
+from hpsearch.storage.rungs.rungs import RungRank, Rungs, record_rung_value
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import budget, rows, take
 
-RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))
+RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_each=(True, False))
 
 Vector = list[float]  # accuracy, which is to be high, and latency, which is to be low
 
@@ -37,13 +37,13 @@ def study_id(storage: BaseStorage) -> int:
 
 @pytest.fixture
 def claims(engine: sa.Engine, study_id: int) -> Claims:
-    return Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+    return Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
 
 
-def come(claims: Claims, claim: Claim, vector: Vector, rung: int = 0) -> Standing:
+def come(claims: Claims, claim: Claim, vector: Vector, rung: int = 0) -> RungRank:
     """Report an epoch and come to the rung that follows it."""
     claims.report(claim, RUNGS.epochs[rung] - 1, vector[0], metrics=vector)
-    return claims.reach(claim, rung, vector)
+    return claims.report_rung(claim, rung, vector)
 
 
 def places(engine: sa.Engine, rung: int = 0) -> list[int]:
@@ -53,7 +53,7 @@ def places(engine: sa.Engine, rung: int = 0) -> list[int]:
 
 
 def by_fronts(vectors: list[Vector]) -> list[int]:
-    return order(losses_of(vectors, RUNGS.several))
+    return sort_by_front(to_losses(vectors, RUNGS.maximize_each))
 
 
 def promotions(engine: sa.Engine, rung: int) -> set[int]:
@@ -71,29 +71,29 @@ def test_each_arrival_gives_all_their_places_and_its_own_standing(claims: Claims
         expected = by_fronts(vectors[:count])
         assert places(engine) == expected
         rank = expected.index(count - 1) + 1
-        assert standing == Standing(0, rank, count, promoted=rank <= count // 2)
+        assert standing == RungRank(0, rank, count, is_promoted=rank <= count // 2)
 
 
 def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.Engine) -> None:
     vectors = [[0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.85, 9.5], [0.3, 1.0], [0.2, 2.0]]
     for claim, vector in zip([take(claims) for _ in vectors], vectors, strict=True):
         claims.report(claim, 0, vector[0], metrics=vector)
-        claims.reach(claim, 0, vector)
-    while isinstance(claim := claims.claim(), Claim) and claim.resumed:
+        claims.report_rung(claim, 0, vector)
+    while isinstance(claim := claims.claim(), Claim) and claim.is_resumed:
         pass
     went_on = promotions(engine, 0)
     assert {0, 1, 4} == set(by_fronts(vectors)[:3]) <= went_on
-    losses = losses_of(vectors, RUNGS.several)
+    losses = to_losses(vectors, RUNGS.maximize_each)
     stayed = [number for number in range(len(vectors)) if number not in went_on]
     assert stayed
     for number in (0, 1, 4):
-        assert not dominating(losses[[number, *stayed]])[0]
+        assert not count_dominating(losses[[number, *stayed]])[0]
 
 
 def test_of_equal_ones_the_earlier_goes_on(claims: Claims) -> None:
     first, second = take(claims), take(claims)
     come(claims, second, [0.5, 5.0])
-    assert come(claims, first, [0.5, 5.0]).promoted, "whoever came first"
+    assert come(claims, first, [0.5, 5.0]).is_promoted, "whoever came first"
 
 
 def test_nobody_is_given_up_before_the_end(
@@ -102,30 +102,30 @@ def test_nobody_is_given_up_before_the_end(
     budget(storage, study_id, n_trials=4)  # two may go on from the rung: with one metric the third never would
     held = [take(claims) for _ in range(4)]
     for claim, vector in zip(held[:3], ([0.9, 1.0], [0.8, 2.0], [0.7, 3.0]), strict=True):
-        assert not come(claims, claim, vector).promoted
+        assert not come(claims, claim, vector).is_promoted
     goes_on = take(claims)
     assert goes_on.number == 0
-    assert claims.claim() == Nothing(running=2), "the last may change any order"
-    assert come(claims, held[3], [0.6, 0.5]).promoted, "no other dominates it"
+    assert claims.claim() == NoTrialAvailable(running=2), "the last may change any order"
+    assert come(claims, held[3], [0.6, 0.5]).is_promoted, "no other dominates it"
     assert places(engine) == [0, 3, 1, 2]
     for claim in (goes_on, held[3]):
-        assert isinstance(claims.claim(), Nothing)
-        claims.settle(claim, Outcome.COMPLETE, value=[0.9, 1.0])
+        assert isinstance(claims.claim(), NoTrialAvailable)
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=[0.9, 1.0])
     ended = [claims.claim() for _ in range(3)]
-    assert [each.number for each in ended if isinstance(each, Retired)] == [2, 1]
-    assert ended[2] == Nothing(running=0)
+    assert [each.number for each in ended if isinstance(each, PrunedTrial)] == [2, 1]
+    assert ended[2] == NoTrialAvailable(running=0)
 
 
 def test_the_end_of_who_waited_names_its_rank_by_fronts(claims: Claims, storage: BaseStorage) -> None:
     goes_on = four(claims)
     for claim in goes_on:
-        claims.settle(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
     ended = [claims.claim(open_new=False) for _ in range(3)]
-    assert [each.reason for each in ended if isinstance(each, Retired)] == [
-        "asha pruner at epoch 1 of 4: rank 4 of 4 by fronts at rung 0, where 2 went on by the order of their time",
-        "asha pruner at epoch 1 of 4: rank 3 of 4 by fronts at rung 0, where 2 went on by the order of their time",
+    assert [each.reason for each in ended if isinstance(each, PrunedTrial)] == [
+        "asha pruner at epoch 1 of 4: rank 4 of 4 by Pareto fronts at rung 0, promoted: 2, by earlier ranks",
+        "asha pruner at epoch 1 of 4: rank 3 of 4 by Pareto fronts at rung 0, promoted: 2, by earlier ranks",
     ]
-    assert isinstance(ended[2], Nothing)
+    assert isinstance(ended[2], NoTrialAvailable)
     assert [storage.get_trial(claim.trial_id).values for claim in goes_on] == [_FOUR[1], _FOUR[3]]
 
 
@@ -135,7 +135,7 @@ _FOUR = [[0.5, 5.0], [0.9, 4.0], [0.4, 6.0], [0.6, 1.0]]  # 1 and 3 are the fron
 def four(claims: Claims) -> list[Claim]:
     """Let four come to the first rung; return those that go on at once, which are the front."""
     held = [take(claims) for _ in range(4)]
-    at_once = [claim for claim, vector in zip(held, _FOUR, strict=True) if come(claims, claim, vector).promoted]
+    at_once = [claim for claim, vector in zip(held, _FOUR, strict=True) if come(claims, claim, vector).is_promoted]
     assert [claim.number for claim in at_once] == [1, 3]
     return at_once
 
@@ -145,11 +145,11 @@ def test_in_a_larger_budget_all_who_waited_in_vain_wait_again(
 ) -> None:
     budget(storage, study_id, n_trials=4)
     for claim in four(claims):
-        claims.settle(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
-    assert [type(claims.claim()) for _ in range(3)] == [Retired, Retired, Nothing]
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
+    assert [type(claims.claim()) for _ in range(3)] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     budget(storage, study_id, n_trials=6)
     with engine.begin() as connection:
-        assert wait_again(connection, study_id, RUNGS, n_trials=6) == 2
+        assert requeue_pruned_at_rungs(connection, study_id, RUNGS, n_trials=6) == 2
     waiting = storage.get_all_trials(study_id, states=(TrialState.WAITING,))
     assert [(trial.number, trial.values) for trial in waiting] == [(0, None), (2, None)]
     for claim, vector in zip([take(claims), take(claims)], ([0.1, 9.0], [0.2, 8.0]), strict=True):
@@ -162,7 +162,7 @@ def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(
     claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     best = four(claims)[0]
-    claims.settle(best, Outcome.FAILED)
+    claims.finish_attempt(best, Outcome.FAILED)
     reopen_trial(engine, study_id, best.trial_id, from_start=True, rungs=RUNGS)
     assert places(engine) == [3, 0, 2]
     assert rows(engine, "SELECT loss FROM hpsearch_rungs ORDER BY loss") == [(0.0,), (1.0,), (2.0,)]
@@ -174,21 +174,21 @@ def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_an
     engine: sa.Engine, storage: BaseStorage, study_id: int
 ) -> None:
     budget(storage, study_id, n_trials=2)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3))
     first, second = take(claims), take(claims)
     come(claims, first, [0.9, 9.0])
-    assert isinstance(claims.claim(), Nothing), "the other may yet be the complete one"
+    assert isinstance(claims.claim(), NoTrialAvailable), "the other may yet be the complete one"
     come(claims, second, [0.95, 1.0])
     goes_on = take(claims)
     assert goes_on.number == 1
-    assert not come(claims, goes_on, [0.95, 1.0], rung=1).promoted
+    assert not come(claims, goes_on, [0.95, 1.0], rung=1).is_promoted
     to_the_end = take(claims)
     assert (to_the_end.number, to_the_end.attempt) == (1, 3)
-    claims.settle(to_the_end, Outcome.COMPLETE, value=[0.95, 1.0])
+    claims.finish_attempt(to_the_end, Outcome.COMPLETE, value=[0.95, 1.0])
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     assert retired.number == 0
-    assert retired.reason.endswith("rank 2 of 2 by fronts at rung 0, where 1 went on by the order of their time")
+    assert retired.reason.endswith("rank 2 of 2 by Pareto fronts at rung 0, promoted: 1, by earlier ranks")
 
 
 def _vector(number: int) -> Vector:
@@ -207,23 +207,23 @@ def test_eight_at_once_promote_each_trial_once_and_only_who_has_a_place(
     def work(name: int) -> None:
         own = make_engine(database_url, application_name=f"w{name}")
         claims = Claims(own, study_id, worker=f"w{name}", rungs=rungs)
-        while not isinstance(claim := claims.claim(), Nothing):
-            if isinstance(claim, Retired):
+        while not isinstance(claim := claims.claim(), NoTrialAvailable):
+            if isinstance(claim, PrunedTrial):
                 continue
             assert isinstance(claim, Claim)
             rung, vector = 0, _vector(claim.number)
-            if claim.resumed:
+            if claim.is_resumed:
                 waited = storage.get_trial(claim.trial_id).user_attrs[RUNG]["rung"]
                 promoted.append((claim.number, waited))
                 rung = waited + 1
             while rung < len(rungs.epochs):
                 claims.report(claim, rungs.epochs[rung] - 1, vector[0], metrics=vector)
-                if not claims.reach(claim, rung, vector).promoted:
+                if not claims.report_rung(claim, rung, vector).is_promoted:
                     break
                 promoted.append((claim.number, rung))
                 rung += 1
             else:
-                claims.settle(claim, Outcome.COMPLETE, value=vector)
+                claims.finish_attempt(claim, Outcome.COMPLETE, value=vector)
         own.dispose()
 
     with ThreadPoolExecutor(8) as pool:
@@ -256,7 +256,7 @@ def test_many_arrivals_give_the_places_of_one_order(storage: BaseStorage, engine
     ids = {trial.number: trial._trial_id for trial in storage.get_all_trials(study_id)}
     for number in numbers.permutation(count).tolist():
         with engine.begin() as connection:
-            note(connection, study_id, ids[number], RUNGS, rung=0, value=vectors[number], n_trials=count)
+            record_rung_value(connection, study_id, ids[number], RUNGS, rung=0, value=vectors[number], n_trials=count)
     found = places(engine)
     assert found == by_fronts(vectors)
     [(reached, best_loss, best_trial)] = rows(engine, "SELECT reached, best_loss, best_trial FROM hpsearch_rung_cuts")

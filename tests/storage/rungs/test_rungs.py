@@ -15,9 +15,9 @@ from optuna.trial import TrialState
 from hpsearch.storage.attributes import PRUNING, REASON, RUNG, STOPPED
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
-from hpsearch.storage.trials.reopening import reopen_trial, wait_again
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial, StudyStopped
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
@@ -27,13 +27,13 @@ Asha = Callable[[], Claims]
 
 @pytest.fixture
 def asha(engine: sa.Engine, study_id: int) -> Asha:
-    return lambda: Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+    return lambda: Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
 
 
 def pause(claims: Claims, value: float, rung: int = 0) -> Claim:
     """Take a trial, and leave it at a rung."""
     claim = take(claims)
-    assert not claims.reach(claim, rung, value).promoted
+    assert not claims.report_rung(claim, rung, value).is_promoted
     return claim
 
 
@@ -53,9 +53,9 @@ def test_the_best_goes_on_before_a_new_trial_is_begun_and_all_of_the_budget_is_b
     claims = asha()
     pause(claims, 0.1)
     second = take(claims)
-    standing = claims.reach(second, 0, 0.9)
-    assert (standing.rank, standing.reached, standing.promoted) == (1, 2, True)  # it never waits
-    claims.settle(second, Outcome.COMPLETE, value=0.9)
+    standing = claims.report_rung(second, 0, 0.9)
+    assert (standing.rank, standing.reached, standing.is_promoted) == (1, 2, True)  # it never waits
+    claims.finish_attempt(second, Outcome.COMPLETE, value=0.9)
     assert [take(claims).number for _ in range(2)] == [2, 3]  # trial 0 is not the best
 
 
@@ -78,9 +78,9 @@ def test_the_highest_rung_is_promoted_from_first(asha: Asha, storage: BaseStorag
     claims = asha()
     held = [take(claims) for _ in range(6)]
     values = (0.1, 0.9, 0.95, 0.6, 0.7, 0.05)
-    first = [claims.reach(claim, 0, value).promoted for claim, value in zip(held, values, strict=True)]
+    first = [claims.report_rung(claim, 0, value).is_promoted for claim, value in zip(held, values, strict=True)]
     assert first == [False, True, True, False, False, False]
-    assert [claims.reach(held[n], 1, value).promoted for n, value in ((1, 0.9), (2, 0.8))] == [False, False]
+    assert [claims.report_rung(held[n], 1, value).is_promoted for n, value in ((1, 0.9), (2, 0.8))] == [False, False]
     assert [take(claims).number for _ in range(2)] == [1, 4]
 
 
@@ -88,7 +88,7 @@ def test_lower_is_better_where_the_study_says_so(storage: BaseStorage, study_id:
     budget(storage, study_id, n_trials=8)
     claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 4, 2, maximize=False))
     pause(claims, 0.9)
-    assert claims.reach(take(claims), 0, 0.1).promoted
+    assert claims.report_rung(take(claims), 0, 0.1).is_promoted
 
 
 def test_of_equal_values_the_earlier_trial_is_the_better(asha: Asha, storage: BaseStorage, study_id: int) -> None:
@@ -105,12 +105,12 @@ def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage,
     held = [take(claims) for _ in range(3)]
     for claim, value in zip(held, (0.3, 0.2, 0.1), strict=True):
         storage.set_trial_intermediate_value(claim.trial_id, 0, value)
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     assert take(claims).number == 0
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     assert retired.number == 2
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, where the best 2 of 4 trials go on"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, promoted: best 2 of 4 trials"
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.1, retired.reason)
     assert trial.user_attrs[PRUNING] == {
@@ -125,38 +125,38 @@ def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
     claims = asha()
     runs = take(claims)
     pause(claims, 0.5)
-    assert claims.claim() == Nothing(running=1)
-    assert claims.any_left()
-    claims.settle(runs, Outcome.COMPLETE, value=0.4)  # before it has noted that it has reached the rung
+    assert claims.claim() == NoTrialAvailable(running=1)
+    assert claims.has_trials_left()
+    claims.finish_attempt(runs, Outcome.COMPLETE, value=0.4)  # before it has noted that it has reached the rung
     retired = claims.claim()
-    assert isinstance(retired, Retired)
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, where none went on"
-    assert claims.claim() == Nothing(running=0)
-    assert not claims.any_left()
+    assert isinstance(retired, PrunedTrial)
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, promoted: none"
+    assert claims.claim() == NoTrialAvailable(running=0)
+    assert not claims.has_trials_left()
 
 
 def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3))
     held = [take(claims) for _ in range(6)]
     for claim in held:
-        claims.reach(claim, 0, 1 / (1 + claim.number))
+        claims.report_rung(claim, 0, 1 / (1 + claim.number))
     for number in (0, 1):  # the best third, of whom none is the best third of two
         claim = take(claims)
         assert claim.number == number
-        assert not claims.reach(claim, 1, 2 / (1 + number)).promoted
+        assert not claims.report_rung(claim, 1, 2 / (1 + number)).is_promoted
     best = take(claims)
     assert (best.number, best.attempt) == (0, 3)
     retired = [claims.claim() for _ in range(4)]
-    assert {each.number for each in retired if isinstance(each, Retired)} == {2, 3, 4, 5}
-    assert claims.claim() == Nothing(running=1)
-    claims.settle(best, Outcome.FAILED)
+    assert {each.number for each in retired if isinstance(each, PrunedTrial)} == {2, 3, 4, 5}
+    assert claims.claim() == NoTrialAvailable(running=1)
+    claims.finish_attempt(best, Outcome.FAILED)
     other = take(claims)  # there is to be a complete one yet
     assert (other.number, other.attempt) == (1, 3)
-    claims.settle(other, Outcome.COMPLETE, value=1.0)
-    assert claims.claim() == Nothing(running=0)
+    claims.finish_attempt(other, Outcome.COMPLETE, value=1.0)
+    assert claims.claim() == NoTrialAvailable(running=0)
     assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
@@ -164,24 +164,26 @@ def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3, complete=3))
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=replace(RUNGS, factor=3, min_complete=3))
     for number, claim in enumerate([take(claims) for _ in range(6)]):
-        claims.reach(claim, 0, 1 / (1 + number))
+        claims.report_rung(claim, 0, 1 / (1 + number))
     held = [take(claims) for _ in range(2)]  # the best third of six
     held.append(take(claims))  # at once: two complete ones are too few
     assert [claim.number for claim in held] == [0, 1, 2]
     ended = [claims.claim() for _ in range(4)]
-    assert [type(each) for each in ended] == [Retired, Retired, Retired, Nothing], "three run, and may all be complete"
+    assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, PrunedTrial, NoTrialAvailable], (
+        "three run, and may all be complete"
+    )
     for claim in held:
-        claims.reach(claim, 1, 1 / (1 + claim.number))
+        claims.report_rung(claim, 1, 1 / (1 + claim.number))
     last = []
     for _ in range(3):
         last.append(take(claims))
-        claims.settle(last[-1], Outcome.COMPLETE, value=1.0)
+        claims.finish_attempt(last[-1], Outcome.COMPLETE, value=1.0)
     assert [claim.number for claim in last] == [0, 1, 2]
-    assert claims.claim() == Nothing(running=0)
-    assert isinstance(ended[0], Retired)
-    assert "where the best 3 of 6 trials go on" in ended[0].reason
+    assert claims.claim() == NoTrialAvailable(running=0)
+    assert isinstance(ended[0], PrunedTrial)
+    assert "promoted: best 3 of 6 trials" in ended[0].reason
 
 
 def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, study_id: int) -> None:
@@ -190,9 +192,9 @@ def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, st
     pause(claims, 0.5)
     pause(claims, 0.4)
     ended = [claims.claim(open_new=False) for _ in range(3)]
-    assert [type(each) for each in ended] == [Retired, Retired, Nothing]
-    reasons = [each.reason for each in ended if isinstance(each, Retired)]
-    assert reasons[0].endswith("rank 2 of 2 at rung 0, where the best 1 went on")
+    assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
+    reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
+    assert reasons[0].endswith("rank 2 of 2 at rung 0, promoted: best 1")
     assert reasons[1].endswith("rank 1 of 2 at rung 0, and the time was up")
 
 
@@ -202,7 +204,7 @@ def test_a_stopped_study_keeps_who_waits(asha: Asha, storage: BaseStorage, study
     for value in (0.5, 0.4):
         pause(claims, value)
     storage.set_study_user_attr(study_id, STOPPED, "by ann")
-    assert claims.claim() == Stopped("by ann")
+    assert claims.claim() == StudyStopped("by ann")
     storage.set_study_user_attr(study_id, STOPPED, None)
     assert take(claims).number == 0
 
@@ -217,7 +219,7 @@ def test_a_trial_that_loses_its_worker_after_its_promotion_comes_first_and_is_no
     kill(engine, take(claims))
     again = take(asha())
     assert (again.number, again.attempt) == (0, 3)
-    assert claims.reach(again, 0, 0.9).promoted  # it reports again where it went on from
+    assert claims.report_rung(again, 0, 0.9).is_promoted  # it reports again where it went on from
     assert promotions(engine) == [(0, 0)]
 
 
@@ -230,7 +232,7 @@ def test_a_worker_that_lost_its_trial_notes_nothing(
     kill(engine, claim)
     take(other)
     with pytest.raises(ClaimLostError, match="was taken over by w"):
-        frozen.reach(claim, 0, 0.9)
+        frozen.report_rung(claim, 0, 0.9)
     assert rows(engine, "SELECT * FROM hpsearch_rungs") == []
 
 
@@ -251,11 +253,11 @@ def test_a_pause_whose_answer_is_lost_is_a_pause_also_when_the_trial_has_gone_on
         assert driver is not None
         driver.commit()
         driver.close()
-        other.reach(next_one, 0, 0.1)
+        other.report_rung(next_one, 0, 0.1)
         assert take(other).number == 0
 
     sa.event.listen(engine, "commit", at_commit)
-    assert not claims.reach(claim, 0, 0.9).promoted
+    assert not claims.report_rung(claim, 0, 0.9).is_promoted
     sa.event.remove(engine, "commit", at_commit)
     assert cut
     assert promotions(engine) == [(0, 0)]
@@ -279,8 +281,8 @@ def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
     claims = asha()
     pause(claims, 0.1)
     best = take(claims)
-    assert claims.reach(best, 0, 0.9).promoted
-    claims.settle(best, Outcome.FAILED)
+    assert claims.report_rung(best, 0, 0.9).is_promoted
+    claims.finish_attempt(best, Outcome.FAILED)
     reopen_trial(engine, study_id, best.trial_id, from_start=True, rungs=RUNGS)
     assert rows(engine, "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id)") == [(0,)]
     assert take(claims).number == 1
@@ -294,41 +296,41 @@ def test_in_a_larger_budget_who_waited_in_vain_waits_again_where_there_is_a_plac
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.1, 0.4, 0.3, 0.2), strict=True):
         storage.set_trial_intermediate_value(claim.trial_id, 0, value)
-        if claims.reach(claim, 0, value).promoted:
-            claims.settle(claim, Outcome.COMPLETE, value=value)
-    claims.settle(take(claims), Outcome.COMPLETE, value=0.3)
-    assert [type(claims.claim()) for _ in range(3)] == [Retired, Retired, Nothing]
+        if claims.report_rung(claim, 0, value).is_promoted:
+            claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
+    claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.3)
+    assert [type(claims.claim()) for _ in range(3)] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     budget(storage, study_id, n_trials=6)  # three places
     with engine.begin() as connection:
-        assert wait_again(connection, study_id, RUNGS, n_trials=6) == 1
+        assert requeue_pruned_at_rungs(connection, study_id, RUNGS, n_trials=6) == 1
     waits = storage.get_trial(held[3].trial_id)
     assert (waits.state, waits.value) == (TrialState.WAITING, None)
     assert waits.intermediate_values == {0: 0.2}
     assert REASON not in waits.user_attrs
     for claim, value in zip([take(claims), take(claims)], (0.15, 0.12), strict=True):
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     assert take(claims).number == 3
 
 
 WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.trials.claims import Claim, Claims, Retired
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claim, Claims, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.rungs.rungs import Rungs
 rungs = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", rungs=rungs)
 print("ready", flush=True)
 sys.stdin.readline()
-while isinstance(claim := claims.claim(), (Claim, Retired)):
-    if isinstance(claim, Retired):
+while isinstance(claim := claims.claim(), (Claim, PrunedTrial)):
+    if isinstance(claim, PrunedTrial):
         continue
     value = random.Random(claim.number).random()
     rung = claim.attempt - 1  # a trial that never waited is seen at the next
-    while rung < 3 and claims.reach(claim, rung, value).promoted:
+    while rung < 3 and claims.report_rung(claim, rung, value).is_promoted:
         rung += 1
     if rung == 3:
-        claims.settle(claim, Outcome.COMPLETE, value=value)
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
 """
 
 

@@ -15,7 +15,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, creating, op
 
 @pytest.fixture
 def storage(database_url: str) -> Iterator[PostgresStorage]:
-    opened = open_storage(database_url, application_name="test", patience=5)
+    opened = open_storage(database_url, application_name="test", retry_seconds=5)
     yield opened
     opened.engine.dispose()
 
@@ -27,7 +27,7 @@ class TestConformance(StorageTestCase):
 def test_trials_that_start_in_the_same_microsecond_are_two(storage: PostgresStorage) -> None:
     study_id = storage.create_new_study([StudyDirection.MINIMIZE])
     start = datetime(2026, 1, 1, 12, 0, 0, 123456)
-    database = Database(storage.engine, patience=10.0)
-    made = [creating.create(database, study_id, start, -1) for _ in range(2)]
+    database = Database(storage.engine, retry_seconds=10.0)
+    made = [creating.create_trial(database, study_id, start, -1) for _ in range(2)]
     assert [number for _, number in made] == [0, 1]
     assert made[0] != made[1]

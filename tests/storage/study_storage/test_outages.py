@@ -21,10 +21,10 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.retry import is_transient, retrying
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
-from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.urls import build
+from hpsearch.storage.urls import build_url
 from tests.factories import X
 from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, check, run_trials
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("shaken", patience=60)
+    return opened("shaken", retry_seconds=60)
 
 
 def test_cut_connections_lose_nothing(
@@ -61,14 +61,14 @@ def test_cut_connections_lose_nothing(
 
 
 @pytest.fixture(scope="module")
-def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[Server, str]]:
+def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[EmbeddedPostgres, str]]:
     """A Postgres that may be killed, and the URL of its migrated database for a worker."""
     with guarded_homes() as home:
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        server = Server(make_folder(home), home / "logs" / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = server.start(None)
-        admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+        admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
         made = create_databases(
             admin + "?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
         )
@@ -78,19 +78,19 @@ def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[Server, str]]
 
 
 def test_a_server_that_is_killed_and_started_again_loses_nothing(
-    own_server: tuple[Server, str], caplog: pytest.LogCaptureFixture
+    own_server: tuple[EmbeddedPostgres, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, url = own_server
-    storage = open_storage(url, application_name="killed", patience=120)
+    storage = open_storage(url, application_name="killed", retry_seconds=120)
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "killed")
-    port = server.port()
-    progress = open_storage(url, application_name="watch", patience=120)
+    port = server.read_port()
+    progress = open_storage(url, application_name="watch", retry_seconds=120)
     with caplog.at_level(logging.WARNING, "hpsearch.storage.database.retry"), ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_trials, storage, study_id, 8) for _ in range(2)]
         for reached in (3, 8):
             while len(progress.get_all_trials(study_id, states=COMPLETE)) < reached:
                 assert not all(run.done() for run in runs)
-            running = server.running()
+            running = server.find_process()
             assert running is not None
             running.send_signal(signal.SIGKILL)
             running.wait()
@@ -98,16 +98,16 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
         made = [run.result() for run in runs]
     check(storage, study_id, made)
     lines = [record.getMessage() for record in caplog.records]
-    away, back = (sum(text in line for line in lines) for text in ("is away", "is back"))
+    away, back = (sum(text in line for line in lines) for text in ("unavailable", "available again"))
     assert away == back >= 2, lines
     storage.engine.dispose()
     progress.engine.dispose()
 
 
-def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[Server, str]) -> None:
+def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[EmbeddedPostgres, str]) -> None:
     server, url = own_server
-    port = server.port()
-    storage = open_storage(url, application_name="impatient", patience=1)
+    port = server.read_port()
+    storage = open_storage(url, application_name="impatient", retry_seconds=1)
     storage.get_all_studies()
     server.stop()
     try:
@@ -194,7 +194,7 @@ def test_a_call_whose_reply_is_lost_is_done_once(
     shaken = open_storage(
         postgres_server.url(database).replace(str(postgres_server.port), str(relay.port)),
         application_name="shaken",
-        patience=30,
+        retry_seconds=30,
     )
 
     def outcome(storage: PostgresStorage, name: str) -> tuple[Any, list[Any]]:
@@ -228,7 +228,7 @@ def test_a_trial_that_somebody_else_took_is_not_taken_when_the_reply_is_lost(
 ) -> None:
     direct = open_storage(postgres_server.url(database), application_name="direct")
     url = postgres_server.url(database).replace(str(postgres_server.port), str(relay.port))
-    shaken = open_storage(url, application_name="shaken", patience=30)
+    shaken = open_storage(url, application_name="shaken", retry_seconds=30)
     study_id = direct.create_new_study([StudyDirection.MINIMIZE], "s")
     trial_id = direct.create_new_trial(study_id, create_trial(state=TrialState.WAITING))
     shaken.get_all_trials(study_id)
@@ -272,12 +272,12 @@ def test_what_the_server_says_tells_whether_to_wait(storage: PostgresStorage, co
 
 def test_only_connections_that_may_come_back_are_waited_for(postgres_server: PostgresServer, database: str) -> None:
     def error_of(url: str) -> sa.exc.DBAPIError:
-        engine = open_storage(url, application_name="t", patience=0).engine
+        engine = open_storage(url, application_name="t", retry_seconds=0).engine
         return fails(engine, "SELECT 1")
 
     assert not is_transient(error_of(postgres_server.url(database, password="wrong")))
     assert not is_transient(error_of(postgres_server.url("nowhere")))
-    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose(None)))
+    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose_port(None)))
     assert is_transient(error_of(closed))
 
 

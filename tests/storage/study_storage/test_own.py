@@ -20,12 +20,12 @@ X, KIND = FloatDistribution(0, 1), CategoricalDistribution(("a", "b"))
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("test", patience=5)
+    return opened("test", retry_seconds=5)
 
 
 @pytest.fixture
 def other(opened: Open) -> PostgresStorage:
-    return opened("other", patience=5)
+    return opened("other", retry_seconds=5)
 
 
 def begin_attempt(storage: PostgresStorage, trial_id: int, attempt: int) -> None:
@@ -48,7 +48,7 @@ def owned(storage: PostgresStorage, study_id: int) -> int:
     """The id of a trial that `storage` owns by attempt 1."""
     trial_id = storage.create_new_trial(study_id)
     begin_attempt(storage, trial_id, 1)
-    storage.own(storage.get_trial(trial_id), 1)
+    storage.acquire_trial(storage.get_trial(trial_id), 1)
     return trial_id
 
 
@@ -106,8 +106,8 @@ def test_no_write_gets_past_a_later_attempt(
     with pytest.raises(ClaimLostError, match=r"trial 0 was taken over by w \(attempt 2\)"):
         WRITES[write](storage, owned)
     assert other.read_trial(owned) == before, "something was written"
-    storage.disown(owned)
-    other.own(before, 2)
+    storage.release_trial(owned)
+    other.acquire_trial(before, 2)
     WRITES[write](other, owned)
 
 
@@ -118,19 +118,19 @@ def test_no_write_gets_past_an_end_from_outside(
     other.set_trial_state_values(owned, TrialState.FAIL)
     before = other.read_trial(owned)
     assert storage.get_trial(owned).state == TrialState.RUNNING, "noticed at the next write"
-    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL by another program"):
         WRITES[write](storage, owned)
     assert other.read_trial(owned) == before
 
 
 def test_an_attempt_that_never_was_or_has_ended_writes_nothing(storage: PostgresStorage, owned: int) -> None:
-    storage.own(storage.get_trial(owned), 5)
+    storage.acquire_trial(storage.get_trial(owned), 5)
     with pytest.raises(ClaimLostError, match="trial 0 never had an attempt 5"):
         storage.set_trial_user_attr(owned, "a", 1)
-    storage.own(storage.get_trial(owned), 1)
+    storage.acquire_trial(storage.get_trial(owned), 1)
     with storage.engine.begin() as connection:
         connection.execute(sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'gave back'"))
-    with pytest.raises(ClaimLostError, match="trial 0 was taken from this worker, which seemed dead"):
+    with pytest.raises(ClaimLostError, match="trial 0 was taken from this worker, whose lease expired"):
         storage.set_trial_user_attr(owned, "a", 1)
 
 
@@ -163,7 +163,7 @@ def test_writes_together_are_one_statement_and_seen_here_before(
 ) -> None:
     storage.set_trial_param(owned, "x", 0.25, X)
     with statements(storage) as sent:
-        with storage.together(owned):
+        with storage.batch_writes(owned):
             storage.set_trial_param(owned, "kind", 1, KIND)
             storage.set_trial_param(owned, "x", 0.75, X)  # is set: the first value stays
             storage.set_trial_user_attr(owned, "u", 1)
@@ -184,7 +184,7 @@ def test_writes_together_are_one_statement_and_seen_here_before(
 
 def test_writes_together_of_a_trial_that_nobody_owns(storage: PostgresStorage, study_id: int) -> None:
     trial_id = storage.create_new_trial(study_id)
-    with storage.together(trial_id):
+    with storage.batch_writes(trial_id):
         storage.set_trial_param(trial_id, "x", 0.5, X)
         assert storage.get_trial(trial_id).params == {"x": 0.5}
         assert storage.read_trial(trial_id).params == {}
@@ -192,7 +192,7 @@ def test_writes_together_of_a_trial_that_nobody_owns(storage: PostgresStorage, s
 
 
 def test_what_is_discarded_was_never_set(storage: PostgresStorage, owned: int) -> None:
-    with storage.together(owned) as held:
+    with storage.batch_writes(owned) as held:
         storage.set_trial_param(owned, "x", 0.5, X)
         storage.set_trial_user_attr(owned, "u", 1)
         held.discard()
@@ -203,7 +203,7 @@ def test_what_is_discarded_was_never_set(storage: PostgresStorage, owned: int) -
 
 
 def test_an_exception_discards(storage: PostgresStorage, owned: int) -> None:
-    with pytest.raises(KeyError), storage.together(owned):  # noqa: PT012  the first line is the point
+    with pytest.raises(KeyError), storage.batch_writes(owned):  # noqa: PT012  the first line is the point
         storage.set_trial_param(owned, "x", 0.5, X)
         storage.get_study_id_from_name("none such")
     assert storage.get_trial(owned) == storage.read_trial(owned)
@@ -213,7 +213,7 @@ def test_an_exception_discards(storage: PostgresStorage, owned: int) -> None:
 
 
 def test_a_fence_holds_for_writes_together(storage: PostgresStorage, other: PostgresStorage, owned: int) -> None:
-    with pytest.raises(ClaimLostError), storage.together(owned):  # noqa: PT012  raised at its exit
+    with pytest.raises(ClaimLostError), storage.batch_writes(owned):  # noqa: PT012  raised at its exit
         storage.set_trial_param(owned, "x", 0.5, X)
         begin_attempt(other, owned, 2)
     assert other.read_trial(owned).params == {}
@@ -225,9 +225,9 @@ def test_an_incompatible_distribution_is_refused_at_once(
 ) -> None:
     first = other.create_new_trial(study_id)
     other.set_trial_param(first, "x", 0.5, X)
-    with pytest.raises(ValueError, match="different distribution kind"), storage.together(owned):
+    with pytest.raises(ValueError, match="different distribution kind"), storage.batch_writes(owned):
         storage.set_trial_param(owned, "x", 1, KIND)
-    with storage.together(owned):
+    with storage.batch_writes(owned):
         storage.set_trial_param(owned, "kind", 1, KIND)
     with pytest.raises(ValueError, match="dynamic value space"):
         storage.set_trial_param(owned, "kind", 0, CategoricalDistribution(("b", "a")))
@@ -281,11 +281,11 @@ def test_finished_trials_may_be_a_little_old_but_never_without_ones_own(
     storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
 ) -> None:
     def known() -> list[int]:
-        return [t.number for t in storage.finished_trials(study_id, (TrialState.COMPLETE,), max_age=3600.0)]
+        return [t.number for t in storage.get_finished_trials(study_id, (TrialState.COMPLETE,), max_age=3600.0)]
 
     assert known() == []
     other.create_new_trial(study_id, create_trial(value=1.0))
     assert known() == []
     storage.set_trial_state_values(owned, TrialState.COMPLETE, [0.5])
-    storage.disown(owned)
+    storage.release_trial(owned)
     assert known() == [0, 1]

@@ -15,12 +15,12 @@ from tests.storage.statements import statements
 
 @pytest.fixture
 def storage(opened: Open) -> PostgresStorage:
-    return opened("test", patience=5)
+    return opened("test", retry_seconds=5)
 
 
 @pytest.fixture
 def other(opened: Open) -> PostgresStorage:
-    return opened("other", patience=5)
+    return opened("other", retry_seconds=5)
 
 
 def test_the_statements_of_each_call(storage: PostgresStorage, study_id: int) -> None:
@@ -81,18 +81,18 @@ def test_finished_trials_of_a_moment_ago_are_not_asked_for(
     storage: PostgresStorage, other: PostgresStorage, study_id: int
 ) -> None:
     complete = (TrialState.COMPLETE,)
-    assert storage.finished_trials(study_id, complete, max_age=3600) == []
+    assert storage.get_finished_trials(study_id, complete, max_age=3600) == []
     (trial_id,) = other.import_trials(study_id, [create_trial(value=1.0)])
     with statements(storage) as sent:
-        assert storage.finished_trials(study_id, complete, max_age=3600) == []
+        assert storage.get_finished_trials(study_id, complete, max_age=3600) == []
     assert sent == []
-    (found,) = storage.finished_trials(study_id, complete)
+    (found,) = storage.get_finished_trials(study_id, complete)
     assert found._trial_id == trial_id
     other.import_trials(study_id, [create_trial(value=2.0)])
     storage.get_all_trials(study_id)
-    assert len(storage.finished_trials(study_id, [*complete, TrialState.RUNNING], max_age=3600)) == 2
+    assert len(storage.get_finished_trials(study_id, [*complete, TrialState.RUNNING], max_age=3600)) == 2
     with pytest.raises(KeyError):
-        storage.finished_trials(study_id + 1, complete)
+        storage.get_finished_trials(study_id + 1, complete)
 
 
 def test_a_trial_takes_few_statements_through_the_public_interface(storage: PostgresStorage, study_id: int) -> None:

@@ -34,7 +34,7 @@ def ours(database_url: str) -> Iterator[Callable[[], PostgresStorage]]:
     opened: list[PostgresStorage] = []
 
     def make() -> PostgresStorage:
-        opened.append(open_storage(database_url, application_name=f"test {len(opened)}", patience=10))
+        opened.append(open_storage(database_url, application_name=f"test {len(opened)}", retry_seconds=10))
         return opened[-1]
 
     yield make

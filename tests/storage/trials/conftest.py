@@ -40,7 +40,7 @@ def join(engine: sa.Engine, study_id: int) -> Join:
 
     def make(lease: float = 60.0) -> Claims:
         make.count += 1  # type: ignore[attr-defined]
-        return Claims(engine, study_id, worker=f"w{make.count}", lease=lease, patience=10.0)  # type: ignore[attr-defined]
+        return Claims(engine, study_id, worker=f"w{make.count}", lease=lease, retry_seconds=10.0)  # type: ignore[attr-defined]
 
     make.count = 0  # type: ignore[attr-defined]
     return make

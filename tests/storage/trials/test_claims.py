@@ -12,16 +12,22 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import (
+    ClaimLostError,
+    NoTrialAvailable,
+    RetriesExhausted,
+    StudyStopped,
+    count_running_trials,
+)
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
 
 
 def test_the_budget_bounds_what_is_started(storage: BaseStorage, study_id: int, join: Join) -> None:
     assert [take(join()).number, take(join()).number] == [0, 1]
-    assert join().claim() == Nothing(running=2)
+    assert join().claim() == NoTrialAvailable(running=2)
     assert states(storage, study_id) == ["RUNNING", "RUNNING"]
 
 
@@ -37,12 +43,12 @@ def test_a_new_trial_is_what_optuna_makes_of_one(storage: BaseStorage, study_id:
 def test_a_spent_budget_leaves_nothing_until_it_is_raised(storage: BaseStorage, study_id: int, join: Join) -> None:
     claims = join()
     for value in (0.5, 0.25):
-        claims.settle(take(claims), Outcome.COMPLETE, value=value, attrs={REASON: "well done"})
-    assert claims.claim() == Nothing(running=0)
+        claims.finish_attempt(take(claims), Outcome.COMPLETE, value=value, attrs={REASON: "well done"})
+    assert claims.claim() == NoTrialAvailable(running=0)
     assert optuna.load_study(study_name="s", storage=storage).best_value == 0.5
     assert storage.get_all_trials(study_id)[0].user_attrs[REASON] == "well done"
     budget(storage, study_id, n_trials=3)
-    assert claims.claim(open_new=False) == Nothing(running=0)
+    assert claims.claim(open_new=False) == NoTrialAvailable(running=0)
     assert take(claims).number == 2
 
 
@@ -54,10 +60,10 @@ def test_a_dead_workers_trial_is_taken_over_at_once_with_its_parameters(
     claim = take(dying)
     study = optuna.load_study(study_name="s", storage=storage)
     value = optuna.trial.Trial(study, claim.trial_id).suggest_float("x", 0, 1)
-    assert living.claim() == Nothing(running=1)
+    assert living.claim() == NoTrialAvailable(running=1)
     kill(engine, claim)
     again = take(living)
-    assert (again.trial_id, again.number, again.attempt, again.resumed) == (claim.trial_id, 0, 2, True)
+    assert (again.trial_id, again.number, again.attempt, again.is_resumed) == (claim.trial_id, 0, 2, True)
     assert storage.get_trial(again.trial_id).params == {"x": value}
     assert outcomes(engine) == [(1, "lost"), (2, None)]
 
@@ -68,16 +74,16 @@ def test_a_trial_that_kills_its_workers_fails(
     budget(storage, study_id, n_trials=1)
     for _ in range(2):
         kill(engine, take(join()))
-    join().sweep()  # leaves the last word to a claim, which ends the trial's run as well
+    join().reclaim_expired_leases()  # leaves the last word to a claim, which ends the trial's run as well
     assert states(storage, study_id) == ["RUNNING"]
     lost = join().claim()
-    assert isinstance(lost, Lost)
-    assert join().claim() == Nothing(running=0)
+    assert isinstance(lost, RetriesExhausted)
+    assert join().claim() == NoTrialAvailable(running=0)
     trial = storage.get_all_trials(study_id)[0]
     assert trial.state == TrialState.FAIL
     assert trial.datetime_complete is not None
     assert trial.user_attrs[REASON] == lost.reason
-    assert lost.reason == "lost its worker w2; 2 attempts came to nothing"
+    assert lost.reason == "lost its worker w2; 2 attempts without progress"
 
 
 def test_a_sweep_puts_back_what_a_dead_worker_left(
@@ -85,7 +91,7 @@ def test_a_sweep_puts_back_what_a_dead_worker_left(
 ) -> None:
     kill(engine, take(join()))
     assert states(storage, study_id) == ["RUNNING"]
-    join().sweep()
+    join().reclaim_expired_leases()
     assert states(storage, study_id) == ["WAITING"]
     assert outcomes(engine) == [(1, "lost")]
 
@@ -97,7 +103,7 @@ def test_a_trial_given_back_is_the_next_to_be_taken_and_costs_no_retry(
     for attempt in range(1, 5):
         claim = take(claims)
         assert (claim.number, claim.attempt) == (0, attempt)
-        claims.settle(claim, Outcome.RELEASED)
+        claims.finish_attempt(claim, Outcome.RELEASED)
         assert states(storage, study_id) == ["WAITING"]
     assert {outcome for _, outcome in outcomes(engine)} == {"released"}
 
@@ -107,11 +113,11 @@ def test_given_back_counts_in_the_budget_and_enqueued_does_not_exceed_it(
 ) -> None:
     budget(storage, study_id, n_trials=1)
     claims = join()
-    claims.settle(take(claims), Outcome.RELEASED)
+    claims.finish_attempt(take(claims), Outcome.RELEASED)
     study = optuna.load_study(study_name="s", storage=storage)
     study.enqueue_trial({"x": 0.5})
     assert take(claims).number == 0
-    assert join().claim() == Nothing(running=1)
+    assert join().claim() == NoTrialAvailable(running=1)
     budget(storage, study_id, n_trials=2)
     enqueued = take(join())
     assert enqueued.number == 1
@@ -121,23 +127,23 @@ def test_given_back_counts_in_the_budget_and_enqueued_does_not_exceed_it(
 def test_a_notebooks_own_trial_is_left_alone(storage: BaseStorage, study_id: int, join: Join) -> None:
     optuna.load_study(study_name="s", storage=storage).ask()
     assert take(join()).number == 1
-    assert join().claim() == Nothing(running=1)
+    assert join().claim() == NoTrialAvailable(running=1)
 
 
 def test_a_trial_ended_from_outside_is_lost(storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join) -> None:
     claims = join()
     claim = take(claims)
     storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
-    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL by another program"):
         claims.report(claim, 0, 0.5)
-    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
-        claims.settle(claim, Outcome.COMPLETE, value=0.5)
-    claims.let_go(claim)
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL by another program"):
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
+    claims.release(claim)
     assert outcomes(engine) == [(1, "cancelled")]
     other = take(claims)
     storage.set_trial_state_values(other.trial_id, TrialState.FAIL)
     kill(engine, other)
-    assert claims.claim() == Nothing(running=0)
+    assert claims.claim() == NoTrialAvailable(running=0)
     assert outcomes(engine) == [(1, "cancelled"), (1, "cancelled")]
 
 
@@ -146,11 +152,11 @@ def test_a_stopped_study_hands_out_nothing_and_says_so_at_the_next_report(
 ) -> None:
     claims = join()
     claim = take(claims)
-    assert not claims.report(claim, 0, 0.5).stopped
+    assert not claims.report(claim, 0, 0.5).is_stopped
     storage.set_study_user_attr(study_id, STOPPED, "by ada at noon")
-    assert claims.claim() == Stopped("by ada at noon")
-    assert claims.report(claim, 1, 0.5).stopped
-    claims.settle(claim, Outcome.RELEASED)
+    assert claims.claim() == StudyStopped("by ada at noon")
+    assert claims.report(claim, 1, 0.5).is_stopped
+    claims.finish_attempt(claim, Outcome.RELEASED)
     storage.set_study_user_attr(study_id, STOPPED, None)
     assert take(claims).number == 0
 
@@ -180,12 +186,12 @@ def test_an_infinite_value_settles_a_trial(storage: BaseStorage, study_id: int, 
     claims = join()
     for value in (float("inf"), float("-inf")):
         claim = take(claims)
-        claims.settle(claim, Outcome.COMPLETE, value=value)
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
         assert storage.get_trial(claim.trial_id).value == value
 
 
-def stored(path: str) -> Stored:
-    return Stored(path, "0" * 64, 1)
+def stored(path: str) -> StoredFile:
+    return StoredFile(path, "0" * 64, 1)
 
 
 def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
@@ -197,7 +203,7 @@ def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
     for epoch in range(4):
         claims.report(claim, epoch, 0.5, stored(f"{epoch}-1.pt") if epoch != 2 else None)
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 1, "3-1.pt")]
-    claims.settle(claim, Outcome.RELEASED)
+    claims.finish_attempt(claim, Outcome.RELEASED)
     again = take(claims)
     claims.report(again, 3, 0.5, stored("3-2.pt"))  # resumed from epoch 1, whose value is there already
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 2, "3-2.pt")]
@@ -239,7 +245,7 @@ def test_what_the_server_did_but_could_not_say_is_not_done_again(
     claims.report(claim, 0, 0.5)
     assert not armed
     armed = "statement"
-    claims.settle(claim, Outcome.COMPLETE, value=0.5)
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
     assert not armed
     assert states(storage, study_id) == ["COMPLETE"]
     assert outcomes(engine) == [(1, "complete")]
@@ -249,9 +255,9 @@ def test_who_runs_now(engine: sa.Engine, study_id: int, join: Join) -> None:
     claims = join()
     first = take(claims)
     take(claims)
-    assert running_now(engine, study_id) == 2
+    assert count_running_trials(engine, study_id) == 2
     kill(engine, first)
-    assert running_now(engine, study_id) == 1
+    assert count_running_trials(engine, study_id) == 1
 
 
 def test_the_spec_is_read_as_optuna_wrote_it(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
@@ -267,7 +273,7 @@ def test_an_attempt_that_got_on_costs_the_later_ones_nothing(
     for epoch in range(5):
         claims = join()
         claims.report(claim := take(claims), epoch, 0.5, stored(f"{epoch}.pt"))
-        assert claims.failures(claim) == 0
+        assert claims.count_failures(claim) == 0
         kill(engine, claim)
     for again in range(2):
         claims = join()
@@ -275,6 +281,6 @@ def test_an_attempt_that_got_on_costs_the_later_ones_nothing(
         claims.report(claim, 5 + again, 0.5)  # and without a checkpoint it would be lost
         kill(engine, claim)
     lost = join().claim()
-    assert isinstance(lost, Lost)
-    assert lost.reason == "lost its worker w7; 3 attempts came to nothing"
+    assert isinstance(lost, RetriesExhausted)
+    assert lost.reason == "lost its worker w7; 3 attempts without progress"
     assert outcomes(engine) == [(attempt, "lost") for attempt in range(1, 8)]

@@ -15,9 +15,9 @@ from optuna.trial import TrialState
 from hpsearch.storage.trials.claims import (
     Claim,
     ClaimLostError,
-    Nothing,
+    NoTrialAvailable,
 )
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.trials.support import Join, outcomes, rows, take
 
 
@@ -45,17 +45,17 @@ def test_a_frozen_worker_loses_its_trial_and_can_change_nothing(
     assert (again.trial_id, again.attempt) == (claim.trial_id, 2)
     for act in (
         lambda: frozen.report(claim, 1, 0.9),
-        lambda: frozen.settle(claim, Outcome.COMPLETE, value=0.9),
-        lambda: frozen.settle(claim, Outcome.RELEASED),
+        lambda: frozen.finish_attempt(claim, Outcome.COMPLETE, value=0.9),
+        lambda: frozen.finish_attempt(claim, Outcome.RELEASED),
     ):
         with pytest.raises(ClaimLostError, match=r"trial 0 was taken over by w2 \(attempt 2\)"):
             act()
     assert not frozen.renew(claim)
-    frozen.let_go(claim)
+    frozen.release(claim)
     assert storage.get_trial(claim.trial_id).intermediate_values == {0: 0.5}
     assert living.renew(again)
     living.report(again, 1, 0.6)
-    living.settle(again, Outcome.PRUNED, value=0.6)
+    living.finish_attempt(again, Outcome.PRUNED, value=0.6)
     trial = storage.get_trial(claim.trial_id)
     assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.PRUNED, 0.6, {0: 0.5, 1: 0.6})
     assert outcomes(engine) == [(1, "lost"), (2, "pruned")]
@@ -97,8 +97,8 @@ def test_leases_that_ended_while_the_server_was_down_are_given_time(engine: sa.E
         connection.execute(sa.text("UPDATE hpsearch_attempts SET expires_at = now() - interval '1 minute'"))
     other = join(lease=3600.0)
     assert take(other).number == 1
-    assert other.claim() == Nothing(running=2)
-    assert join(lease=0.1).claim() == Nothing(running=2), "it is not its own lease that counts"
+    assert other.claim() == NoTrialAvailable(running=2)
+    assert join(lease=0.1).claim() == NoTrialAvailable(running=2), "it is not its own lease that counts"
     assert claim.attempt == 1
 
 

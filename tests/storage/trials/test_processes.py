@@ -18,14 +18,14 @@ from tests.storage.trials.support import begin_at_once, budget, outcomes, rows
 WORKER_PROGRAM = """
 import sys
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.database.connect import make_engine
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w")
 print("ready", flush=True)
 sys.stdin.readline()
 while isinstance(claim := claims.claim(), Claim):
     print(claim.number, claim.attempt, flush=True)
-    claims.settle(claim, Outcome.COMPLETE, value=1.0)
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=1.0)
 """
 
 
@@ -63,14 +63,14 @@ def test_many_processes_one_of_them_killed_run_exactly_the_budget(
 EIGHT_PROGRAM = """
 import sys
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.database.connect import make_engine
 engine = make_engine(sys.argv[1], application_name="w")
 print("ready", flush=True)
 for line in sys.stdin:
     claims, done = Claims(engine, int(line), worker="w"), 0
     while isinstance(claim := claims.claim(), Claim):
-        claims.settle(claim, Outcome.COMPLETE, value=1.0)
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=1.0)
         done += 1
     print(done, flush=True)
 """

@@ -10,17 +10,17 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import REASON
-from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
-from hpsearch.storage.trials.budget import open_spending
-from hpsearch.storage.trials.claims import Claims, Retired
+from hpsearch.storage.trials.budget import create_spending
+from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.history import read_epoch_values
-from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials
 from tests.storage.trials.support import budget, kill, rows, take
 
-RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))
+RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_each=(True, False))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def study_id(storage: BaseStorage) -> int:
 
 @pytest.fixture
 def claims(engine: sa.Engine, study_id: int) -> Claims:
-    return Claims(engine, study_id, worker="w", patience=10.0)
+    return Claims(engine, study_id, worker="w", retry_seconds=10.0)
 
 
 def known(engine: sa.Engine) -> list[tuple[int, int, list[float]]]:
@@ -69,19 +69,19 @@ def test_who_lost_the_trial_writes_none_of_them(claims: Claims, engine: sa.Engin
 
 def test_an_epoch_that_is_not_counted_leaves_no_values(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     with engine.begin() as connection:
-        open_spending(connection, study_id, epochs=2, seconds=None)
-    claims = Claims(engine, study_id, worker="w", patience=10.0, metered=4)
+        create_spending(connection, study_id, epochs=2, seconds=None)
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, metered_epochs=4)
     claim = take(claims)
-    counted = [claims.report(claim, step, 0.5, metrics=[0.5, float(step)]).counted for step in range(3)]
+    counted = [claims.report(claim, step, 0.5, metrics=[0.5, float(step)]).is_counted for step in range(3)]
     assert counted == [True, True, False]
     assert known(engine) == [(0, 0, [0.5, 0.0]), (0, 1, [0.5, 1.0])]
-    assert claims.report(claim, 1, 0.9, metrics=[0.9, 9.0]).counted, "one that was reported before is paid for"
-    claims.settle(claim, Outcome.RELEASED)
+    assert claims.report(claim, 1, 0.9, metrics=[0.9, 9.0]).is_counted, "one that was reported before is paid for"
+    claims.finish_attempt(claim, Outcome.RELEASED)
     cut = claims.claim()
-    assert isinstance(cut, Retired)
+    assert isinstance(cut, PrunedTrial)
     assert storage.get_trial(cut.trial_id).values == [0.5, 1.0]
     with engine.begin() as connection:
-        assert go_on_again(connection, study_id) == 1
+        assert requeue_cut_trials(connection, study_id) == 1
     waits = storage.get_trial(cut.trial_id)
     assert (waits.state, waits.values) == (TrialState.WAITING, None)
     assert len(known(engine)) == 2, "what was reported stays"
@@ -91,9 +91,9 @@ def test_plain_optuna_reads_all_values_and_constraints(claims: Claims, engine: s
     ends = [([0.9, 10.0], -1.0), ([0.8, 20.0], -1.0), ([0.7, 5.0], -1.0), ([0.95, 4.0], 2.5)]
     for values, violation in ends:
         system = {"constraints:model_mb": violation}
-        claims.settle(take(claims), Outcome.COMPLETE, value=values, attrs={REASON: "done"}, system=system)
+        claims.finish_attempt(take(claims), Outcome.COMPLETE, value=values, attrs={REASON: "done"}, system=system)
     pruned = take(claims)
-    claims.settle(pruned, Outcome.PRUNED, value=[0.1, 50.0])
+    claims.finish_attempt(pruned, Outcome.PRUNED, value=[0.1, 50.0])
     study = optuna.load_study(study_name="s", storage=database_url)
     assert study.directions == [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
     assert [trial.values for trial in study.trials] == [*(values for values, _ in ends), [0.1, 50.0]]
@@ -104,27 +104,27 @@ def test_plain_optuna_reads_all_values_and_constraints(claims: Claims, engine: s
 
 def test_an_end_with_a_nan_among_its_values_has_none(claims: Claims, storage: BaseStorage) -> None:
     claim = take(claims)
-    claims.settle(claim, Outcome.INFEASIBLE, value=[0.5, float("nan")])
+    claims.finish_attempt(claim, Outcome.INFEASIBLE, value=[0.5, float("nan")])
     assert storage.get_trial(claim.trial_id).values is None
     claim = take(claims)
-    claims.settle(claim, Outcome.PRUNED, value=[0.5, float("inf")])
+    claims.finish_attempt(claim, Outcome.PRUNED, value=[0.5, float("inf")])
     assert storage.get_trial(claim.trial_id).values == [0.5, float("inf")]
 
 
 def test_who_waited_in_vain_ends_with_all_values_of_its_last_epoch(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
-    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
     claim = take(claims)
     claims.report(claim, 0, 0.5, metrics=[0.5, 10.0])
-    standing = claims.reach(claim, 0, [0.5, 10.0], system={"constraints:model_mb": 1.5})
-    assert not standing.promoted
+    standing = claims.report_rung(claim, 0, [0.5, 10.0], system={"constraints:model_mb": 1.5})
+    assert not standing.is_promoted
     assert storage.get_trial(claim.trial_id).constraints == {"model_mb": 1.5}, "a sampler learns while it waits"
     retired = claims.claim(open_new=False)
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     trial = optuna.load_study(study_name="s", storage=database_url).trials[0]
     assert (trial.state, trial.values) == (TrialState.PRUNED, [0.5, 10.0])
-    assert retired.grounds == {"pruner": "asha", "epoch": 0, "value": 0.5, "peers": 0, "rung": 0}
+    assert retired.decision == {"pruner": "asha", "epoch": 0, "value": 0.5, "peers": 0, "rung": 0}
 
 
 @pytest.mark.parametrize("from_start", [False, True])
@@ -133,9 +133,9 @@ def test_a_trial_that_is_retried_keeps_what_its_checkpoint_has_and_nothing_else(
 ) -> None:
     claim = take(claims)
     for step in range(2):
-        stored = Stored(f"at-{step}", "0" * 64, 10) if step == 0 else None
+        stored = StoredFile(f"at-{step}", "0" * 64, 10) if step == 0 else None
         claims.report(claim, step, 0.5, stored, metrics=[0.5, float(step)])
-    claims.settle(claim, Outcome.FAILED)
+    claims.finish_attempt(claim, Outcome.FAILED)
     assert reopen_trial(engine, study_id, claim.trial_id, from_start=from_start) == (True, None if from_start else 0)
     assert known(engine) == ([] if from_start else [(0, 0, [0.5, 0.0])])
     again = take(claims)

@@ -12,13 +12,13 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from hpsearch.search.spec.spec import MOST_TRIALS
-from hpsearch.storage.attributes import CUT, REASON, SPEC
+from hpsearch.search.spec.spec import MAX_TRIALS
+from hpsearch.storage.attributes import BUDGET_CUT, REASON, SPEC
 from hpsearch.storage.rungs.rungs import Rungs
-from hpsearch.storage.trials.budget import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, Spending, change_budgets, create_spending, read_spending
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
 EPOCHS = 4  # of a full trial
@@ -31,14 +31,14 @@ def spend(storage: BaseStorage, engine: sa.Engine, study_id: int) -> Callable[..
     def give(*, epochs: int | None = None, seconds: float | None = None) -> None:
         budget(storage, study_id, n_trials=1000)
         with engine.begin() as connection:
-            open_spending(connection, study_id, epochs=epochs, seconds=seconds)
+            create_spending(connection, study_id, epochs=epochs, seconds=seconds)
 
     return give
 
 
 @pytest.fixture
 def claims(engine: sa.Engine, study_id: int) -> Claims:
-    return Claims(engine, study_id, worker="w", patience=10.0, metered=EPOCHS)
+    return Claims(engine, study_id, worker="w", retry_seconds=10.0, metered_epochs=EPOCHS)
 
 
 def spent(engine: sa.Engine, study_id: int) -> int:
@@ -54,10 +54,10 @@ def run(claims: Claims, claim: Claim, *, first: int = 0) -> bool:
     """Report epochs as a worker does, until the trial is at its end; return whether it came there."""
     for epoch in range(first, EPOCHS):
         reported = claims.report(claim, epoch, 0.5)
-        if not reported.counted or (epoch < EPOCHS - 1 and not reported.room):
-            claims.settle(claim, Outcome.RELEASED)
+        if not reported.is_counted or (epoch < EPOCHS - 1 and not reported.has_room):
+            claims.finish_attempt(claim, Outcome.RELEASED)
             return False
-    claims.settle(claim, Outcome.COMPLETE, value=0.5)
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
     return True
 
 
@@ -68,14 +68,14 @@ def test_a_trial_is_cut_where_the_budget_ends_and_pruned_with_a_reason_that_name
     assert run(claims, take(claims))
     assert not run(claims, take(claims))
     retired = claims.claim()
-    assert isinstance(retired, Retired)
-    assert retired.cut
+    assert isinstance(retired, PrunedTrial)
+    assert retired.is_cut
     assert retired.reason == "after epoch 2 of 4: the budget of 6 epochs was spent"
-    assert claims.claim() == Nothing(running=0)
-    assert not claims.any_left()
+    assert claims.claim() == NoTrialAvailable(running=0)
+    assert not claims.has_trials_left()
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.5, retired.reason)
-    assert trial.user_attrs[CUT] is True
+    assert trial.user_attrs[BUDGET_CUT] is True
     assert spent(engine, study_id) == 6
 
 
@@ -84,14 +84,14 @@ def test_no_epoch_is_begun_that_another_trial_has_the_room_for(
 ) -> None:
     spend(epochs=2)
     first, second = take(claims), take(claims)
-    assert claims.claim() == Nothing(running=2)
-    assert not claims.report(first, 0, 0.5).room  # the other epoch is the second's, who trains it now
-    claims.settle(first, Outcome.RELEASED)
-    assert claims.claim() == Nothing(running=1)
-    claims.settle(second, Outcome.FAILED)  # it had no use for it
+    assert claims.claim() == NoTrialAvailable(running=2)
+    assert not claims.report(first, 0, 0.5).has_room  # the other epoch is the second's, who trains it now
+    claims.finish_attempt(first, Outcome.RELEASED)
+    assert claims.claim() == NoTrialAvailable(running=1)
+    claims.finish_attempt(second, Outcome.FAILED)  # it had no use for it
     again = take(claims)
     assert again.trial_id == first.trial_id
-    assert claims.report(again, 1, 0.5).counted
+    assert claims.report(again, 1, 0.5).is_counted
     assert spent(engine, study_id) == 2
 
 
@@ -100,8 +100,8 @@ def test_an_epoch_past_the_budget_is_not_written(
 ) -> None:
     spend(epochs=2)
     claim = take(claims)
-    assert [claims.report(claim, epoch, 0.5).counted for epoch in range(4)] == [True, True, False, False]
-    assert claims.report(claim, 1, 0.5).counted  # again, after a crash
+    assert [claims.report(claim, epoch, 0.5).is_counted for epoch in range(4)] == [True, True, False, False]
+    assert claims.report(claim, 1, 0.5).is_counted  # again, after a crash
     assert spent(engine, study_id) == 2
 
 
@@ -127,7 +127,7 @@ def test_a_trial_that_has_reported_all_its_epochs_ends_though_nothing_is_left(
     kill(engine, claim)  # before it was settled
     again = take(claims)
     assert run(claims, again, first=EPOCHS - 1)
-    assert claims.claim() == Nothing(running=0)
+    assert claims.claim() == NoTrialAvailable(running=0)
     assert spent(engine, study_id) == EPOCHS
 
 
@@ -137,7 +137,7 @@ def test_what_is_forgotten_to_start_anew_is_not_counted(
     spend(epochs=8)
     claim = take(claims)
     claims.report(claim, 0, 0.5)
-    claims.settle(claim, Outcome.FAILED)
+    claims.finish_attempt(claim, Outcome.FAILED)
     assert spent(engine, study_id) == 1
     assert reopen_trial(engine, study_id, claim.trial_id, from_start=True)[0]
     assert spent(engine, study_id) == 0
@@ -148,15 +148,15 @@ def test_with_a_larger_budget_trials_go_on_that_were_cut(
 ) -> None:
     spend(epochs=2)
     run(claims, take(claims))
-    assert isinstance(claims.claim(), Retired)
+    assert isinstance(claims.claim(), PrunedTrial)
     with engine.begin() as connection:
         assert not change_budgets(connection, study_id, epochs=2, seconds=None)
         assert change_budgets(connection, study_id, epochs=5, seconds=None)
-        assert go_on_again(connection, study_id) == 1
+        assert requeue_cut_trials(connection, study_id) == 1
     again = take(claims)
     trial = storage.get_trial(again.trial_id)
     assert (again.number, again.attempt, trial.value) == (0, 2, None)
-    assert not {CUT, REASON} & trial.user_attrs.keys()
+    assert not {BUDGET_CUT, REASON} & trial.user_attrs.keys()
     assert run(claims, again, first=2)
     assert not run(claims, take(claims))
     assert spent(engine, study_id) == 5
@@ -176,19 +176,19 @@ def test_seconds_are_those_between_reports_and_a_trial_is_cut_after_the_epoch_in
                 )
 
     let_pass(60)
-    assert claims.report(claim, 0, 0.5).room
+    assert claims.report(claim, 0, 0.5).has_room
     let_pass(30)
-    assert claims.report(claim, 1, 0.5).room
+    assert claims.report(claim, 1, 0.5).has_room
     let_pass(60)
     reported = claims.report(claim, 2, 0.5)
-    assert reported.counted, "it was begun in time"
-    assert not reported.room
-    claims.settle(claim, Outcome.RELEASED)
+    assert reported.is_counted, "it was begun in time"
+    assert not reported.has_room
+    claims.finish_attempt(claim, Outcome.RELEASED)
     spending = read_spending(engine, study_id)
     assert spending is not None
     assert 150 <= spending.seconds < 180
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     assert retired.reason == "after epoch 3 of 4: the budget of 100 s was spent"
 
 
@@ -197,16 +197,16 @@ def test_who_waits_at_a_rung_when_the_budget_is_spent_is_pruned_with_the_reason(
 ) -> None:
     spend(epochs=2)
     rungs = Rungs("asha", (1,), EPOCHS, 2, maximize=True)
-    claims = Claims(engine, study_id, worker="w", rungs=rungs, metered=EPOCHS)
+    claims = Claims(engine, study_id, worker="w", rungs=rungs, metered_epochs=EPOCHS)
     held = [take(claims) for _ in range(2)]
     for claim, value in zip(held, (0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
-        assert not claims.reach(claim, 0, value).promoted
+        assert not claims.report_rung(claim, 0, value).is_promoted
     ended = [claims.claim() for _ in range(3)]
-    assert [type(each) for each in ended] == [Retired, Retired, Nothing]
-    reasons = [each.reason for each in ended if isinstance(each, Retired)]
+    assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
+    reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
     assert reasons[1].endswith("rank 1 of 2 at rung 0, and the budget of 2 epochs was spent")
-    assert not any(each.cut for each in ended if isinstance(each, Retired))
+    assert not any(each.is_cut for each in ended if isinstance(each, PrunedTrial))
     assert spent(engine, study_id) == 2
 
 
@@ -221,7 +221,7 @@ def test_a_study_without_such_a_budget_is_asked_nothing_more(
 
     sa.event.listen(engine, "before_cursor_execute", note)
     claims.report(claim, 0, 0.5)
-    claims.settle(claim, Outcome.RELEASED)
+    claims.finish_attempt(claim, Outcome.RELEASED)
     take(claims)
     sa.event.remove(engine, "before_cursor_execute", note)
     assert not [statement for statement in sent if "hpsearch_spending" in statement]
@@ -229,35 +229,35 @@ def test_a_study_without_such_a_budget_is_asked_nothing_more(
 
 def test_what_a_person_reads() -> None:
     both = Spending(2000, 7200.0, epochs=120, seconds=3600.4)
-    assert both.spent == "120/2000 epochs, 3600/7200 s"
+    assert both.summary == "120/2000 epochs, 3600/7200 s"
     assert both.share == pytest.approx(0.5, abs=0.001)
-    assert not both.over
-    assert UNBOUNDED == MOST_TRIALS
+    assert not both.is_exhausted
+    assert UNBOUNDED_TRIALS == MAX_TRIALS
 
 
 WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.settle import Outcome
-claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", metered=5)
+from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
+claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", metered_epochs=5)
 print("ready", flush=True)
 sys.stdin.readline()
-while (claim := claims.claim()) != Nothing(0):
+while (claim := claims.claim()) != NoTrialAvailable(0):
     if not isinstance(claim, Claim):
         continue
     drawn = random.Random(claim.number)
     for epoch in range(5):
         reported = claims.report(claim, epoch, 0.5)
         print("reported", flush=True)
-        if not reported.counted or (epoch < 4 and not reported.room):
-            claims.settle(claim, Outcome.RELEASED)
+        if not reported.is_counted or (epoch < 4 and not reported.has_room):
+            claims.finish_attempt(claim, Outcome.RELEASED)
             break
         if epoch < 4 and drawn.random() < 0.2:
-            claims.settle(claim, Outcome.PRUNED, value=0.5)
+            claims.finish_attempt(claim, Outcome.PRUNED, value=0.5)
             break
     else:
-        claims.settle(claim, Outcome.COMPLETE, value=0.5)
+        claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
 """
 
 
@@ -266,7 +266,7 @@ def test_many_processes_some_of_them_killed_spend_exactly_the_budget(
 ) -> None:
     budget(storage, study_id, n_trials=1000, retries=50)
     with engine.begin() as connection:
-        open_spending(connection, study_id, epochs=203, seconds=None)
+        create_spending(connection, study_id, epochs=203, seconds=None)
     command = [sys.executable, "-c", WORKER_PROGRAM, database_url, str(study_id)]
     workers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(5)]
     begin_at_once(workers)
@@ -282,6 +282,6 @@ def test_many_processes_some_of_them_killed_spend_exactly_the_budget(
     trials = storage.get_all_trials(study_id)
     assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
     assert all(len(t.intermediate_values) == 5 for t in trials if t.state == TrialState.COMPLETE)
-    cut = [t for t in trials if CUT in t.user_attrs]
+    cut = [t for t in trials if BUDGET_CUT in t.user_attrs]
     assert all(t.user_attrs[REASON].endswith("the budget of 203 epochs was spent") for t in cut)
     assert storage.get_study_user_attrs(study_id)[SPEC]["n_trials"] == 1000

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from hpsearch import ObjectiveError, Splits, TrainConfig, Trainer, load_objective
-from hpsearch.objectives.training.checks.lr_range import _judged, lr_range
+from hpsearch.objectives.training.checks.lr_range import _suggest_lr, run_lr_range_test
 
 
 @pytest.mark.slow
 def test_the_rate_climbs_by_one_factor_and_stops_when_the_loss_diverges(wine):
-    result = lr_range(wine, lowest=1e-5, highest=100.0, steps=150)
+    result = run_lr_range_test(wine, lowest=1e-5, highest=100.0, steps=150)
     factors = [after / before for before, after in itertools.pairwise(result.rates)]
     assert factors == pytest.approx([factors[0]] * len(factors))
     assert result.rates[0] == pytest.approx(1e-5)
@@ -25,7 +25,7 @@ def test_the_steepest_fall_is_suggested():
     rates = [10.0 ** (k / 10 - 5) for k in range(50)]
     losses = (2.0 - 1.0 / (1 + torch.exp(-(torch.arange(50.0) - 23)))).tolist()
     losses[40:] = [losses[39] + 0.1 * k for k in range(10)]
-    found = _judged(rates, losses)
+    found = _suggest_lr(rates, losses)
     assert found.suggestion == rates[23]
     assert found.highest == rates[39]
 
@@ -35,7 +35,7 @@ def test_the_steepest_fall_is_suggested():
 def test_a_suggested_rate_trains_well(name):
     objective = load_objective(name)
     default = objective.default_config()
-    found = lr_range(objective)
+    found = run_lr_range_test(objective)
     config = TrainConfig.from_dict({**default.to_dict(), "lr": found.suggestion})
     result = Trainer(objective, config, epochs=5, seed=0).fit()
     assert result.best_value > 0.95
@@ -52,9 +52,9 @@ def test_it_repeats_and_touches_neither_the_process_nor_a_model(objective_with):
     torch.manual_seed(1)
     expected = torch.rand(1).item()
     torch.manual_seed(1)
-    first = lr_range(objective, steps=60)
+    first = run_lr_range_test(objective, steps=60)
     assert torch.rand(1).item() == expected
-    assert lr_range(objective, steps=60) == first
+    assert run_lr_range_test(objective, steps=60) == first
     assert len(models) == 2, "each test has a model of its own"
 
 
@@ -69,13 +69,13 @@ def test_groups_keep_the_ratio_of_their_rates(wine, monkeypatch):
         return original(run, window, point, running)
 
     monkeypatch.setattr(module, "train_step", spy)
-    lr_range(wine, TrainConfig(layer_decay=0.5), steps=20)
+    run_lr_range_test(wine, TrainConfig(layer_decay=0.5), steps=20)
     for *rates, lr in seen:
         assert rates == pytest.approx([0.5 * lr, 0.5 * lr, lr, lr])
 
 
 def test_the_result_is_kept_with_its_plot(wine, tmp_path):
-    result = lr_range(wine, steps=60)
+    result = run_lr_range_test(wine, steps=60)
     result.write(tmp_path)
     kept = json.loads((tmp_path / "lr-range.json").read_text())
     assert kept["suggestion"] == result.suggestion
@@ -85,7 +85,7 @@ def test_the_result_is_kept_with_its_plot(wine, tmp_path):
 @pytest.mark.parametrize("settings", [{"lowest": 0.0}, {"lowest": 2.0, "highest": 1.0}, {"steps": 3}])
 def test_a_range_that_is_none_is_refused(wine, settings):
     with pytest.raises(ObjectiveError, match="a range needs 0 < lowest < highest and at least 10 steps"):
-        lr_range(wine, **settings)
+        run_lr_range_test(wine, **settings)
 
 
 def test_a_loss_that_never_falls_is_told(objective_with):
@@ -93,7 +93,7 @@ def test_a_loss_that_never_falls_is_told(objective_with):
         return Splits.make(torch.zeros(90, 13), torch.arange(90) % 3, seed=seed)  # nothing to learn from
 
     with pytest.raises(ObjectiveError, match="the loss fell at no learning rate"):
-        lr_range(objective_with(data=data, model=lambda *_: _Even()), steps=30)
+        run_lr_range_test(objective_with(data=data, model=lambda *_: _Even()), steps=30)
 
 
 class _Even(nn.Module):
@@ -122,7 +122,7 @@ def _line(*_):
 def test_batches_that_differ_more_than_a_step_changes_hide_nothing(objective_with, seed):
     """The loss of batches of four moves by its own size; the rate is right within half a decade or so."""
     objective = objective_with(data=_noisy, model=_line, metric="rmse", direction="minimize")
-    found = lr_range(objective, TrainConfig(batch_size=4), seed=seed, steps=100)
+    found = run_lr_range_test(objective, TrainConfig(batch_size=4), seed=seed, steps=100)
     assert 3e-3 < found.suggestion < 1.0
     assert len(found.rates) > 50
 
@@ -143,7 +143,7 @@ def test_a_loss_below_zero_is_no_reason_to_stop(objective_with):
     objective = objective_with(
         data=data, model=lambda *_: _Narrow(), loss=lambda *_: _Density(), metric="loss", direction="minimize",
     )  # fmt: skip
-    found = lr_range(objective, steps=100)
+    found = run_lr_range_test(objective, steps=100)
     assert found.losses[0] < 0
     assert len(found.rates) > 30
     assert found.rates[0] < found.suggestion < found.highest
@@ -166,4 +166,4 @@ def test_what_cannot_be_told_is_said():
     losses = (5 + noise).tolist()
     losses[0] = 6.0
     with pytest.raises(ObjectiveError, match="no learning rate can be told: from step to step the loss moves by"):
-        _judged([10.0 ** (k / 20 - 5) for k in range(100)], losses)
+        _suggest_lr([10.0 ** (k / 20 - 5) for k in range(100)], losses)

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from hpsearch import ObjectiveError, TrainConfig, load_objective
-from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
 
 
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])
 def test_the_built_in_objectives_fit_a_batch(name):
-    result = smoke(load_objective(name))
+    result = run_smoke_test(load_objective(name))
     assert result.passed
     assert result.losses[-1] <= result.target < result.losses[0]
     assert result.samples == 32
@@ -23,19 +23,19 @@ def test_regularisation_is_out_of_the_way():
         label_smoothing=0.4,
         weight_decay=1.0,
         ema_decay=0.999,
-        accumulate=4,
+        gradient_accumulation_steps=4,
         schedule="step",
         decay_epochs=7,
         model={"kind": "mlp", "layers": 2, "width": 64, "dropout": 0.8},
     )
-    assert smoke(load_objective("digits"), config).passed
+    assert run_smoke_test(load_objective("digits"), config).passed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-4, 0.5])
 def test_a_rate_that_is_far_off_is_not_the_models_fault(lr):
     config = TrainConfig(lr=lr, model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.0})
-    assert smoke(load_objective("digits"), config, steps=600).passed
+    assert run_smoke_test(load_objective("digits"), config, steps=600).passed
 
 
 def _cut(_self, _config, _train):
@@ -48,7 +48,7 @@ def _cut(_self, _config, _train):
 
 
 def test_a_model_that_does_not_see_its_inputs_fails(objective_with):
-    result = smoke(objective_with(model=_cut), steps=100)
+    result = run_smoke_test(objective_with(model=_cut), steps=100)
     assert not result.passed
     assert "the loss of one batch is" in result.reason
     assert result.losses[-1] > 0.5
@@ -60,13 +60,13 @@ def test_a_loss_that_is_not_finite_fails_with_its_place(objective_with):
             loss = super().forward(output, target)
             return loss * torch.nan if output.requires_grad else loss
 
-    result = smoke(objective_with(loss=lambda *_: Loss()), steps=50)
+    result = run_smoke_test(objective_with(loss=lambda *_: Loss()), steps=50)
     assert not result.passed
     assert "loss is nan at epoch 1, step 0" in result.reason
 
 
 def test_the_result_is_kept_with_its_plot(wine, tmp_path):
-    result = smoke(wine, steps=50)
+    result = run_smoke_test(wine, steps=50)
     result.write(tmp_path / "deep")
     kept = json.loads((tmp_path / "deep" / "smoke.json").read_text())
     assert (kept["passed"], kept["losses"], kept["samples"]) == (result.passed, result.losses, 32)
@@ -77,18 +77,18 @@ def test_it_repeats_and_leaves_the_process_as_it_was(wine):
     torch.manual_seed(1)
     expected = torch.rand(1).item()
     torch.manual_seed(1)
-    assert smoke(wine, steps=50) == smoke(wine, steps=50)
+    assert run_smoke_test(wine, steps=50) == run_smoke_test(wine, steps=50)
     assert torch.rand(1).item() == expected
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_mistake_in_the_objective_is_told(objective_with):
     with pytest.raises(ObjectiveError, match="no parameters to train"):
-        smoke(objective_with(model=lambda *_: nn.Flatten()))
+        run_smoke_test(objective_with(model=lambda *_: nn.Flatten()))
 
 
 def test_a_test_that_time_ends_has_not_passed_and_says_so(objective_with):
-    result = smoke(objective_with(model=_cut), seconds=0.0)
+    result = run_smoke_test(objective_with(model=_cut), seconds=0.0)
     assert not result.passed
     assert len(result.losses) == 25, "a look after the first steps, and no other rate"
     assert "after 25 steps, when time was up, and should be below 0.01" in result.reason
@@ -97,7 +97,7 @@ def test_a_test_that_time_ends_has_not_passed_and_says_so(objective_with):
 def test_the_curve_has_every_step(wine):
     """By plain SGD, so that the last of it can be computed by hand."""
     config = TrainConfig(optimizer="sgd", momentum=0.0, lr=0.1, clip_grad_norm=None)
-    found = smoke(wine, config, steps=30)
+    found = run_smoke_test(wine, config, steps=30)
     assert len(found.losses) == 30
     assert found.losses[0] > 2 * found.losses[-1]
     assert max(found.losses[i + 1] / found.losses[i] for i in range(29)) < 1, "it falls at every step"
@@ -117,20 +117,20 @@ class _Bound(nn.Module):
 @pytest.mark.slow
 def test_a_loss_with_a_floor_of_its_own_is_judged_above_it(objective_with):
     loss = {"loss": lambda *_: _Bound(40.0)}
-    blamed = smoke(objective_with(**loss), steps=200)
+    blamed = run_smoke_test(objective_with(**loss), steps=200)
     assert not blamed.passed
     assert blamed.reason.endswith("unless it cannot: then the objective says so by loss_floor")
-    assert smoke(objective_with(**loss, loss_floor=40.0), steps=400).passed
-    assert smoke(objective_with(**loss, loss_floor=None), steps=200).passed
-    assert not smoke(objective_with(**loss, loss_floor=40.0, model=_cut), steps=50).passed
+    assert run_smoke_test(objective_with(**loss, loss_floor=40.0), steps=400).passed
+    assert run_smoke_test(objective_with(**loss, loss_floor=None), steps=200).passed
+    assert not run_smoke_test(objective_with(**loss, loss_floor=40.0, model=_cut), steps=50).passed
 
 
 def test_a_loss_below_zero_must_fall_all_the_same(objective_with):
     loss = {"loss": lambda *_: _Bound(-80.0)}
-    found = smoke(objective_with(**loss), steps=200)
+    found = run_smoke_test(objective_with(**loss), steps=200)
     assert found.passed
     assert found.losses[-1] <= found.target < found.losses[0] < 0
-    assert not smoke(objective_with(**loss, model=_stuck), steps=50).passed
+    assert not run_smoke_test(objective_with(**loss, model=_stuck), steps=50).passed
 
 
 def _stuck(_self, _config, _train):
@@ -152,5 +152,5 @@ def test_five_rates_take_the_data_once(objective_with):
         calls.append(seed)
         return type(self).__mro__[1].data(self, seed)
 
-    assert not smoke(objective_with(data=data, model=_cut), steps=5).passed
+    assert not run_smoke_test(objective_with(data=data, model=_cut), steps=5).passed
     assert calls == [0]

@@ -7,7 +7,7 @@ from torch.utils import data as torch_data
 
 from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, Trainer
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.data.loader import loaded
+from hpsearch.objectives.training.data.loader import load_batches
 from tests.objectives.training.support import exact, same_result, started
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def _augmented(objective_with):
 
 
 def _fit(objective, workers, **settings):
-    settings = {"lr": 0.02, "batch_size": 16, "accumulate": 2, **settings}
+    settings = {"lr": 0.02, "batch_size": 16, "gradient_accumulation_steps": 2, **settings}
     return Trainer(objective, TrainConfig(num_workers=workers, **settings), epochs=3, seed=3).fit()
 
 
@@ -63,7 +63,7 @@ def test_loading_draws_nothing_from_the_generators_of_training(objective_with):
     """Dropout must not change with what the loader draws."""
     plain = started(_augmented(objective_with), TrainConfig(num_workers=0, batch_size=16))
     before = torch.get_rng_state()
-    for window in plain.feed.windows(0):
+    for window in plain.batch_source.iterate_steps(0):
         for batch in window:
             batch.get()
     assert torch.equal(torch.get_rng_state(), before)
@@ -85,7 +85,7 @@ def test_the_loader_is_seeded_and_its_processes_live_for_one_epoch(wine, monkeyp
     monkeypatch.setattr(torch_data, "DataLoader", Spy)
     run = started(wine, TrainConfig(num_workers=1, batch_size=64))
     for epoch in (0, 1, 1):
-        list(run.feed.windows(epoch))
+        list(run.batch_source.iterate_steps(epoch))
     seeds = [kwargs["generator"].initial_seed() for kwargs in made]
     assert seeds[0] != seeds[1] == seeds[2]
     assert all(kwargs["worker_init_fn"] is not None for kwargs in made)
@@ -96,7 +96,7 @@ def test_the_loader_is_seeded_and_its_processes_live_for_one_epoch(wine, monkeyp
 def test_batches_are_pinned_for_a_gpu(monkeypatch):
     made = []
     monkeypatch.setattr(torch_data, "DataLoader", lambda *_, **kwargs: made.append(kwargs) or [])
-    list(loaded(Dataset(torch.zeros(3, 1), torch.zeros(3)), [torch.arange(3)], device=torch.device("cuda")))
+    list(load_batches(Dataset(torch.zeros(3, 1), torch.zeros(3)), [torch.arange(3)], device=torch.device("cuda")))
     assert made[0]["pin_memory"]
 
 
@@ -108,7 +108,9 @@ def test_what_loads_a_batch_is_seeded_by_the_batch():
         rows = list(torch.arange(12).split(3))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return torch.cat([b.x for b in loaded(data, rows, device=CPU, num_workers=workers, seed=seed)]).tolist()
+            return torch.cat(
+                [b.x for b in load_batches(data, rows, device=CPU, num_workers=workers, seed=seed)]
+            ).tolist()
 
     assert drawn(1, 0) == drawn(1, 0) == drawn(1, 2) != drawn(2, 0)
     assert len({round(value % 1, 6) for value in drawn(1, 0)}) == 12
@@ -168,7 +170,7 @@ def test_augment_must_not_fail_to_be_made(objective_with):
 def test_data_in_memory_need_no_loader(wine, monkeypatch):
     monkeypatch.setattr(torch_data, "DataLoader", None)
     run = started(wine, TrainConfig(batch_size=16))
-    batch = next(run.feed.windows(0))[0].get()
+    batch = next(run.batch_source.iterate_steps(0))[0].get()
     assert (len(batch.x), len(batch.y), batch.size) == (16, 16, 16)
 
 
@@ -177,7 +179,7 @@ def test_each_epoch_has_an_order_of_its_own(wine, workers):
     run = started(wine, TrainConfig(batch_size=16, num_workers=workers))
 
     def order(epoch):
-        return torch.cat([batch.get()[0] for window in run.feed.windows(epoch) for batch in window])
+        return torch.cat([batch.get()[0] for window in run.batch_source.iterate_steps(epoch) for batch in window])
 
     assert torch.equal(order(0), order(0))
     assert not torch.equal(order(0), order(1))
@@ -200,7 +202,7 @@ def test_batches_go_to_the_device_without_waiting():
 
 def test_the_short_last_batch_of_training_is_left_out_unless_told(wine):
     sizes = [
-        [batch.size for window in started(wine, config).feed.windows(0) for batch in window]
+        [batch.size for window in started(wine, config).batch_source.iterate_steps(0) for batch in window]
         for config in (TrainConfig(batch_size=16), TrainConfig(batch_size=16, drop_last=False))
     ]
     assert sizes == [[16] * 6, [16] * 6 + [10]]

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize, TrainConfig
-from hpsearch.objectives.training.data.samplers import Order
+from hpsearch.objectives.training.data.samplers import EpochOrder
 
 CPU = torch.device("cpu")
 
@@ -70,10 +70,13 @@ NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
     [
         ((_data(GOOD), _data(torch.zeros(0, 3)), _data(GOOD)), "the validation split is empty"),
         ((_data(GOOD), _data(GOOD, [0]), _data(GOOD)), "validation split has 4 inputs but 1 targets"),
-        ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs hold NaN or infinity in 1 of 2 samples"),
-        ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets hold NaN or infinity in 1 of 4"),
-        ((_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)), r"validation inputs are \[2\] float32 a sample, but"),
-        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"test targets are \[\] float32 a sample, but"),
+        ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs contain NaN or infinity in 1 of 2 samples"),
+        ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets contain NaN or infinity in 1 of 4"),
+        (
+            (_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)),
+            r"each sample of the validation inputs is \[2\] float32, but",
+        ),
+        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"each sample of the test targets is \[\] float32, but"),
         (
             (_data(GOOD, rows=torch.arange(4)), _data(GOOD, rows=torch.arange(3, 7)), _data(GOOD)),
             "the validation split shares 1 samples with another split",
@@ -88,8 +91,8 @@ def test_data_that_cannot_be_trained_on_is_refused(splits, message):
 @pytest.mark.parametrize(
     ("train", "val", "message"),
     [
-        ([0, 1, 2, 1], [0, 1, 2, 3], "validation labels go from 0 to 3, but the train split has classes 0 to 2"),
-        ([0, 1, -1, 1], [0, 1, 1, 1], "train labels go from -1 to 1"),
+        ([0, 1, 2, 1], [0, 1, 2, 3], "validation labels range from 0 to 3, but the train split has classes 0 to 2"),
+        ([0, 1, -1, 1], [0, 1, 1, 1], "train labels range from -1 to 1"),
     ],
 )
 def test_labels_that_are_no_classes_of_the_train_split_are_refused(train, val, message):
@@ -103,7 +106,7 @@ def test_integers_that_are_values_are_drawn_at_random_where_strata_are_impossibl
     splits = Splits.make(np.zeros((200, 2)), values, seed=0)
     assert sorted(torch.cat([part.y for _, part in splits.parts()]).tolist()) == sorted(values.tolist())
     assert [len(part) for _, part in splits.parts()] == [120, 40, 40]
-    with pytest.raises(ObjectiveError, match=r"least populated class.*; stratify=False draws without regard to"):
+    with pytest.raises(ObjectiveError, match=r"least populated class.*; use stratify=False to ignore"):
         Splits.make(np.zeros((20, 2)), [0] * 19 + [1], seed=0)
 
 
@@ -118,7 +121,7 @@ def test_bytes_stay_bytes():
     ("kwargs", "message"),
     [
         ({"val": 0.0}, "must be above 0"),
-        ({"val": 0.6, "test": 0.5}, "must be above 0 and leave something"),
+        ({"val": 0.6, "test": 0.5}, "must be above 0, with a sum below 1"),
         ({"n": 8}, "the data cannot be split: "),  # fewer validation samples than classes
     ],
 )
@@ -133,22 +136,22 @@ def test_inputs_and_targets_must_have_one_length():
 
 
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 30, 32])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_windows_give_each_sample_once(samples, accumulate, drop_last):
-    settings = {"batch_size": 8, "accumulate": accumulate, "drop_last": drop_last}
-    order = Order(samples, TrainConfig(**settings), 5)
-    found = list(order.windows(0, CPU))
+def test_windows_give_each_sample_once(samples, accumulation, drop_last):
+    settings = {"batch_size": 8, "gradient_accumulation_steps": accumulation, "drop_last": drop_last}
+    order = EpochOrder(samples, TrainConfig(**settings), 5)
+    found = list(order.iterate_steps(0, CPU))
     rows = torch.cat([batch for window in found for batch in window]).tolist()
     dropped = samples % 8 if drop_last and samples > 8 else 0
     assert len(rows) == len(set(rows)) == samples - dropped
     assert len(found) == order.steps
-    assert all(len(window) <= accumulate for window in found)
+    assert all(len(window) <= accumulation for window in found)
 
 
 def test_the_order_follows_from_the_seed_alone():
     def order(seed):
-        return torch.cat([b for w in Order(20, TrainConfig(batch_size=4), seed).windows(0, CPU) for b in w])
+        return torch.cat([b for w in EpochOrder(20, TrainConfig(batch_size=4), seed).iterate_steps(0, CPU) for b in w])
 
     first = order(1)
     torch.manual_seed(7)
@@ -212,5 +215,5 @@ def test_times_that_order_nothing_are_refused(times, message):
 
 
 def test_groups_and_times_exclude_each_other():
-    with pytest.raises(ObjectiveError, match="groups or times"):
+    with pytest.raises(ObjectiveError, match="groups and times"):
         _timed(np.arange(20), groups=np.arange(20))

@@ -9,14 +9,14 @@ import torch
 from torch.utils import data as torch_data
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize
-from hpsearch.objectives.training.data.samples import Mapped, fingerprint_files, padded
+from hpsearch.objectives.training.data.samples import MemmapRows, fingerprint_files, pad_collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 9, 40)
 SEQUENCES = [np.arange(1, length + 1) for length in LENGTHS]
 
 
 def _text(seed=0, **settings):
-    return Splits.make(SEQUENCES, np.arange(40) % 2, seed=seed, collate=padded, **settings)
+    return Splits.make(SEQUENCES, np.arange(40) % 2, seed=seed, collate=pad_collate, **settings)
 
 
 def test_ragged_sequences_are_padded_batch_by_batch():
@@ -35,7 +35,7 @@ def test_the_hash_sees_what_is_in_the_samples():
     changed[7][0] += 1
     hashes = {
         _text().hash(), _text().hash(), _text(seed=1).hash(),
-        Splits.make(changed, np.arange(40) % 2, seed=0, collate=padded).hash(),
+        Splits.make(changed, np.arange(40) % 2, seed=0, collate=pad_collate).hash(),
     }  # fmt: skip
     assert len(hashes) == 3
 
@@ -118,19 +118,19 @@ def _fails_at(number):
     ("make", "message"),
     [
         (lambda: Splits.make(SEQUENCES, np.arange(40), seed=0), r"x is ragged: sample 0 has shape \[7\] and sample 1 .*"
-         "give collate=, which makes a batch of a list of samples, such as `padded`"),
-        (lambda: Splits.make(_Endless(), seed=0), "_Endless cannot be divided: give Splits"),
-        (lambda: Dataset.of(range(9)), "range needs a fingerprint=, such as fingerprint_files"),
-        (lambda: Dataset.of([object()] * 3), "sample 0 holds a object: give fingerprint="),
+         "pass collate=, a function that makes a batch from a list of samples, such as `pad_collate`"),
+        (lambda: Splits.make(_Endless(), seed=0), "_Endless cannot be split; use Splits"),
+        (lambda: Dataset.of(range(9)), "range needs fingerprint=, such as fingerprint_files"),
+        (lambda: Dataset.of([object()] * 3), "sample 0 contains a object; pass fingerprint="),
         (lambda: Dataset.of([1, 2], targets=[1]), "there are 2 samples and 1 targets"),
         (lambda: Dataset.of([(torch.zeros(2), 1), (torch.zeros(3), 1)]).batch(slice(0, 2)),
-         "samples 0 to 1 make no batch .*: give collate=, which makes one of a list"),
+         "samples 0 to 1 cannot be collated .*; pass collate=, a function that makes a batch from a list"),
         (lambda: Dataset.of([torch.zeros(2)] * 2).batch(slice(0, 2)), "a batch must be a pair of inputs and targets"),
-        (lambda: Dataset.of([{"a": 1, "b": 2}]).batch(slice(0, 1)), "a batch has a, b, and none of these is its"),
+        (lambda: Dataset.of([{"a": 1, "b": 2}]).batch(slice(0, 1)), "a batch has the keys a, b, but none for targets"),
         (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_at(5)).batch(slice(3, 8)),
          r"collate fails at sample 5: .*test_samples.py:\d+: ValueError: a sample of the wrong kind"),
         (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_beyond(3)).batch(slice(2, 8)),
-         r"collate fails at sample 5, the 4th of a batch: .*test_samples.py:\d+: ValueError: too many"),
+         r"collate fails at sample 5 \(position 4 in the batch\): .*test_samples.py:\d+: ValueError: too many"),
         (lambda: Splits.make({"a": np.zeros(3), "b": np.zeros(4)}, np.zeros(3), seed=0),
          "the parts of x have different lengths: 3, 4"),
         (lambda: Splits.make(np.zeros(3), seed=0), "y is missing"),
@@ -156,7 +156,7 @@ def test_an_array_that_is_mapped_to_memory_is_read_as_it_is_used(tmp_path):
     np.save(tmp_path / "x.npy", values)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     splits, plain = (Splits.make(x, np.arange(60) % 2, seed=0) for x in (mapped, values))
-    assert isinstance(splits.train.x, Mapped)
+    assert isinstance(splits.train.x, MemmapRows)
     assert not splits.train.in_memory
     batch = splits.val.batch(torch.tensor([1, 4]))
     assert torch.equal(batch.x, plain.val.x[[1, 4]])

@@ -47,16 +47,16 @@ def test_validation_sees_the_same_samples_each_time():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Dataset.of(Numbers()), "Numbers needs a length=: how many samples are an epoch"),
-        (lambda: Dataset.of(Numbers(), length=9), "Numbers needs a fingerprint="),
-        (lambda: Dataset.of(Numbers(), length=0), "length=0: an epoch of a stream has at least one sample"),
+        (lambda: Dataset.of(Numbers()), "Numbers needs length=, the number of samples per epoch"),
+        (lambda: Dataset.of(Numbers(), length=9), "Numbers needs fingerprint="),
+        (lambda: Dataset.of(Numbers(), length=0), "length=0 must be at least 1"),
         (
             lambda: Splits.make(Numbers(), seed=0),
-            r"Numbers cannot be divided: give Splits\(train, val, test\), each by Dataset.of\(stream, length=\)",
+            r"Numbers cannot be split; use Splits\(train, val, test\), each from Dataset.of\(stream, length=\)",
         ),
         (
             lambda: Dataset.of(Numbers(3), length=9, fingerprint="x").batch(slice(0, 5)),
-            "the stream ended after 3 samples: give that as its length, not 9",
+            "the stream ended after 3 samples; use this as its length, not 9",
         ),
     ],
 )
@@ -68,5 +68,5 @@ def test_mistakes_are_told_in_a_line(make, message):
 
 def test_a_sampler_has_nothing_to_choose():
     objective = type("Chosen", (Sums,), {"sampler": lambda *_: torch_data.SequentialSampler(range(3))})()
-    with pytest.raises(ObjectiveError, match="a stream comes in an order of its own: leave the sampler out"):
+    with pytest.raises(ObjectiveError, match="a stream has its own order; do not return a sampler"):
         fit(objective)

@@ -11,7 +11,7 @@ from hpsearch import Dataset, Step
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
 from hpsearch.objectives.training.evaluation.metrics import binary, classification
 from hpsearch.objectives.training.evaluation.step import LossStep
-from hpsearch.objectives.training.loop.fresh import MOST, CrossFit, standard_error, value_of
+from hpsearch.objectives.training.loop.resplit import MOST, CrossFit, standard_error, value_of
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")
@@ -155,9 +155,9 @@ def test_a_metric_that_refuses_most_resamples_has_no_error():
 
 
 def test_a_run_on_a_fresh_division_has_a_score_of_its_own():
-    assert fit(Wine(), epochs=3, split_seed=5).fresh is None
+    assert fit(Wine(), epochs=3, split_seed=5).resplit_score is None
     runs = [fit(Wine(), epochs=3, split_seed=5, division=division) for division in (1, 1, 2)]
-    first, again, other = (run.fresh for run in runs)
+    first, again, other = (run.resplit_score for run in runs)
     assert first == again != other
     assert (first.divided, first.sizes, len(first.epochs)) == (True, (106, 36, 36), 2)
     assert first.error > 0

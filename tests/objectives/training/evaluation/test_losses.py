@@ -8,9 +8,14 @@ from torch.nn import functional
 
 from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, classification
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
-from hpsearch.objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
+from hpsearch.objectives.training.evaluation.losses import (
+    BinaryLogits,
+    SquaredError,
+    as_additive_loss,
+    build_default_loss,
+)
 from hpsearch.objectives.training.evaluation.metrics import binary
-from hpsearch.objectives.training.loop.rehearsal import oddities
+from hpsearch.objectives.training.loop.sanity_checks import config_warnings
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
 
@@ -72,16 +77,22 @@ def test_two_logits_are_judged_and_trained_as_their_difference():
 @pytest.mark.parametrize(
     ("metric", "y", "message"),
     [
-        ("accuracy", torch.rand(9), "'accuracy' does not fit targets .*metrics that fit: rmse, mae, r2, loss"),
-        ("frechet", torch.rand(9, 2), "no loss is usual for metric 'frechet' and targets that are not .*override loss"),
+        (
+            "accuracy",
+            torch.rand(9),
+            "'accuracy' is incompatible with targets .*compatible metrics: rmse, mae, r2, loss",
+        ),
+        ("frechet", torch.rand(9, 2), "metric 'frechet' has no default loss for targets that are not .*override loss"),
     ],
 )
 def test_a_loss_that_nobody_can_guess_is_asked_for(metric, y, message):
     with pytest.raises(ObjectiveError, match=message):
-        usual_loss(metric, y)
-    assert isinstance(usual_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
-    with pytest.raises(ObjectiveError, match=r"label_smoothing 0.1 needs classes: the usual loss for r2 is the sq"):
-        usual_loss("r2", torch.rand(9), label_smoothing=0.1)
+        build_default_loss(metric, y)
+    assert isinstance(build_default_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
+    with pytest.raises(
+        ObjectiveError, match=r"label_smoothing 0.1 needs class labels, but the default loss for r2 is the sq"
+    ):
+        build_default_loss("r2", torch.rand(9), label_smoothing=0.1)
 
 
 class _ByHand(nn.Module):
@@ -98,9 +109,12 @@ class _Table(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (nn.MSELoss(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
-        (_ByHand(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
-        (_Table(), r"the loss gave \[32, 32\] for outputs \[32, 1\] and targets \[32\]: give one value a sample"),
+        (nn.MSELoss(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; reshape one of them"),
+        (_ByHand(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; reshape one of them"),
+        (
+            _Table(),
+            r"the loss has shape \[32, 32\] for outputs \[32, 1\] and targets \[32\]; return one value per sample",
+        ),
     ],
 )
 def test_a_loss_that_broadcasts_is_refused(objective_with, loss, message):
@@ -124,7 +138,7 @@ def test_targets_that_count_unevenly_are_averaged_as_one_batch_would(weight, bat
     x, y = _tokens()
     loss = nn.CrossEntropyLoss(weight=weight)
     data = Dataset(x, y)
-    found = evaluate(nn.Identity(), data, adding_up(loss, y), _None(), batch_size=batch_size, device="cpu")
+    found = evaluate(nn.Identity(), data, as_additive_loss(loss, y), _None(), batch_size=batch_size, device="cpu")
     assert found["loss"] == pytest.approx(float(loss(x, y)), rel=1e-5)
 
 
@@ -144,9 +158,9 @@ class _None:
 
 def test_a_loss_that_adds_up_is_left_as_it_is():
     for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(5), reduction="none"), SquaredError()):
-        assert adding_up(loss, torch.arange(5)) is loss
+        assert as_additive_loss(loss, torch.arange(5)) is loss
     with pytest.raises(ObjectiveError, match="MSELoss must not use reduction='sum': use 'none' or 'mean'"):
-        adding_up(nn.MSELoss(reduction="sum"), torch.rand(3))
+        as_additive_loss(nn.MSELoss(reduction="sum"), torch.rand(3))
 
 
 def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_unevenly(objective_with):
@@ -159,7 +173,7 @@ def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_uneven
 
     found = []
     for window in ([list(range(24))], [list(range(8)), list(range(8, 14)), list(range(14, 24))]):
-        run = built(objective_with(data=data), optimizer="sgd", accumulate=2, batch_size=12)
+        run = built(objective_with(data=data), optimizer="sgd", gradient_accumulation_steps=2, batch_size=12)
         loss, _ = take_step(run, *window)
         found.append((float(loss), weights_of(run)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
@@ -172,8 +186,8 @@ def test_a_loss_over_pairs_is_told_and_trained(objective_with):
             return functional.cross_entropy(output[:, :3] @ output[:, :3].T, torch.arange(len(output)) % len(target))
 
     run = built(objective_with(loss=lambda *_: Pairs()))
-    assert any("the loss of a batch is not the mean over its samples" in line for line in oddities(run))
-    assert not any("not the mean" in line for line in oddities(built(objective_with())))
+    assert any("the loss of a batch is not the mean over its samples" in line for line in config_warnings(run))
+    assert not any("not the mean" in line for line in config_warnings(built(objective_with())))
 
 
 def test_a_target_that_the_loss_ignores_is_no_class():
@@ -193,6 +207,6 @@ def test_a_target_that_the_loss_ignores_is_no_class():
 
     assert fit(Unlabelled(), epochs=2).best_value > 0.3
     with pytest.raises(
-        ObjectiveError, match="labels go up to 255: one that stands for none is the loss's ignore_index"
+        ObjectiveError, match="labels go up to 255; a label without a class must be the loss's ignore_index"
     ):
         fit(type("Plain", (Unlabelled,), {"loss": lambda *_: nn.CrossEntropyLoss()})(), epochs=1)

@@ -6,7 +6,13 @@ from torch import nn
 
 from hpsearch import Dataset, ObjectiveError, evaluate
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.training.evaluation.metrics import binary, classification, fitting, metrics_for, regression
+from hpsearch.objectives.training.evaluation.metrics import (
+    binary,
+    classification,
+    list_compatible_metrics,
+    metrics_for,
+    regression,
+)
 
 
 def _over_batches(metrics, output, target, size=7):
@@ -70,20 +76,35 @@ def test_the_set_follows_from_the_metric():
     assert set(_over_batches(metrics_for("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
     with pytest.raises(ObjectiveError, match="metric 'acuracy' is not built in: did you mean 'accuracy'"):
         metrics_for("acuracy", labels)
-    wrong = r"'accuracy' does not fit targets \[n\] of torch.float32; metrics that fit: rmse, mae, r2, loss"
+    wrong = r"'accuracy' is incompatible with targets \[n\] of torch.float32; compatible metrics: rmse, mae, r2, loss"
     with pytest.raises(MetricError, match=wrong):
         metrics_for("accuracy", numbers)
 
 
 def test_what_fits_follows_from_targets_and_outputs():
     labels, two, numbers = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]), torch.rand(3)
-    assert fitting(labels, torch.zeros(2, 3)) == ["accuracy", "macro_f1", "loss"]
-    assert fitting(two, torch.zeros(2, 2)) == ["accuracy", "macro_f1", "auroc", "average_precision", "loss"]
-    assert fitting(two, torch.zeros(2, 1)) == ["auroc", "average_precision", "loss"]
-    assert fitting(two.float(), torch.zeros(2)) == ["auroc", "average_precision", "rmse", "mae", "r2", "loss"]
-    assert fitting(numbers, torch.zeros(2, 1)) == ["rmse", "mae", "r2", "loss"]
-    assert fitting(torch.tensor([3, 7, 5]), torch.zeros(2, 1)) == ["rmse", "mae", "r2", "loss"], "counts"
-    assert fitting(numbers, torch.zeros(2, 3)) == []
+    assert list_compatible_metrics(labels, torch.zeros(2, 3)) == ["accuracy", "macro_f1", "loss"]
+    assert list_compatible_metrics(two, torch.zeros(2, 2)) == [
+        "accuracy",
+        "macro_f1",
+        "auroc",
+        "average_precision",
+        "loss",
+    ]
+    assert list_compatible_metrics(two, torch.zeros(2, 1)) == ["auroc", "average_precision", "loss"]
+    assert list_compatible_metrics(two.float(), torch.zeros(2)) == [
+        "auroc",
+        "average_precision",
+        "rmse",
+        "mae",
+        "r2",
+        "loss",
+    ]
+    assert list_compatible_metrics(numbers, torch.zeros(2, 1)) == ["rmse", "mae", "r2", "loss"]
+    assert list_compatible_metrics(torch.tensor([3, 7, 5]), torch.zeros(2, 1)) == ["rmse", "mae", "r2", "loss"], (
+        "counts"
+    )
+    assert list_compatible_metrics(numbers, torch.zeros(2, 3)) == []
 
 
 class _Score(nn.Module):

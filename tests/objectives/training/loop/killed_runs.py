@@ -36,7 +36,13 @@ MLP = {"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3}
 # Together: every kind of state there is, and 0 and 2 processes that load batches.
 CONFIGS = {
     "loader": TrainConfig(
-        lr=5e-3, schedule="one_cycle", ema_decay=0.9, accumulate=2, batch_size=32, num_workers=2, model=CNN
+        lr=5e-3,
+        schedule="one_cycle",
+        ema_decay=0.9,
+        gradient_accumulation_steps=2,
+        batch_size=32,
+        num_workers=2,
+        model=CNN,
     ),
     "sam": TrainConfig(
         optimizer="sam",
@@ -128,7 +134,7 @@ def train(name, session, result_file):
         "history": exact(result.history),
         "best": result.best_epoch,
         "note": result.resume_note,
-        "fresh": repr(result.fresh),
+        "fresh": repr(result.resplit_score),
     }
     kept |= weights
     result_file.write_text(json.dumps(kept))
@@ -146,7 +152,9 @@ def in_a_process_of_its_own(name, session, result_file):
 def main(name, folder):
     """Prints a line of JSON: how the killed children ended, and whether the last one came to the same."""
     torch.set_num_threads(1)
-    run_dir_module.curves = run_dir_module.gradient_flow = lambda *_args, **_kwargs: None  # half of such a short run
+    run_dir_module.plot_curves = run_dir_module.plot_gradient_norms = lambda *_args, **_kwargs: (
+        None
+    )  # half of such a short run
     for module in IMPORTED_LATE:
         importlib.import_module(module)
     undisturbed = folder / "undisturbed.json"

@@ -9,7 +9,7 @@ from torch import nn
 
 from hpsearch import DeviceMemoryError, NonFiniteError, TrainConfig
 from hpsearch.objectives.training.loop.epoch import train_epoch
-from hpsearch.objectives.training.loop.guards import FiniteGuard, Point
+from hpsearch.objectives.training.loop.guards import FiniteGuard, StepPosition
 from tests.objectives.training.support import Memory, built, fit, weights_of
 
 
@@ -53,12 +53,12 @@ def test_on_an_accelerator_steps_are_checked_together_and_the_first_bad_one_is_n
     guard = FiniteGuard(torch.device("cuda"), every=4)  # the guard itself touches no device
     for step in range(3):
         loss = torch.tensor(math.inf if step == 1 else 1.0)
-        guard.check(Point(0, step, step, 0.1), loss, torch.tensor(2.0), scaled=False)
+        guard.check(StepPosition(0, step, step, 0.1), loss, torch.tensor(2.0), scaled=False)
     with pytest.raises(NonFiniteError, match="loss is inf at epoch 1, step 1, batch 1"):
-        guard.check(Point(0, 3, 3, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
+        guard.check(StepPosition(0, 3, 3, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
     for step in range(9):  # loss scaling skips a step of an infinite gradient: no failure by itself
-        guard.check(Point(0, step, step, 0.1), torch.tensor(1.0), torch.tensor(math.inf), scaled=True)
-    guard.check(Point(1, 4, 0, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
+        guard.check(StepPosition(0, step, step, 0.1), torch.tensor(1.0), torch.tensor(math.inf), scaled=True)
+    guard.check(StepPosition(1, 4, 0, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
     with pytest.raises(NonFiniteError, match="loss is nan at epoch 2, step 4"):
         guard.flush()
     guard.flush()

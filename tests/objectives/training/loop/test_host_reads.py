@@ -28,7 +28,7 @@ class _Reads:
         return called
 
 
-@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"accumulate": 2}, {"optimizer": "sgd"}])
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"gradient_accumulation_steps": 2}, {"optimizer": "sgd"}])
 def test_an_epoch_waits_for_the_device_a_fixed_number_of_times(objective_with, monkeypatch, settings):
     """As many steps as there may be: the guard looks every 16, and the sums are read once."""
 
@@ -41,7 +41,7 @@ def test_an_epoch_waits_for_the_device_a_fixed_number_of_times(objective_with, m
     reads = _Reads(monkeypatch)
     trained = train_epoch(run, 0)
     run.steplog.drain()
-    steps = trained.samples // (8 * run.config.accumulate)
+    steps = trained.samples // (8 * run.config.gradient_accumulation_steps)
     of_the_guard = -(-steps // 16)
     assert len(reads.calls) <= of_the_guard + 3, reads.calls
 
@@ -54,6 +54,6 @@ def test_an_evaluation_waits_for_the_device_as_often_whatever_its_batches(monkey
     for batch_size in (8, 400):
         with monkeypatch.context() as patch:
             reads = _Reads(patch)
-            evaluate(run.model, run.val, run.stepping, run.metrics, batch_size=batch_size, device="cpu")
+            evaluate(run.model, run.val, run.step_function, run.metrics, batch_size=batch_size, device="cpu")
         counts.append(len(reads.calls))
     assert counts[0] == counts[1] <= 2, "the sums, and whether both classes are there"

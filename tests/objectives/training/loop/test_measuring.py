@@ -10,9 +10,14 @@ from torch import nn
 
 from hpsearch import NonFiniteError, ObjectiveError, Step, TrainConfig
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.measured import MEASURED
-from hpsearch.objectives.training.checks.smoke import smoke
-from hpsearch.objectives.training.loop.measuring import as_served, latency_ms, layout, sizes
+from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
+from hpsearch.objectives.training.loop.measure import (
+    apply_memory_format,
+    latency_ms,
+    measure_size,
+    temporarily_unwrapped,
+)
 from tests.objectives.training.support import DiedError, Dying, Stopped, Wine, fit, raise_died, same_result
 
 CPU = torch.device("cpu")
@@ -36,7 +41,7 @@ class Noted(nn.Module):
 
 def asking(*names, **replaced):
     objective = type("Changed", (Wine,), replaced)()
-    objective.also_report(names)
+    objective.set_reported_metrics(names)
     return objective
 
 
@@ -52,9 +57,9 @@ def noted(*names, seconds=lambda _: 0.0, **replaced):
 
 
 def test_only_what_is_asked_for_is_measured():
-    assert not fit(Wine(), epochs=1).history[0].metrics.keys() & {*MEASURED, *MEASURES}
+    assert not fit(Wine(), epochs=1).history[0].metrics.keys() & {*MODEL_METRICS, *MEASURES}
     metrics = fit(asking("parameters", "macro_f1"), epochs=1).history[0].metrics
-    assert metrics.keys() & {*MEASURED, *MEASURES} == {"parameters"}
+    assert metrics.keys() & {*MODEL_METRICS, *MEASURES} == {"parameters"}
     assert metrics["parameters"] == 13 * 16 + 16 + 16 * 3 + 3
 
 
@@ -62,14 +67,14 @@ def test_sizes_count_what_is_shared_once_and_buffers_in_bytes():
     shared = nn.Linear(10, 10, bias=False)
     model = nn.Sequential(shared, shared, nn.BatchNorm1d(10), nn.Linear(10, 1).half().requires_grad_(False))
     parameters, buffers = 100 + 20 + 11, 20 * 4 + 8
-    assert sizes(model) == {"parameters": parameters, "model_mb": ((100 + 20) * 4 + 11 * 2 + buffers) / 1e6}
+    assert measure_size(model) == {"parameters": parameters, "model_mb": ((100 + 20) * 4 + 11 * 2 + buffers) / 1e6}
 
 
 @pytest.mark.parametrize("average", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.9}])
 def test_an_average_of_weights_counts_once(average):
     result = fit(asking("model_mb", "parameters"), TrainConfig(lr=0.02, **average), epochs=2)
     found = result.history[-1].metrics
-    assert {name: found[name] for name in ("model_mb", "parameters")} == sizes(result.model)
+    assert {name: found[name] for name in ("model_mb", "parameters")} == measure_size(result.model)
 
 
 def test_latency_is_of_one_sample_in_evaluation_mode_with_the_trials_threads():
@@ -239,7 +244,7 @@ def test_a_metric_that_is_not_given_any_more():
 def test_what_nobody_gives_is_told_before_training(how):
     objective = asking("extar", metrics=lambda self, train: Sometimes({}))
     with pytest.raises(MetricError) as error:
-        fit(objective, epochs=1) if how == "fit" else smoke(objective)
+        fit(objective, epochs=1) if how == "fit" else run_smoke_test(objective)
     assert str(error.value) == "metric 'extar' is none that Changed gives, nor measured: did you mean 'extra'?"
 
 
@@ -257,7 +262,7 @@ def test_memory_of_a_cpu_is_refused_where_it_would_be_trained_and_not_in_a_smoke
     objective = asking("peak_memory_mb")
     with pytest.raises(ObjectiveError, match="peak_memory_mb is measured on CUDA devices, and this trial runs on cpu"):
         fit(objective, epochs=1, device="cpu")
-    assert smoke(objective, device=CPU).losses
+    assert run_smoke_test(objective, device=CPU).losses
 
 
 class Stepping(Wine):
@@ -281,9 +286,9 @@ class Stepping(Wine):
 
 def test_a_model_that_does_not_take_a_sample_is_told_before_training():
     objective = Stepping()
-    objective.also_report(["model_mb"])
+    objective.set_reported_metrics(["model_mb"])
     assert "model_mb" in fit(objective, epochs=1).history[0].metrics
-    objective.also_report(["latency_ms"])
+    objective.set_reported_metrics(["latency_ms"])
     with pytest.raises(ObjectiveError, match=r"Stepping\.model, called with 1 sample to measure latency_ms"):
         fit(objective, epochs=1)
 
@@ -291,12 +296,12 @@ def test_a_model_that_does_not_take_a_sample_is_told_before_training():
 def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_back_after():
     config = TrainConfig(channels_last=True, activation_checkpointing=True)
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
-    layout(model, config)
+    apply_memory_format(model, config)
     model.compile(backend="eager")
     before = [dict(vars(module)) for module in model.modules()]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert any("forward" in own for own in before)
-    with as_served(model, config):
+    with temporarily_unwrapped(model, config):
         assert all("forward" not in vars(module) for module in model.modules())
         assert all(module._compiled_call_impl is None for module in model.modules())
         assert all(p.is_contiguous() for p in model.parameters())

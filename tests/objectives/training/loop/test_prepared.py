@@ -3,7 +3,7 @@ import threading
 import torch
 
 from hpsearch import Dataset, Splits
-from hpsearch.objectives.training.loop.prepared import is_divided_anew, prepared_splits
+from hpsearch.objectives.training.loop.prepare import is_resplit, prepare_splits
 from tests.objectives.training.support import exact, fit
 
 
@@ -23,7 +23,7 @@ def test_data_are_made_once_for_a_seed(objective_with):
     again = fit(objective, split_seed=3, epochs=1)
     assert calls == [3]
     assert exact(first.history) == exact(again.history)
-    assert prepared_splits(objective, 4)[1] != first.split_hash
+    assert prepare_splits(objective, 4)[1] != first.split_hash
     assert calls == [3, 4]
 
 
@@ -42,14 +42,14 @@ def test_data_that_the_objectives_code_changed_are_made_again(objective_with):
 
 def test_a_fresh_division_is_compared_with_the_studys_own(objective_with):
     objective, calls = _counting(objective_with)
-    own, _ = prepared_splits(objective, 3)
+    own, _ = prepare_splits(objective, 3)
     assert calls == [3]
-    splits, _ = prepared_splits(objective, 3, 77)
+    splits, _ = prepare_splits(objective, 3, 77)
     assert calls == [3, 3, 3], "its own once more, to compare the test split with, and the fresh one"
     assert splits.hash_of("test") == own.hash_of("test")
-    assert is_divided_anew(objective, 3, splits)
-    prepared_splits(objective, 3, 77)
-    prepared_splits(objective, 3, 78)
+    assert is_resplit(objective, 3, splits)
+    prepare_splits(objective, 3, 77)
+    prepare_splits(objective, 3, 78)
     assert calls == [3] * 4, "the other half of the comparison is kept"
 
 
@@ -60,10 +60,12 @@ def test_parts_that_data_fixes_are_kept(objective_with):
         return Splits(*(Dataset(x[part], part % 3, part) for part in parts))
 
     objective = objective_with(data=fixed)
-    splits, _ = prepared_splits(objective, 3, 77)
-    assert not is_divided_anew(objective, 3, splits)
+    splits, _ = prepare_splits(objective, 3, 77)
+    assert not is_resplit(objective, 3, splits)
     result = fit(objective, split_seed=3, division=77, epochs=2)
-    assert (result.fresh.divided, len(result.fresh.epochs)) == (False, 2), "the choice of the epoch is cross-fitted yet"
+    assert (result.resplit_score.divided, len(result.resplit_score.epochs)) == (False, 2), (
+        "the choice of the epoch is cross-fitted yet"
+    )
 
 
 def test_a_scale_fitted_in_data_is_fitted_for_each_division(objective_with):
@@ -73,8 +75,8 @@ def test_a_scale_fitted_in_data_is_fitted_for_each_division(objective_with):
         return Splits(*(Dataset(part.x - mean, part.y, part.rows) for _, part in splits.parts()))
 
     objective = objective_with(data=data)
-    own, _ = prepared_splits(objective, 3)
-    splits, _ = prepared_splits(objective, 3, 77)
+    own, _ = prepare_splits(objective, 3)
+    splits, _ = prepare_splits(objective, 3, 77)
     assert splits.train.x.mean(0).abs().max() < 1e-3
     assert splits.hash_of("test") != own.hash_of("test"), "the same samples, on another scale"
     assert torch.equal(splits.test.rows, own.test.rows)
@@ -87,8 +89,8 @@ def test_scaled_parts_without_rows_are_known_by_their_labels(objective_with):
         return Splits(*(Dataset(part.x - mean, part.y) for _, part in splits.parts()))
 
     objective = objective_with(data=data)
-    splits, _ = prepared_splits(objective, 3, 77)
-    assert is_divided_anew(objective, 3, splits)
+    splits, _ = prepare_splits(objective, 3, 77)
+    assert is_resplit(objective, 3, splits)
 
 
 def test_metrics_that_cannot_be_copied_are_made_anew(objective_with):
@@ -107,7 +109,7 @@ def test_metrics_that_cannot_be_copied_are_made_anew(objective_with):
             self.right = self.count = 0
 
     result = fit(objective_with(metrics=lambda self, train: Own()), split_seed=3, division=77, epochs=2)
-    assert result.fresh.error > 0
+    assert result.resplit_score.error > 0
 
 
 def test_where_the_test_split_would_change_the_studys_own_division_is_kept(objective_with, caplog):
@@ -116,8 +118,8 @@ def test_where_the_test_split_would_change_the_studys_own_division_is_kept(objec
         return Splits(splits.train, splits.test, splits.val)  # the wrong way round
 
     objective = objective_with(data=data)
-    own = prepared_splits(objective, 3)
-    found = prepared_splits(objective, 3, 77)
+    own = prepare_splits(objective, 3)
+    found = prepare_splits(objective, 3, 77)
     assert found[1] == own[1]
-    assert not is_divided_anew(objective, 3, found[0])
+    assert not is_resplit(objective, 3, found[0])
     assert "the study's own division is kept, for with another the test split is " in caplog.text

@@ -9,7 +9,7 @@ from hpsearch import Dataset, LocalSession, LoopObjective, ObjectiveError, Split
 from hpsearch.objectives.fit import fit as fit_any
 from hpsearch.objectives.training.checks.held_out import restore_best
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Stopped, exact, fit, same_result
 
@@ -37,8 +37,8 @@ def test_all_but_the_test_split_is_trained_on(objective_with, how):
         return Splits.make(*load_wine(return_X_y=True), seed=seed, **how)
 
     objective = objective_with(data=data)
-    own, _ = prepared_splits(objective, 3)
-    splits, _ = prepared_splits(objective, 3, "all")
+    own, _ = prepare_splits(objective, 3)
+    splits, _ = prepare_splits(objective, 3, "all")
     assert _rows(splits.train) == _rows(own.train) | _rows(own.val)
     assert len(splits.train) == len(own.train) + len(own.val)
     assert splits.hash_of("validation") == own.hash_of("validation")
@@ -52,7 +52,7 @@ def test_what_data_fits_and_leaves_out_is_so_for_all_samples(objective_with):
         mean = train.x.mean(0)
         return Splits(*(Dataset(part.x - mean, part.y, part.rows) for part in (train, splits.val, splits.test)))
 
-    splits, _ = prepared_splits(objective_with(data=data), 3, "all")
+    splits, _ = prepare_splits(objective_with(data=data), 3, "all")
     assert splits.train.x.mean(0).abs().max() < 1e-3
     assert 2 not in splits.train.y, "what data() leaves out is not put back"
 
@@ -60,8 +60,8 @@ def test_what_data_fits_and_leaves_out_is_so_for_all_samples(objective_with):
 @pytest.mark.parametrize("rows", [True, False])
 def test_parts_by_hand_are_joined_where_they_lie_in_tensors(objective_with, rows):
     objective = objective_with(data=_by_hand(rows=rows))
-    own, _ = prepared_splits(objective, 3)
-    splits, _ = prepared_splits(objective, 3, "all")
+    own, _ = prepare_splits(objective, 3)
+    splits, _ = prepare_splits(objective, 3, "all")
     assert torch.equal(splits.train.x, torch.cat([own.train.x, own.val.x]))
     assert torch.equal(splits.train.y, torch.cat([own.train.y, own.val.y]))
     assert torch.equal(splits.val.x, own.val.x)
@@ -73,14 +73,14 @@ def test_a_division_of_its_own_after_make_is_joined_too(objective_with):
         rest = torch.arange(len(splits.train))
         return Splits(splits.train.take(rest[:-20]), splits.train.take(rest[-20:]), splits.test)
 
-    splits, _ = prepared_splits(objective_with(data=data), 3, "all")
+    splits, _ = prepare_splits(objective_with(data=data), 3, "all")
     assert _rows(splits.val) <= _rows(splits.train)
     assert len(_rows(splits.train)) == len(splits.train)
 
 
 def test_parts_that_cannot_be_joined_say_so(objective_with):
     objective = objective_with(data=_by_hand(load=lambda entry: entry))
-    with pytest.raises(ObjectiveError, match=r"data: a refit .* cannot be joined: let Splits.make\(\) divide the data"):
+    with pytest.raises(ObjectiveError, match=r"data: a refit .* not in-memory tensors; split the data with Splits"):
         fit(objective, refit=2)
 
 
@@ -92,7 +92,7 @@ def test_an_own_loop_is_not_refitted():
         def run(self, context):
             raise AssertionError
 
-    with pytest.raises(ObjectiveError, match="loop of its own, and a refit needs"):
+    with pytest.raises(ObjectiveError, match="custom training loop, but a refit needs"):
         fit_any(Own(), None, RunPlan(2, 0, 0, refit=1))
 
 

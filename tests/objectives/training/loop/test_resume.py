@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict, load_objective
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import DiedError, Dying, exact, raise_died, same_result
 
 EPOCHS = 3
@@ -21,7 +22,7 @@ CONFIGS = {
         optimizer="sgd",
         lr=0.05,
         nesterov=True,
-        accumulate=2,
+        gradient_accumulation_steps=2,
         model={"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3},
     ),
     "fp16": TrainConfig(precision="fp16", model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.3}),
@@ -81,6 +82,19 @@ def test_killed_by_the_system_and_resumed_by_another_process(zygote, tmp_path, u
     said, _ = (done := zygote.python(KILLED, tmp_path, "cnn", str(epoch), point)).communicate()
     assert done.returncode == -signal.SIGKILL, said
     same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_checkpoint_with_former_names_is_resumed(tmp_path, undisturbed):
+    with pytest.raises(DiedError):
+        _trainer(CONFIGS["sgd"], session=Dying(tmp_path, 1, "reported", raise_died)).fit()
+    state = checkpoint.read(tmp_path / "last.pt")
+    config = state["config"]
+    config["accumulate"] = config.pop("gradient_accumulation_steps")
+    config["shard_above"] = config.pop("shard_checkpoint_above_gib")
+    checkpoint.write(tmp_path / "last.pt", state)
+    (tmp_path / "previous.pt").unlink()
+    same_result(_trainer(CONFIGS["sgd"], run_dir=tmp_path).fit(), undisturbed("sgd"))
 
 
 @pytest.mark.usefixtures("no_plots")

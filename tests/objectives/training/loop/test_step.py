@@ -12,7 +12,7 @@ from tests.objectives.training.support import built, take_step, weights_of
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_order_of_one_step(wine, monkeypatch, precision):
-    run = built(wine, precision=precision, batch_size=16, accumulate=2, ema_decay=0.9)
+    run = built(wine, precision=precision, batch_size=16, gradient_accumulation_steps=2, ema_decay=0.9)
     calls = []
 
     def spy(owner, name, label):
@@ -26,13 +26,13 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
 
     spy(run.optimizer, "zero_grad", "zero_grad")
     spy(run.model, "forward", "forward")
-    spy(run.stepping.loss, "forward", "loss")
+    spy(run.step_function.loss, "forward", "loss")
     spy(run.precision, "backward", "backward")
     spy(run.precision.scaler, "unscale_", "unscale")
     spy(nn.utils, "clip_grad_norm_", "clip")
     spy(run.guard, "check", "guard")
     spy(run.optimizer, "step", "step")
-    spy(run.steplog, "note", "note")
+    spy(run.steplog, "record_step", "record_step")
     spy(run.schedule, "step", "schedule")
     spy(run.average, "after_step", "average")
     take_step(run, [0, 1], [2, 3])
@@ -42,7 +42,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
         *forward,
         *forward,
         "unscale",
-        "note",
+        "record_step",
         "clip",
         "guard",
         "step",
@@ -65,7 +65,7 @@ def test_accumulated_micro_batches_equal_one_batch(objective_with, reduction):
 def test_an_epoch_of_accumulated_steps_equals_large_batches_tail_included(wine):
     settings = {"optimizer": "sgd", "lr": 0.1, "drop_last": False}
     large = built(wine, batch_size=32, **settings)  # 106 samples: the tail has 10
-    small = built(wine, batch_size=8, accumulate=4, **settings)
+    small = built(wine, batch_size=8, gradient_accumulation_steps=4, **settings)
     scores = [train_epoch(run, 0) for run in (large, small)]
     assert large.step == small.step == 4
     torch.testing.assert_close(weights_of(small), weights_of(large))
@@ -103,7 +103,7 @@ def test_running_metrics_are_those_of_all_samples(wine):
     trained = train_epoch(run, 0)
     output = run.model(run.splits.train.x)
     assert trained.scores["loss"] == pytest.approx(
-        float(run.stepping.loss(output.detach(), run.splits.train.y)), rel=1e-4
+        float(run.step_function.loss(output.detach(), run.splits.train.y)), rel=1e-4
     )
     expected = float((output.detach().argmax(1) == run.splits.train.y).double().mean())
     assert trained.scores["accuracy"] == pytest.approx(expected)
@@ -123,7 +123,7 @@ def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
 def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others(wine, precision):
     """By plain SGD a clipped step is as long as rate times limit, so its length shows a gradient left as it was."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "drop_last": False}
-    run = built(wine, precision=precision, batch_size=8, accumulate=4, clip_grad_norm=1e-3, **plain)
+    run = built(wine, precision=precision, batch_size=8, gradient_accumulation_steps=4, clip_grad_norm=1e-3, **plain)
     lengths, original = [], run.optimizer.step
 
     def measured(*args, **kwargs):
@@ -132,7 +132,7 @@ def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others
         lengths.append(float((weights_of(run) - before).norm()))
 
     run.optimizer.step = measured
-    sizes = [sum(batch.size for batch in window) for window in run.feed.windows(0)]
+    sizes = [sum(batch.size for batch in window) for window in run.batch_source.iterate_steps(0)]
     trained = train_epoch(run, 0)
     assert sizes == [32, 32, 32, 10]
     assert lengths == pytest.approx([1e-3] * 4, rel=1e-2)
@@ -150,9 +150,9 @@ def test_the_norm_that_is_recorded_is_the_mean_over_steps_before_clipping(wine):
 def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
     """Plain SGD, each step by the mean over its own samples: 32, 32, 32 and the 10 that are left."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip_grad_norm": None}
-    run = built(wine, batch_size=8, accumulate=4, drop_last=False, **plain)
+    run = built(wine, batch_size=8, gradient_accumulation_steps=4, drop_last=False, **plain)
     by_hand = copy.deepcopy(run.model)
-    for window in run.feed.windows(0):
+    for window in run.batch_source.iterate_steps(0):
         x, y = (torch.cat(parts) for parts in zip(*(pending.get()[:2] for pending in window), strict=True))
         by_hand.zero_grad()
         nn.functional.cross_entropy(by_hand(x), y).backward()

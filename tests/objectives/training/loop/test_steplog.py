@@ -24,7 +24,7 @@ def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine, monkeypat
 
         return noted
 
-    run.steplog.note = spy(run.steplog.note)
+    run.steplog.record_step = spy(run.steplog.record_step)
     for epoch in range(2):
         train_epoch(run, epoch)
     records = run.steplog.drain()

@@ -10,10 +10,10 @@ import torchmetrics
 from torch import nn
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
-from hpsearch.objectives.training.evaluation import gathered
+from hpsearch.objectives.training.evaluation import metric_state
 from hpsearch.objectives.training.evaluation.metrics import binary
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.session import Due
+from hpsearch.objectives.training.session import MidEpochAction
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS, Augmented
 from tests.objectives.training.support import Sums, Wine, exact, fit, same_result
 
@@ -28,9 +28,9 @@ class Leaving(LocalSession):
         self.steps, self.left = itertools.count(1), []
         self.after = steps
 
-    def due(self, left):
+    def mid_epoch_action(self, left):
         self.left.append(left())
-        return Due.LEAVE if next(self.steps) >= self.after else Due.NOTHING
+        return MidEpochAction.SAVE_AND_STOP if next(self.steps) >= self.after else MidEpochAction.NONE
 
 
 def in_pieces(make, config, folder, *, steps, **settings):
@@ -120,9 +120,9 @@ def wine_with(metrics):
 
 
 @pytest.mark.parametrize("metrics", [Pooled, Spread, lambda: torchmetrics.classification.MulticlassAccuracy(3)])
-@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_whatever_metrics_gather_is_kept(metrics, accumulate, tmp_path):
-    config = TrainConfig(lr=0.02, batch_size=16, accumulate=accumulate, validate_every=2)
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_whatever_metrics_gather_is_kept(metrics, accumulation, tmp_path):
+    config = TrainConfig(lr=0.02, batch_size=16, gradient_accumulation_steps=accumulation, validate_every=2)
     whole = fit(wine_with(metrics)(), config, epochs=3)
     result, attempts = in_pieces(wine_with(metrics), config, tmp_path, steps=1)
     assert attempts > 3
@@ -144,7 +144,7 @@ def test_a_collection_that_shares_its_states_is_kept():
         whole.update(*batch)
     for batch in batches[:2]:
         first.update(*batch)
-    gathered.restore(second, gathered.state_of(first))
+    metric_state.load_metric_state(second, metric_state.get_metric_state(first))
     for batch in batches[2:]:
         second.update(*batch)
     assert second.compute() == whole.compute()
@@ -202,8 +202,8 @@ def test_states_are_saved_within_epochs_each_so_often(tmp_path):
     class Noting(LocalSession):
         saved = 0
 
-        def save_within(self, state):
-            super().save_within(state)
+        def save_mid_epoch(self, state):
+            super().save_mid_epoch(state)
             Noting.saved += 1
 
     whole = fit(Wine(), TrainConfig(batch_size=16), epochs=2)

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from hpsearch import Standardize, TrainConfig, Trainer, evaluate, load_objective
-from hpsearch.objectives.training.evaluation.step import whole
+from hpsearch.objectives.training.evaluation.step import call_single
 from hpsearch.objectives.training.loop.epoch import train_epoch
-from hpsearch.objectives.training.optimizers.averaging import _EvenAverage, build_average
+from hpsearch.objectives.training.optimizers.averaging import _SWA, build_average
 from tests.objectives.training.support import built, started, take_step
 
 SWA = TrainConfig(optimizer="sgd", lr=0.2, batch_size=16, swa_fraction=0.5, schedule="constant", warmup_fraction=0.0)
@@ -18,16 +18,16 @@ def _normed(_self, _config, train):
 def _epoch(run, epoch):
     """Weights at the end of an epoch, as training leaves them."""
     train_epoch(run, epoch)
-    run.average.after_epoch(epoch, run.feed.inputs, whole)
+    run.average.after_epoch(epoch, run.batch_source.inputs, call_single)
     return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
 def test_swa_judges_the_even_mean_of_the_last_epochs(objective_with):
     run = started(objective_with(model=_normed), SWA, epochs=6)
     weights = [_epoch(run, epoch) for epoch in range(3)]
-    assert run.judged is run.model, "nothing is averaged yet"
+    assert run.eval_model is run.model, "nothing is averaged yet"
     weights += [_epoch(run, epoch) for epoch in (3, 4, 5)]
-    judged = nn.utils.parameters_to_vector(run.judged.parameters())
+    judged = nn.utils.parameters_to_vector(run.eval_model.parameters())
     torch.testing.assert_close(judged, torch.stack(weights[3:]).mean(0))
 
 
@@ -35,8 +35,8 @@ def test_swa_takes_batch_norms_statistics_anew_for_the_mean(objective_with):
     run = started(objective_with(model=_normed), SWA, epochs=2)
     for epoch in range(2):
         _epoch(run, epoch)
-    layer, norm = run.judged[1], run.judged[2]
-    hidden = layer(run.judged[0](run.splits.train.x)).detach()
+    layer, norm = run.eval_model[1], run.eval_model[2]
+    hidden = layer(run.eval_model[0](run.splits.train.x)).detach()
     sizes = [len(batch) for batch in torch.split(hidden, 16)]
     means = torch.stack([batch.mean(0) for batch in torch.split(hidden, 16)])
     assert len(sizes) == int(norm.num_batches_tracked)
@@ -47,7 +47,7 @@ def test_swa_takes_batch_norms_statistics_anew_for_the_mean(objective_with):
 @pytest.mark.parametrize(("fraction", "epochs", "first"), [(0.5, 6, 3), (0.25, 4, 3), (0.01, 4, 3), (1.0, 4, 0)])
 def test_swa_starts_in_time_for_at_least_one_epoch(fraction, epochs, first):
     average = build_average(nn.Linear(1, 1), TrainConfig(swa_fraction=fraction), epochs)
-    assert isinstance(average, _EvenAverage)
+    assert isinstance(average, _SWA)
     assert average.first == first
 
 
@@ -93,7 +93,7 @@ def test_the_moving_average_follows_its_formula_and_takes_the_buffers(objective_
         take_step(run, range(20 * count, 20 * count + 20))
         decay = min(0.5, (1 + count) / (10 + count))
         expected = decay * expected + (1 - decay) * run.model[1].weight.detach()
-    torch.testing.assert_close(run.judged[1].weight, expected)
-    assert run.judged is not run.model
-    assert torch.equal(run.judged[2].running_mean, run.model[2].running_mean)
-    assert torch.equal(run.judged[0].mean, run.model[0].mean)
+    torch.testing.assert_close(run.eval_model[1].weight, expected)
+    assert run.eval_model is not run.model
+    assert torch.equal(run.eval_model[2].running_mean, run.model[2].running_mean)
+    assert torch.equal(run.eval_model[0].mean, run.model[0].mean)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hpsearch import ObjectiveError, Standardize, TrainConfig
-from hpsearch.objectives.training.config import BASES, OPTIMIZERS
-from hpsearch.objectives.training.optimizers.optimizer import FACTORIES, Sharpness, build_optimizer, parameter_groups
+from hpsearch.objectives.training.config import BASE_OPTIMIZERS, OPTIMIZERS
+from hpsearch.objectives.training.optimizers.optimizer import FACTORIES, SAM, build_optimizer, parameter_groups
 from hpsearch.objectives.training.reproducibility import checkpoint
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_shared_parameter_is_in_one_group():
 
 def _steps(model, optimizer, x, y, count):
     """The losses of steps as the training loop takes them: with SAM in two passes."""
-    sharpness = Sharpness(optimizer) if hasattr(optimizer, "first_step") else None
+    sharpness = SAM(optimizer) if hasattr(optimizer, "first_step") else None
     losses = []
 
     def gradient():
@@ -68,7 +68,7 @@ def _steps(model, optimizer, x, y, count):
         if sharpness is None:
             optimizer.step()
         else:
-            with sharpness.displaced(model):
+            with sharpness.perturbed_weights(model):
                 gradient()
             sharpness.base.step()
     return losses
@@ -118,7 +118,7 @@ def test_no_optimizer_starts_uphill(name):
     assert losses == sorted(losses, reverse=True)
 
 
-@pytest.mark.parametrize("base", sorted(BASES))
+@pytest.mark.parametrize("base", sorted(BASE_OPTIMIZERS))
 @pytest.mark.parametrize("name", ["sam", "lookahead"])
 def test_what_wraps_an_optimizer_uses_the_one_that_is_named(name, base):
     model = nn.Linear(2, 2)

@@ -193,7 +193,7 @@ def test_plateau_climbs_first_and_has_a_floor():
     ("settings", "message"),
     [
         ({"warmup_steps": 40}, "warmup_steps 40 is longer than the run of 40 steps"),
-        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs 10 is no shorter than the run of 10 epochs"),
+        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs 10 is no less than the run's 10 epochs"),
         ({"schedule": "cosine_restarts", "cycles": 41}, "cycles 41 is more than the 40 steps"),
     ],
 )
@@ -235,7 +235,10 @@ def test_no_schedule_touches_what_is_not_the_rate(name):
         assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
 
 
-@pytest.mark.parametrize(("settings", "steps"), [({"accumulate": 2}, 3), ({"accumulate": 4, "drop_last": False}, 2)])
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({"gradient_accumulation_steps": 2}, 3), ({"gradient_accumulation_steps": 4, "drop_last": False}, 2)],
+)
 def test_a_run_is_laid_out_over_the_steps_that_are_really_taken(wine, settings, steps):
     """106 samples in batches of 16: six or seven micro-batches, so three or two optimizer steps an epoch."""
     config = TrainConfig(lr=0.1, schedule="linear", warmup_fraction=0.0, batch_size=16, **settings)
@@ -245,7 +248,9 @@ def test_a_run_is_laid_out_over_the_steps_that_are_really_taken(wine, settings, 
 
 
 def test_a_step_schedule_falls_between_epochs_of_a_run(wine):
-    config = TrainConfig(lr=0.1, schedule="step", decay_epochs=2, warmup_fraction=0.0, batch_size=16, accumulate=2)
+    config = TrainConfig(
+        lr=0.1, schedule="step", decay_epochs=2, warmup_fraction=0.0, batch_size=16, gradient_accumulation_steps=2
+    )
     history = Trainer(wine, config, epochs=5, seed=0).fit().history
     assert [record.metrics["lr"] for record in history] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
 

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from hpsearch import Objective, Splits, TrainConfig
-from hpsearch.objectives.training.data.loader import ending_with_parent
-from hpsearch.objectives.training.ranks import joined
+from hpsearch.objectives.training.data.loader import make_parent_death_hook
+from hpsearch.objectives.training.ranks import init_process_group
 
 WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy
 
 
 def on_ranks(world, function, *arguments, timeout=120.0):
     """What the function, called with the ranks and the arguments, returns on each rank."""
-    bind = ending_with_parent()
+    bind = make_parent_death_hook()
     context = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -58,7 +58,7 @@ def _rank(bind, rank, world, port, timeout, sent, function, arguments):
     variables = {"RANK": rank, "WORLD_SIZE": world, **here}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
-        with joined(timeout=timeout) as ranks:
+        with init_process_group(timeout=timeout) as ranks:
             value = True, function(ranks, *arguments)
     except BaseException:
         value = False, f"rank {rank}: {traceback.format_exc()}"
@@ -98,7 +98,7 @@ class Sides(Objective):
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
 
-UNEVEN = TrainConfig(batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+UNEVEN = TrainConfig(batch_size=37, gradient_accumulation_steps=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
 
 
 class WideSides(Sides):
@@ -108,5 +108,7 @@ class WideSides(Sides):
         return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))
 
 
-SHARDED = TrainConfig(strategy="fsdp", batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+SHARDED = TrainConfig(
+    strategy="fsdp", batch_size=37, gradient_accumulation_steps=2, clip_grad_norm=0.5, drop_last=False, lr=0.01
+)
 AVERAGED = dataclasses.replace(SHARDED, ema_decay=0.9, activation_checkpointing=True)

@@ -50,7 +50,7 @@ class Largest:
         return {"largest": self.found, "seen": float(self.count)}
 
 
-class OwnStep(Sides):
+class CustomStep(Sides):
     """A step that calls a method of the model, leaves out a layer, and measures a thing of its own."""
 
     metric = "largest"
@@ -98,7 +98,7 @@ RUNS = {
     "batches smaller than the ranks": (Sides, dataclasses.replace(UNEVEN, batch_size=3, eval_batch_size=3)),
     "auroc": (Ranked, UNEVEN),
     "ignored labels": (Ignoring, UNEVEN),
-    "own step and metric": (OwnStep, UNEVEN),
+    "own step and metric": (CustomStep, UNEVEN),
     "loader": (Loaded, dataclasses.replace(UNEVEN, num_workers=1)),
 }
 
@@ -113,7 +113,7 @@ def train(name):
 def score(name):
     """Of a run on a fresh division, which judges halves; the first rank has it."""
     objective, config = RUNS[name]
-    return Trainer(objective(), config, epochs=3, seed=0, division=7).fit().fresh
+    return Trainer(objective(), config, epochs=3, seed=0, division=7).fit().resplit_score
 
 
 def train_all(_ranks):

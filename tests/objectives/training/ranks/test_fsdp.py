@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from hpsearch import Step, TrainConfig, Trainer
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.loop.epoch import train_epoch
-from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.session import Due, LocalSession, Verdict
+from hpsearch.objectives.training.session import LocalSession, MidEpochAction, Verdict
 from tests.objectives.training.ranks.support import AVERAGED, SHARDED, WideSides, apart, on_ranks, outcome
 
 EPOCHS = 2
@@ -116,12 +116,17 @@ class Kept:
 
     def __init__(self, run_dir, leave=None):
         local = LocalSession(run_dir, synced=False)
-        self.restore, self.save, self.save_within, self.log = local.restore, local.save, local.save_within, local.log
+        self.restore, self.save, self.save_mid_epoch, self.log = (
+            local.restore,
+            local.save,
+            local.save_mid_epoch,
+            local.log,
+        )
         self.leave, self.asked = leave, 0
 
-    def due(self, left):
+    def mid_epoch_action(self, left):
         self.asked += 1
-        return Due.LEAVE if self.leave == "within" and self.asked == 1 else Due.NOTHING
+        return MidEpochAction.SAVE_AND_STOP if self.leave == "within" and self.asked == 1 else MidEpochAction.NONE
 
     def report(self, record):
         return Verdict.STOP if self.leave == "after" else Verdict.CONTINUE
@@ -155,7 +160,7 @@ def leave(folder):
     for where in ("after", "within"):
         session = Kept(folder / where, where)
         assert fit(WideSides(), AVERAGED, session).status == "stopped"
-        assert session.asked or where == "after" or not current().first
+        assert session.asked or where == "after" or not current_ranks().is_rank_zero
 
 
 def resume(folder):
@@ -184,7 +189,7 @@ def noted():
 
 def on_two(ranks, folder):
     refused(Scalar)
-    with contextlib.suppress(ObjectiveError), ranks.together():  # what follows has new connections
+    with contextlib.suppress(ObjectiveError), ranks.fail_together():  # what follows has new connections
         raise ObjectiveError("both fail")
     found = {name: trained(name) for name in RUNS}
     found["muon"] = [served(fit(WideSides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
@@ -194,8 +199,8 @@ def on_two(ranks, folder):
     found["held"] = sum(parameter.to_local().numel() for parameter in run.model.parameters())
     result = fit(WideSides(), dataclasses.replace(AVERAGED, compile=True))
     found["compiled"] = result.resume_note, [record.metrics["val_loss"] for record in result.history]
-    if ranks.first:
-        module, inputs, _ = result.exported()
+    if ranks.is_rank_zero:
+        module, inputs, _ = result.exportable_model()
         torch.export.save(torch.export.export(module, tuple(x for _, x in inputs)), folder / "model.pt2")
         torch.save((result.val.x[:4], module(result.val.x[:4]).detach()), folder / "expected.pt")
     return found

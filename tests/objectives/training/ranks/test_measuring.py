@@ -3,7 +3,7 @@
 import pytest
 
 from hpsearch import ObjectiveError, TrainConfig, Trainer
-from hpsearch.objectives.training.loop.measuring import sizes
+from hpsearch.objectives.training.loop.measure import measure_size
 from tests.objectives.training.ranks.support import Sides, on_ranks
 from tests.objectives.training.support import Stopped
 
@@ -19,17 +19,17 @@ class Measured(Sides):
 
 def _fit(ranks, strategy, names, folder=None, after=None):
     objective = Measured()
-    objective.also_report(names)
-    session = None if folder is None or not ranks.first else Stopped(folder, after)
+    objective.set_reported_metrics(names)
+    session = None if folder is None or not ranks.is_rank_zero else Stopped(folder, after)
     config = TrainConfig(strategy=strategy, batch_size=37, lr=0.01)
     return Trainer(objective, config, epochs=2, seed=0, session=session, device="cpu").fit()
 
 
 def _numbers(ranks, strategy, names, folder=None, after=None):
-    with ranks.together():
+    with ranks.fail_together():
         found = _fit(ranks, strategy, names, folder, after)
         asked = {*names, "bias", "latency_load"}
-        return [{k: v for k, v in r.metrics.items() if k in asked} for r in found.history], sizes(found.model)
+        return [{k: v for k, v in r.metrics.items() if k in asked} for r in found.history], measure_size(found.model)
 
 
 def _ddp(ranks, folder):
@@ -53,7 +53,7 @@ def test_ranks_have_what_rank_0_measured_also_where_they_go_on(tmp_path):
 def _fsdp(ranks):
     found = _numbers(ranks, "fsdp", ("model_mb", "parameters"))
     try:
-        with ranks.together():
+        with ranks.fail_together():
             _fit(ranks, "fsdp", ("latency_ms",))
     except ObjectiveError as error:
         return found, str(error)

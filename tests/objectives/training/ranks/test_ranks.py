@@ -7,19 +7,26 @@ import pytest
 import torch
 
 from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Trainer
-from hpsearch.objectives.training.ranks import ALONE, RankLostError
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankLostError
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 from tests.objectives.training.support import Stopped
 
 
 def agree(ranks):
-    total = ranks.total(torch.tensor([1.0, float(ranks.rank)]))
+    total = ranks.all_reduce_sum(torch.tensor([1.0, float(ranks.rank)]))
     tensors = [torch.full((2,), float(ranks.rank)), torch.tensor([ranks.rank])]
-    ranks.copy_first(tensors)
+    ranks.broadcast_tensors(tensors)
     mean = [torch.tensor([float(ranks.rank)])]
-    ranks.average(mean)
-    share = ranks.share(torch.arange(5)).tolist()
-    return total.tolist(), ranks.told(ranks.rank), ranks.each(ranks.rank), [t.tolist() for t in tensors], mean, share
+    ranks.all_reduce_mean(mean)
+    share = ranks.shard_rows(torch.arange(5)).tolist()
+    return (
+        total.tolist(),
+        ranks.broadcast_object(ranks.rank),
+        ranks.all_gather_object(ranks.rank),
+        [t.tolist() for t in tensors],
+        mean,
+        share,
+    )
 
 
 def test_what_ranks_agree_on():
@@ -30,14 +37,14 @@ def test_what_ranks_agree_on():
 
 
 def test_a_process_alone_agrees_with_itself():
-    assert agree(ALONE)[:3] == ([1.0, 0.0], 0, [0])
-    with ALONE.together():
-        assert ALONE.led(lambda: 3) == 3
+    assert agree(SINGLE_PROCESS)[:3] == ([1.0, 0.0], 0, [0])
+    with SINGLE_PROCESS.fail_together():
+        assert SINGLE_PROCESS.run_on_rank_zero(lambda: 3) == 3
 
 
 def caught(ranks, fail, wait):
     try:
-        with ranks.together():
+        with ranks.fail_together():
             fail(ranks)
             wait(ranks)
         return None
@@ -54,9 +61,13 @@ def failures(ranks):
         return fail
 
     def led(ranks):
-        ranks.led(lambda: 1 / 0)
+        ranks.run_on_rank_zero(lambda: 1 / 0)
 
-    waits = {"sum": lambda r: r.total(torch.ones(3)), "tell": lambda r: r.told(None), "nothing": lambda _: None}
+    waits = {
+        "sum": lambda r: r.all_reduce_sum(torch.ones(3)),
+        "tell": lambda r: r.broadcast_object(None),
+        "nothing": lambda _: None,
+    }
     bad = NonFiniteError("loss is nan", epoch=2, step=7, lr=0.1, grad_norm=math.inf, batch=1)
     found = {name: caught(ranks, on_second(ObjectiveError("no such layer")), wait) for name, wait in waits.items()}
     found["own kind"] = caught(ranks, on_second(bad), waits["sum"])
@@ -71,7 +82,7 @@ def failures(ranks):
 def wrapped(ranks):
     """What somebody's code makes of a connection that broke."""
     try:
-        ranks.total(torch.ones(3))
+        ranks.all_reduce_sum(torch.ones(3))
     except RuntimeError as error:
         raise ObjectiveError(f"my loop: {error}") from error
 
@@ -94,10 +105,10 @@ def test_ranks_fail_by_the_reason_of_the_one_that_failed_and_go_on():
 
 def lose(ranks):
     try:
-        with ranks.together():
+        with ranks.fail_together():
             if ranks.rank == 1:
                 os._exit(0)
-            ranks.total(torch.ones(3))
+            ranks.all_reduce_sum(torch.ones(3))
     except RankLostError as error:
         return str(error)
 
@@ -105,7 +116,7 @@ def lose(ranks):
 def test_a_rank_that_is_gone_ends_the_others():
     with pytest.raises(AssertionError) as died:
         on_ranks(2, lambda ranks: pytest.fail(lose(ranks)))
-    assert "another rank is gone" in str(died.value)
+    assert "another rank exited or did not answer" in str(died.value)
 
 
 class Diverging(Sides):
@@ -133,7 +144,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_at_the_same_step():
 
 
 def keep(ranks, folder, epochs):
-    session = LocalSession(folder) if ranks.first else None
+    session = LocalSession(folder) if ranks.is_rank_zero else None
     return outcome(Trainer(Sides(), UNEVEN, epochs=epochs, seed=0, session=session).fit())
 
 
@@ -145,8 +156,8 @@ def stop_early(ranks, folder):
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_run_of_two_ranks_goes_on_on_another_number(tmp_path, world):
     assert on_ranks(2, stop_early, tmp_path) == ["stopped", "stopped"]
-    found = keep(ALONE, tmp_path, 4) if world == 1 else on_ranks(world, keep, tmp_path, 4)[0]
-    numbers, weights = apart(found, keep(ALONE, tmp_path / "alone", 4))
+    found = keep(SINGLE_PROCESS, tmp_path, 4) if world == 1 else on_ranks(world, keep, tmp_path, 4)[0]
+    numbers, weights = apart(found, keep(SINGLE_PROCESS, tmp_path / "alone", 4))
     assert numbers < 1e-6
     assert weights < 1e-5
 
@@ -162,7 +173,7 @@ def test_the_rate_grows_with_the_number_of_devices_where_it_is_told_to():
     assert on_ranks(2, lambda ranks: [rates(ranks, s) for s in ("none", "linear", "sqrt")])[0] == pytest.approx(
         [0.01, 0.02, 0.01 * math.sqrt(2)]
     )
-    assert rates(ALONE, "linear") == pytest.approx(0.01)
+    assert rates(SINGLE_PROCESS, "linear") == pytest.approx(0.01)
 
 
 def other_data(ranks):
@@ -177,7 +188,7 @@ def test_data_that_differ_between_ranks_are_refused():
     (first, _) = on_ranks(2, other_data)
     assert first[:2] == (
         "ObjectiveError",
-        "Other.data gives rank 1 other data than rank 0: make it a function of the seed",
+        "Other.data returns different data on rank 1 than on rank 0; make it a function of the seed",
     )
 
 
@@ -209,9 +220,9 @@ def test_a_rank_that_fails_in_its_step_keeps_no_other_waiting():
 def close_connections(ranks):
     def close(ranks):
         torch.distributed.destroy_process_group()
-        ranks.each(None)
+        ranks.all_gather_object(None)
 
-    return caught(ranks, close, lambda _: None), ranks.each(ranks.rank)
+    return caught(ranks, close, lambda _: None), ranks.all_gather_object(ranks.rank)
 
 
 def test_a_loop_that_closes_the_connections_is_told_and_the_next_has_new_ones():

@@ -10,12 +10,12 @@ import torch
 
 from hpsearch import Trainer
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.session import Due, LocalSession, Verdict
-from hpsearch.objectives.training.strategies.shards import read
+from hpsearch.objectives.training.session import LocalSession, MidEpochAction, Verdict
+from hpsearch.objectives.training.strategies.shards import read_shards
 from tests.objectives.training.ranks.support import AVERAGED, WideSides, on_ranks, outcome
 
 EPOCHS = 3
-IN_PARTS = dataclasses.replace(AVERAGED, shard_above=0.0)
+IN_PARTS = dataclasses.replace(AVERAGED, shard_checkpoint_above_gib=0.0)
 LEFT = ("after", "within")
 
 
@@ -26,8 +26,8 @@ class Leaving(LocalSession):
         super().__init__(run_dir, synced=False)
         self.where, self.reported = where, 0
 
-    def due(self, left):
-        return Due.LEAVE if self.where == "within" and self.reported == 1 else Due.NOTHING
+    def mid_epoch_action(self, left):
+        return MidEpochAction.SAVE_AND_STOP if self.where == "within" and self.reported == 1 else MidEpochAction.NONE
 
     def report(self, record):
         self.reported = record.epoch + 1
@@ -45,9 +45,9 @@ def on_two(_ranks, folder):
     for where in LEFT:
         fit(folder / where, where)
         for copy in ("one", "two", "four", "torn"):
-            if _ranks.first:
+            if _ranks.is_rank_zero:
                 shutil.copytree(folder / where, folder / copy / where)
-    _ranks.each(None)
+    _ranks.all_gather_object(None)
     return {where: fit(folder / "two" / where) for where in LEFT}
 
 
@@ -146,8 +146,8 @@ def test_a_table_of_parts_is_no_code(two, tmp_path):
     state = LocalSession(run_dir).restore()
     folder = run_dir / "shards" / checkpoint.read(run_dir / "last.pt")["shards"]["folder"]
     (folder / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
-    with pytest.raises(RuntimeError, match=r"io\.open is in no table of shards"):
-        read({"model": state["model"]}, folder)
+    with pytest.raises(RuntimeError, match=r"io\.open is not allowed in the metadata of shards"):
+        read_shards({"model": state["model"]}, folder)
     assert not (tmp_path / "touched").exists()
 
 
@@ -162,10 +162,10 @@ def apart_at_first(ranks, folder, warned):
         seen = pathlib.Path.is_dir
         pathlib.Path.is_dir = lambda self: "shards" not in self.parts and seen(self)
     found = fit(folder / "run", "after")
-    assert found is None or ranks.first
-    state = LocalSession(folder / "run").restore() if ranks.first else None
-    shutil.copytree(folder / "parts", folder / "resumed") if ranks.first else None
-    ranks.each(None)
+    assert found is None or ranks.is_rank_zero
+    state = LocalSession(folder / "run").restore() if ranks.is_rank_zero else None
+    shutil.copytree(folder / "parts", folder / "resumed") if ranks.is_rank_zero else None
+    ranks.all_gather_object(None)
     again = fit(folder / "resumed")
     return again, warned, state is not None and ("shards" in state, len(state["history"]))
 

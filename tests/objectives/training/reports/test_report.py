@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
-from hpsearch.objectives.training.checks.smoke import smoke
-from hpsearch.objectives.training.reports.report import instabilities, shared_inputs, tracks
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
+from hpsearch.objectives.training.reports.report import count_shared_inputs, is_same_curve, list_instabilities
 from tests.objectives.training.support import Memory, built, fit
 
 
@@ -26,12 +26,12 @@ def _section(text, title):
 def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
     objective = objective_with(default_config=lambda _self: TrainConfig(lr=0.5, batch_size=16))
     _, text = _report(objective, tmp_path, TrainConfig(lr=0.02, batch_size=16))
-    rows = _section(text, "Configuration, and why").splitlines()[2:]
+    rows = _section(text, "Configuration").splitlines()[2:]
     assert len(rows) == 2, "what differs from the defaults stands first"
     folded = _section(text, "Defaults")
     assert len(folded.splitlines()) == 4 + len(TrainConfig().to_dict()) - 2 + 2
-    assert "| `lr` | `0.02` | set for this run; the objective's default is `0.5` |" in rows
-    assert "| `batch_size` | `16` | the objective's default |" in rows
+    assert "| `lr` | `0.02` | set for this run; objective default `0.5` |" in rows
+    assert "| `batch_size` | `16` | objective default |" in rows
     assert folded.startswith(
         f"<details><summary>{len(TrainConfig().to_dict()) - 2} settings have their defaults</summary>\n\n| setting"
     )
@@ -41,8 +41,8 @@ def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
 
 def test_plots_stand_where_the_text_speaks_of_them(wine, tmp_path):
     _, text = _report(wine, tmp_path)
-    assert _section(text, "Train against validation").endswith("\n\n![Curves over the epochs](curves.png)")
-    assert _section(text, "Instabilities, and what was done").endswith("](gradients.png)")
+    assert _section(text, "Training and validation").endswith("\n\n![Learning curves](curves.png)")
+    assert _section(text, "Instabilities").endswith("](gradients.png)")
     (tmp_path / "pruned").mkdir()
     (tmp_path / "pruned" / "curves.png").touch()  # of the run before it was resumed
     _, pruned = _report(wine, tmp_path / "pruned", session=Memory({1: Verdict.PRUNE}))
@@ -76,20 +76,20 @@ def test_overfitting_is_called_so(objective_with, tmp_path):
     memorising = objective_with(data=_random_labels, model=_wide)
     config = TrainConfig(lr=0.02, batch_size=16, schedule="constant", weight_decay=0.0)
     _, text = _report(memorising, tmp_path, config, epochs=12)
-    gap = _section(text, "Train against validation")
-    assert "Overfit: train is +" in gap
-    assert "above its lowest: later epochs overfitted" in gap
+    gap = _section(text, "Training and validation")
+    assert "Overfit: training is +" in gap
+    assert "above its minimum; the later epochs overfitted" in gap
 
 
 @pytest.mark.slow
 def test_a_run_that_fits_alike_is_not_called_overfit(wine, tmp_path):
     _, text = _report(wine, tmp_path)
-    assert "No wide gap" in _section(text, "Train against validation")
+    assert "No large gap" in _section(text, "Training and validation")
 
 
 def test_underfitting_is_called_so(wine, tmp_path):
     _, text = _report(wine, tmp_path, TrainConfig(lr=1e-4, batch_size=16, schedule="constant"))
-    assert "more epochs may do better (underfit)" in text
+    assert "more epochs may improve it (underfit)" in text
 
 
 @pytest.mark.slow
@@ -137,16 +137,16 @@ def test_a_split_of_copies_is_flagged_by_its_curve(objective_with, tmp_path):
     objective = objective_with(data=data, model=model)
     result, text = _report(objective, tmp_path, config, epochs=100)
     losses = [(r.metrics["train_loss"], r.metrics["val_loss"]) for r in result.history]
-    assert shared_inputs(objective.data(0).train, objective.data(0).val) == 0
+    assert count_shared_inputs(objective.data(0).train, objective.data(0).val) == 0
     assert "stayed within 1% of the training loss" in _section(text, "Possible leakage"), losses[-3:]
 
 
 def test_curves_that_track():
     falling = [2.0, 1.5, 1.0, 0.7]
-    assert tracks(falling, [value * 1.005 for value in falling])
-    assert not tracks(falling, [value * 1.05 for value in falling])
-    assert not tracks([2.0] * 4, [2.0] * 4), "nothing was learned, so nothing leaked"
-    assert not tracks(falling[:2], falling[:2])
+    assert is_same_curve(falling, [value * 1.005 for value in falling])
+    assert not is_same_curve(falling, [value * 1.05 for value in falling])
+    assert not is_same_curve([2.0] * 4, [2.0] * 4), "nothing was learned, so nothing leaked"
+    assert not is_same_curve(falling[:2], falling[:2])
 
 
 def test_instabilities_are_told(objective_with, tmp_path):
@@ -160,10 +160,10 @@ def test_instabilities_are_told(objective_with, tmp_path):
 
     config = TrainConfig(optimizer="sgd", lr=1.0, batch_size=16, schedule="constant", log_every=1, clip_grad_norm=0.5)
     _, text = _report(objective_with(model=lambda *_: Dead()), tmp_path, config, epochs=6)
-    told = _section(text, "Instabilities, and what was done")
+    told = _section(text, "Instabilities")
     assert "the gradient of `first` vanished" in told
     assert "gradient of `second`" not in told
-    assert re.search(r"\d+ of 36 noted steps had a gradient norm above 0.5: clipped to it", told)
+    assert re.search(r"\d+ of 36 recorded steps had a gradient norm above 0.5 and were clipped", told)
 
 
 def _steps(*norms):
@@ -182,7 +182,7 @@ def _steps(*norms):
 def test_a_gradient_explodes_by_what_it_was_in_this_run(wine, norms, told):
     run = built(wine)
     result = fit(wine, epochs=1)
-    found = instabilities(run, result, _steps(*norms))
+    found = list_instabilities(run, result, _steps(*norms))
     assert any("the gradient of `net` exploded" in line for line in found) == told
 
 
@@ -190,9 +190,9 @@ def test_the_first_steps_do_not_outweigh_the_run(wine):
     """A net that begins with next to no gradient, as residual branches do, and then is calm."""
     dense = [{"step": step, "grad_norm": 0.1, "layers": {"net": 1e-4}} for step in range(1, 20)]
     even = [{"step": 50 * step, "grad_norm": 9.0, "layers": {"net": 1.0}} for step in range(8)]
-    found = instabilities(built(wine), fit(wine, epochs=1), dense + even)
+    found = list_instabilities(built(wine), fit(wine, epochs=1), dense + even)
     assert not any("exploded" in line for line in found)
-    assert any("8 of 8 noted steps had a gradient norm above 1" in line for line in found)
+    assert any("8 of 8 recorded steps had a gradient norm above 1" in line for line in found)
 
 
 def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):
@@ -212,7 +212,7 @@ def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):
 
     config = TrainConfig(precision="fp16", batch_size=16)
     _, text = _report(objective_with(model=lambda *_: Overflowing()), tmp_path, config)
-    assert "- 3 of 24 steps overflowed in fp16: skipped, loss scale halved" in text
+    assert "- 3 of 24 steps overflowed in fp16; skipped, loss scale halved" in text
 
 
 def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
@@ -224,14 +224,14 @@ def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
 @pytest.mark.slow
 def test_the_smoke_test_is_quoted(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
-    assert "Not run here; `hpsearch smoke` overfits one batch." in before
-    smoke(wine).write(tmp_path / "b")
+    assert "Not run; `hpsearch smoke` overfits one batch." in before
+    run_smoke_test(wine).write(tmp_path / "b")
     _, after = _report(wine, tmp_path / "b")
     assert re.search(r"One batch of 32 samples: loss \S+ -> \S+, passed\.", after)
     kept = json.loads((tmp_path / "b" / "smoke.json").read_text())
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "smoke.json").write_text(json.dumps({**kept, "passed": False}))
-    assert "FAILED: do not trust this model" in _report(wine, tmp_path / "c")[1]
+    assert "FAILED: find the cause" in _report(wine, tmp_path / "c")[1]
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_the_share_of_the_largest_class_stands_beside_the_accuracy(objective_wit
     _, text = _report(objective_with(data=data), tmp_path / "uneven")
     assert "| (largest class) | 0.9 | 0.9 | |" in text
     warned = (tmp_path / "uneven" / "train.log").read_text()
-    assert "90% of the training samples are of one class, and so much accuracy costs nothing" in warned
+    assert "90% of the training samples have one class, and a constant prediction reaches this accuracy" in warned
     _report(objective_with(data=data, metric="macro_f1"), tmp_path / "f1")
     assert "costs nothing" not in (tmp_path / "f1" / "train.log").read_text()
     _, even = _report(objective_with(), tmp_path / "even")

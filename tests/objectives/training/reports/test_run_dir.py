@@ -10,7 +10,7 @@ import yaml
 
 from hpsearch import EpochRecord, TrainConfig
 from hpsearch.objectives.training.reports import plots
-from hpsearch.objectives.training.reports.plots import curves, gradient_flow
+from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
@@ -70,8 +70,8 @@ def test_a_command_line_is_kept_without_its_passwords(wine, tmp_path, monkeypatc
 
 def test_curves_mark_the_best_epoch(wine, tmp_path):
     history = fit(wine).history
-    path = curves(history, tmp_path / "deep" / "a.png", ["loss", "accuracy"], best_epoch=2)
-    plain = curves(history, tmp_path / "b.png", ["loss", "accuracy"])
+    path = plot_curves(history, tmp_path / "deep" / "a.png", ["loss", "accuracy"], best_epoch=2)
+    plain = plot_curves(history, tmp_path / "b.png", ["loss", "accuracy"])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.read_bytes() != plain.read_bytes()
 
@@ -83,8 +83,8 @@ def test_a_plot_has_nothing_of_the_one_before(tmp_path, monkeypatch):
         splits = ("train", "val") if best else ("val",)
         history = [EpochRecord(n, 0.0, {f"{s}_loss": scale / (n + 1) for s in splits}) for n in range(epochs)]
         steps = [{"step": n, "layers": {"a": scale / (n + 1), "b": 1.0}} for n in range(9 * epochs)]
-        files = [curves(history, tmp_path / f"{name}.png", ["loss"], best_epoch=best)]
-        return [path.read_bytes() for path in [*files, gradient_flow(steps, tmp_path / f"{name}-gradients.png")]]
+        files = [plot_curves(history, tmp_path / f"{name}.png", ["loss"], best_epoch=best)]
+        return [path.read_bytes() for path in [*files, plot_gradient_norms(steps, tmp_path / f"{name}-gradients.png")]]
 
     drawn("another", 30, 1000.0, 3)
     after = drawn("after", 4, 0.01, None)

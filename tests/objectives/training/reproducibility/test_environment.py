@@ -13,7 +13,7 @@ import yaml
 
 from hpsearch import TrainConfig, Trainer, load_objective
 from hpsearch.objectives.training.loop.epoch import restore
-from hpsearch.objectives.training.reproducibility.environment import uncommitted
+from hpsearch.objectives.training.reproducibility.environment import git_diff
 from tests.objectives.training.support import built
 
 SOURCE = """
@@ -72,13 +72,13 @@ def _author():
 def test_a_diff_is_bounded(repository):
     folder, _ = repository
     (folder / "mine.py").write_text("x = 1\n" * 400_000)
-    diff = uncommitted(folder)
+    diff = git_diff(folder)
     assert len(diff) < 1_000_100
     assert "is left out]" in diff
 
 
 def test_outside_of_git_there_is_none(tmp_path):
-    assert uncommitted(tmp_path) == ""
+    assert git_diff(tmp_path) == ""
 
 
 def test_what_a_run_ran_on_is_kept(wine, tmp_path):

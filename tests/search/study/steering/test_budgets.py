@@ -9,17 +9,17 @@ from hpsearch import load_objective
 from hpsearch.search.api.opening import list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.report.top import read_standing, render
+from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.spec.settings import resolve
-from hpsearch.search.spec.spec import MOST_TRIALS
+from hpsearch.search.spec.spec import MAX_TRIALS
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import CUT, SPEC
+from hpsearch.storage.attributes import BUDGET_CUT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.budget import open_spending
-from hpsearch.storage.trials.claims import Claims, Retired
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.budget import create_spending
+from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
@@ -27,9 +27,9 @@ from tests.search.study.steering.support import Say, take
 @pytest.fixture
 def study(storage: PostgresStorage) -> optuna.Study:
     study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
-    spec = {**spec_of(name="none").model_dump(), "n_trials": MOST_TRIALS, "budget_epochs": 2}
+    spec = {**spec_of(name="none").model_dump(), "n_trials": MAX_TRIALS, "budget_epochs": 2}
     with storage.engine.begin() as connection:
-        open_spending(connection, study._study_id, epochs=2, seconds=None)
+        create_spending(connection, study._study_id, epochs=2, seconds=None)
     storage.set_study_user_attr(study._study_id, SPEC, spec)
     return study
 
@@ -37,17 +37,17 @@ def study(storage: PostgresStorage) -> optuna.Study:
 @pytest.fixture
 def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
     metered = load_study(storage, "s").spec.epochs
-    return Claims(storage.engine, study._study_id, worker="host:1", metered=metered)
+    return Claims(storage.engine, study._study_id, worker="host:1", metered_epochs=metered)
 
 
-def cut(claims: Claims) -> Retired:
+def cut(claims: Claims) -> PrunedTrial:
     """Spend the budget, and return the trial that it cuts."""
     claim = take(claims)
-    assert claims.report(claim, 0, 0.5).room
-    assert not claims.report(claim, 1, 0.6).room
-    claims.settle(claim, Outcome.RELEASED)
+    assert claims.report(claim, 0, 0.5).has_room
+    assert not claims.report(claim, 1, 0.6).has_room
+    claims.finish_attempt(claim, Outcome.RELEASED)
     retired = claims.claim()
-    assert isinstance(retired, Retired)
+    assert isinstance(retired, PrunedTrial)
     return retired
 
 
@@ -59,14 +59,14 @@ def test_what_is_spent_is_told_in_its_unit(
     assert "study s: 1 trial, 2 of 2 epochs (0 complete, 1 pruned" in shown
     assert "the budget of 2 epochs was spent" in shown
     assert "the budget of 2 epochs was spent" in say("show", "s", "--trial", "0")
-    standing = read_standing(load_study(storage, "s"))
-    assert (standing.progress.done, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
-    assert render(standing, None)
+    standing = read_status(load_study(storage, "s"))
+    assert (standing.progress.summary, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
+    assert render_status(standing, None)
     assert load_study(storage, "s").is_spent(1)
     assert "1 trial, 2/2 epochs" in say("studies")
     [row] = list_studies({"storage_url": database_url})
     assert row.done == "1 trial, 2/2 epochs"
-    assert storage.get_trial(retired.trial_id).user_attrs[CUT] is True
+    assert storage.get_trial(retired.trial_id).user_attrs[BUDGET_CUT] is True
 
 
 def test_an_extended_budget_lets_the_study_go_on(say: Say, claims: Claims, storage: PostgresStorage) -> None:
@@ -108,11 +108,11 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
 def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() -> None:
     digits = load_objective("digits")
     of_epochs = resolve({"objective": "digits", "budget_epochs": 100}, digits)
-    assert of_epochs.n_trials == MOST_TRIALS
-    assert of_epochs.budgets == "100 epochs"
+    assert of_epochs.n_trials == MAX_TRIALS
+    assert of_epochs.budget_description == "100 epochs"
     both = resolve({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
     assert both.n_trials == 5
-    assert both.budgets == "5 trials, 60 s"
+    assert both.budget_description == "5 trials, 60 s"
 
 
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:

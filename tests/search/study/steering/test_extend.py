@@ -17,8 +17,8 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claims, Nothing
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, rows, take
 
 
@@ -31,7 +31,7 @@ def test_the_budget_is_changed_for_claims_to_come(
     assert load_study(storage, "s").spec.n_trials == budget
     for _ in range(budget - 1):
         take(claims)
-    assert claims.claim() == Nothing(running=budget)
+    assert claims.claim() == NoTrialAvailable(running=budget)
 
 
 def test_a_budget_that_is_the_same_is_told(say: Say, study: optuna.Study) -> None:
@@ -56,7 +56,7 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
     say: Say, claims: Claims, storage: PostgresStorage, trials: str, words: list[str]
 ) -> None:
     take(claims)
-    claims.settle(take(claims), Outcome.RELEASED)  # it waits, and was started
+    claims.finish_attempt(take(claims), Outcome.RELEASED)  # it waits, and was started
     message = say("extend", "s", "--trials", trials, code=2)
     for word in words:
         assert word in message
@@ -110,7 +110,7 @@ def test_a_claim_that_waits_meanwhile_has_the_new_budget(claims: Claims, databas
             "WHERE key = %s",
             (SPEC,),
         )
-    assert got == [Nothing(running=1)]
+    assert got == [NoTrialAvailable(running=1)]
 
 
 def test_a_study_that_was_deleted_meanwhile_is_told(stored: StoredStudy, storage: PostgresStorage) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, take
 
 
@@ -17,7 +17,7 @@ def test_studies_and_a_trial_fit_80_columns(say: Say, stored, monkeypatch: pytes
     claims = Claims(stored.engine, stored.study_id, worker="vm:16392")
     claim = take(claims)
     claims.report(claim, 0, 0.5)
-    claims.settle(claim, Outcome.COMPLETE, value=0.5)
+    claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
     listed = say("studies")
     assert listed.split("\n", 1)[0].split() == ["study", "objective", "trials", "complete", "best"], "what nobody has"
     assert "…" not in listed, "nothing is cut"
@@ -31,7 +31,7 @@ def test_reasons_are_whole_in_80_columns(say: Say, stored, monkeypatch: pytest.M
     claims = Claims(stored.engine, stored.study_id, worker="ip-10-0-117-204.eu-central-1.compute.internal:16392-4f2a")
     claim = take(claims)
     path = "/data/sets/" + "a-long-folder/" * 8 + "wine.csv"
-    claims.settle(claim, Outcome.FAILED, attrs={REASON: f"FileNotFoundError: no such file: {path}"})
+    claims.finish_attempt(claim, Outcome.FAILED, attrs={REASON: f"FileNotFoundError: no such file: {path}"})
     shown = say("show", "s")
     table = shown[shown.index("trial  state") : shown.index("study s:")].splitlines()
     assert max(map(len, table)) <= 80

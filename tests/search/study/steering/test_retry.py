@@ -12,12 +12,12 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.study.steering import retry_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
-from hpsearch.storage.checkpoints.store import Stored
-from hpsearch.storage.study_storage.reading import rung_key
+from hpsearch.storage.checkpoints.store import StoredFile
+from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim, Claims, Lost
+from hpsearch.storage.trials.claims import Claim, Claims, RetriesExhausted
+from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import current_process
-from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, rows, take
 
 
@@ -25,13 +25,13 @@ def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, st
     """Run a trial that fails, or is infeasible, after some epochs; `checkpoint` is the last one that has one."""
     claim = take(claims)
     for epoch in range(epochs):
-        kept = Stored(f"{epoch}.pt", "0" * 64, 1) if checkpoint is not None and epoch <= checkpoint else None
+        kept = StoredFile(f"{epoch}.pt", "0" * 64, 1) if checkpoint is not None and epoch <= checkpoint else None
         claims.report(claim, epoch, 0.1 * epoch, kept)
     if state == "FAIL":
-        claims.settle(claim, Outcome.FAILED, attrs={REASON: "a bug"})
+        claims.finish_attempt(claim, Outcome.FAILED, attrs={REASON: "a bug"})
     else:
         claims.report(claim, epochs, math.nan)
-        claims.settle(claim, Outcome.INFEASIBLE, value=0.5, attrs={REASON: "NaN", INFEASIBLE: True})
+        claims.finish_attempt(claim, Outcome.INFEASIBLE, value=0.5, attrs={REASON: "NaN", INFEASIBLE: True})
     return claim
 
 
@@ -41,7 +41,7 @@ def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
     claim = failed(claims)
     other = take(claims)
     storage.set_trial_param(other.trial_id, "x", 0.25, optuna.distributions.FloatDistribution(0, 1))
-    claims.settle(other, Outcome.FAILED, attrs={REASON: "a bug"})
+    claims.finish_attempt(other, Outcome.FAILED, attrs={REASON: "a bug"})
     assert "trial 1 waits to be run again, from its beginning" in say("retry", "s", "--trial", "1")
     assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
     again = take(claims)
@@ -49,7 +49,7 @@ def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
     trial = study.trials[1]
     assert (trial.state, trial.params, trial.datetime_complete) == (TrialState.RUNNING, {"x": 0.25}, None)
     assert REASON not in trial.user_attrs
-    claims.settle(again, Outcome.COMPLETE, value=0.9)
+    claims.finish_attempt(again, Outcome.COMPLETE, value=0.9)
     assert study.best_trial.number == 1
     assert claim.number == 0
 
@@ -90,9 +90,9 @@ def test_rungs_are_forgotten_with_the_epochs(
 ) -> None:
     claim = take(claims)
     claims.report(claim, 1, 0.5)
-    storage.set_trial_system_attr(claim.trial_id, rung_key(0), 0.5)
+    storage.set_trial_system_attr(claim.trial_id, get_rung_key(0), 0.5)
     storage.set_trial_system_attr(claim.trial_id, "fixed_params", {"x": 1})
-    claims.settle(claim, Outcome.FAILED)
+    claims.finish_attempt(claim, Outcome.FAILED)
     say("retry", "s", "--trial", "0")
     assert study.trials[0].system_attrs == {"fixed_params": {"x": 1}}
 
@@ -101,7 +101,7 @@ def test_retries_are_counted_anew(say: Say, claims: Claims, database_url: str) -
     for _ in range(2):
         take(claims)
         bury_workers(database_url)
-    assert isinstance(claims.claim(), Lost), "one retry, and the second worker died too"
+    assert isinstance(claims.claim(), RetriesExhausted), "one retry, and the second worker died too"
     say("retry", "s", "--trial", "0")
     take(claims)
     bury_workers(database_url)
@@ -137,14 +137,14 @@ def test_several_are_retried_at_once(say: Say, claims: Claims, study: optuna.Stu
 
 
 def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, study: optuna.Study) -> None:
-    claims.settle(take(claims), Outcome.COMPLETE, value=0.9)
-    claims.settle(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
+    claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.9)
+    claims.finish_attempt(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
     running = take(claims)
     only = "only a failed or an infeasible trial is tried again"
     assert f"--trial 0: it is complete; {only}" in say("retry", "s", "--trial", "0", code=2)
     assert "it was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
     assert "it is running" in say("retry", "s", "--trial", "2", code=2)
-    claims.settle(running, Outcome.RELEASED)
+    claims.finish_attempt(running, Outcome.RELEASED)
     assert "it is waiting" in say("retry", "s", "--trial", "2", code=2)
     assert "has no such trial; it has 0 to 2" in say("retry", "s", "--trial", "9", code=2)
     assert "--trial" in say("retry", "s", code=2)

@@ -14,18 +14,18 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
-from hpsearch.search.curves.forecast import CHOSEN, Forecast, forecasts
-from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
+from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import foreseen_line, foreseen_table
-from hpsearch.search.report.trials import moments
+from hpsearch.search.report.show import format_best_forecast, make_forecast_table
+from hpsearch.search.report.trials import estimate_epoch_ends
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import study_note
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claims, Retired
-from hpsearch.storage.trials.history import Stretch
+from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.history import RunInterval
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
@@ -40,7 +40,7 @@ def study(storage: PostgresStorage) -> optuna.Study:
 
 @pytest.fixture
 def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
-    rungs = study_rungs(load_study(storage, "s").spec)
+    rungs = make_rungs(load_study(storage, "s").spec)
     return Claims(storage.engine, study._study_id, worker="host:1", rungs=rungs)
 
 
@@ -48,27 +48,27 @@ def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, stor
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     take(claims)  # trial 0 goes on
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in shown
     assert "paused at rung 0, epoch 1: rank 3 of 3 then" in shown
     stored = load_study(storage, "s")
     assert "- rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in study_note(stored, summarise(stored)).splitlines()
-    while isinstance(claims.claim(), Retired):
+    while isinstance(claims.claim(), PrunedTrial):
         pass
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 were pruned" in shown
-    assert "rank 4 of 4 at rung 0, where the best 2 of 4 trials go on" in shown
+    assert "rank 4 of 4 at rung 0, promoted: best 2 of 4 trials" in shown
 
 
 def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
-        claims.reach(claim, 0, value)
+        claims.report_rung(claim, 0, value)
     take(claims)
-    while isinstance(claims.claim(), Retired):
+    while isinstance(claims.claim(), PrunedTrial):
         pass
     states = [t.state.name for t in storage.get_all_trials(load_study(storage, "s").study_id)]
     assert states == ["RUNNING", "RUNNING", "PRUNED", "PRUNED"]
@@ -80,10 +80,10 @@ def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: 
 def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     chosen, drawn = take(claims), take(claims)
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 17}
-    storage.set_trial_system_attr(chosen.trial_id, CHOSEN, note)
-    line = "   curves  foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
+    storage.set_trial_system_attr(chosen.trial_id, SUGGESTION_REASON_KEY, note)
+    line = "freeze_thaw  forecast 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
     assert line in say("show", "s", "--trial", str(chosen.number)).splitlines()
-    assert "curves" not in say("show", "s", "--trial", str(drawn.number))
+    assert "freeze_thaw" not in say("show", "s", "--trial", str(drawn.number))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
     for number, claim in enumerate(held):
         storage.set_trial_param(claim.trial_id, "x", number / 10, FloatDistribution(0.0, 1.0))
         claims.report(claim, 0, 0.5 - number / 20)
-        claims.reach(claim, 0, 0.5 - number / 20)
+        claims.report_rung(claim, 0, 0.5 - number / 20)
     first = take(claims)
     for epoch in range(1, 19):
         claims.report(first, epoch, 0.5 + epoch / 100)
@@ -104,20 +104,20 @@ def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
 
 def test_what_runs_and_waits_is_foreseen(say: Say, paused: StoredStudy, tmp_path: Path) -> None:
     shown = say("show", "s").splitlines()
-    table = shown[shown.index("foreseen after epoch 20") + 1 :]
-    assert table[0].split() == ["trial", "epochs", "best", "so", "far", "foreseen", "nine", "of", "ten", "between"]
-    assert re.match(r" +0 +runs +19 +0\.68 +0\.\d+ +0\.68 to [01]", table[1])
+    table = shown[shown.index("forecast after epoch 20") + 1 :]
+    assert table[0].split() == ["trial", "state", "epochs", "best", "so", "far", "forecast", "90", "%", "interval"]
+    assert re.match(r" +0 +running +19 +0\.68 +0\.\d+ +0\.68 to [01]", table[1])
     assert max(map(len, table[:11])) <= 80
-    assert re.search(r"^ foreseen  0\.\d+ \(0\S* to 0\.\d+\)$", say("show", "s", "--trial", "3"), re.MULTILINE)
+    assert re.search(r"^ forecast  0\.\d+ \(0\S* to 0\.\d+\)$", say("show", "s", "--trial", "3"), re.MULTILINE)
     note = study_note(paused, summarise(paused))
-    assert re.search(r"^- trial 0, which runs, is foreseen to end with accuracy 0\.", note, re.MULTILINE)
+    assert re.search(r"^- trial 0 \(running\): forecast of the final accuracy: 0\.", note, re.MULTILINE)
     page = write_report(paused, tmp_path / "report.html", dashboard_url=None).read_text()
     data = json.loads(re.search(r'id="data">(.*)</script>', page)[1])
-    assert data["foreseen"][0]["trial"] == 0
+    assert data["forecasts"][0]["trial"] == 0
     assert [data["trials"][number]["pauses"] for number in (0, 9)] == [[1], [1]]
-    assert data["spent"]["epochs"] == 28
-    assert data["spent"]["best"][-1] == [28, 0.68, 0, 19]
-    assert "1 went on, 9 waiting" in page
+    assert data["epoch_usage"]["epochs"] == 28
+    assert data["epoch_usage"]["best"][-1] == [28, 0.68, 0, 19]
+    assert "1 promoted, 9 paused" in page
 
 
 def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
@@ -126,23 +126,23 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
     """The trials are read once: a state of a later moment has no word in the table."""
 
     def end_meanwhile(*arguments: Any, **settings: Any) -> dict[int, Forecast]:
-        found = forecasts(*arguments, **settings)
+        found = forecast_final_values(*arguments, **settings)
         with paused.engine.begin() as connection:
             connection.execute(sa.text("UPDATE trials SET state = 'PRUNED' WHERE state = 'RUNNING'"))
         return found
 
-    monkeypatch.setattr("hpsearch.search.curves.forecast.forecasts", end_meanwhile)
-    assert str(foreseen_line(paused)).startswith("trial 0, which runs, is foreseen to end with")
+    monkeypatch.setattr("hpsearch.search.freeze_thaw.forecast.forecast_final_values", end_meanwhile)
+    assert str(format_best_forecast(paused)).startswith("trial 0 (running): forecast of the final")
     with paused.engine.begin() as connection:
         connection.execute(sa.text("UPDATE trials SET state = 'RUNNING' WHERE number = 0"))
-    table = foreseen_table(paused, every=True)
+    table = make_forecast_table(paused, every=True)
     assert table is not None
-    assert next(iter(table.columns[1].cells)) == "runs"
+    assert next(iter(table.columns[1].cells)) == "running"
 
 
 def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:
     """An attempt before a pause had the epochs to that rung; others are as long as each other."""
     stretches = [(0, 10, None), (20, 30, 0), (100, 140, None)]
-    found = [Stretch(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
+    found = [RunInterval(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
     trial = create_trial(value=1.0, intermediate_values=dict.fromkeys(range(4), 1.0))
-    assert list(moments(trial, found, (2, 8))) == [(10, 0), (30, 1), (120, 2), (140, 3)]
+    assert list(estimate_epoch_ends(trial, found, (2, 8))) == [(10, 0), (30, 1), (120, 2), (140, 3)]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.study.devices import pace_of
+from hpsearch.search.study.devices import summarize_throughput
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.register import Identity, Register
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.register import WorkerIdentity, WorkerRegistration
 from tests.search.study.steering.support import Say, take
 
 HOST = "ip-172-31-22-11.eu-central-1"
@@ -21,8 +21,8 @@ HOST = "ip-172-31-22-11.eu-central-1"
 
 def worker(stored: StoredStudy, pid: int, device: str) -> Claims:
     """What a worker that trains on `device` claims by."""
-    identity = Identity(f"{HOST}:{pid}", HOST, pid, None, None, device, "1")
-    Register(stored.engine, stored.study_id, identity).enter()
+    identity = WorkerIdentity(f"{HOST}:{pid}", HOST, pid, None, None, device, "1")
+    WorkerRegistration(stored.engine, stored.study_id, identity).register()
     return Claims(stored.engine, stored.study_id, worker=identity.name)
 
 
@@ -31,7 +31,7 @@ def epoch(rate: float, **more: float) -> dict[str, float]:
 
 
 def train(claims: Claims, *epochs: dict[str, float]) -> None:
-    claims.settle(take(claims), Outcome.COMPLETE, value=0.5, attrs=pace_of(list(epochs)))
+    claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.5, attrs=summarize_throughput(list(epochs)))
 
 
 def pages(say: Say, stored: StoredStudy, folder: Path) -> list[str]:
@@ -53,7 +53,7 @@ def test_a_trial_that_was_resumed_on_another_number_is_named(
 ) -> None:
     two = worker(stored, 1, "2 x cpu")
     for _ in range(2):
-        two.settle(take(two), Outcome.RELEASED)
+        two.finish_attempt(take(two), Outcome.RELEASED)
     train(worker(stored, 2, "cuda:1"))
     train(two)
     for page in pages(say, stored, tmp_path):

@@ -8,30 +8,30 @@ import optuna
 from optuna.trial import create_trial
 
 from hpsearch.storage.attributes import PRUNING, REASON
-from hpsearch.storage.study_storage.reading import rung_key
+from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, take
 
 
 def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     first = take(claims)
     claims.report(first, 0, 0.25)
-    claims.settle(first, Outcome.RELEASED)
+    claims.finish_attempt(first, Outcome.RELEASED)
     second = take(claims)
     storage.set_trial_param(second.trial_id, "width", 16, optuna.distributions.IntDistribution(8, 32))
     claims.report(second, 1, 0.25)
-    storage.set_trial_system_attr(second.trial_id, rung_key(0), 0.25)
+    storage.set_trial_system_attr(second.trial_id, get_rung_key(0), 0.25)
     claims.report(second, 2, 0.5)
     grounds = {"pruner": "successive_halving", "epoch": 2, "value": 0.5, "cutoff": 0.75, "peers": 4, "rung": 1}
-    claims.settle(second, Outcome.PRUNED, value=0.5, attrs={REASON: "it fell behind", PRUNING: grounds})
+    claims.finish_attempt(second, Outcome.PRUNED, value=0.5, attrs={REASON: "it fell behind", PRUNING: grounds})
     page = say("show", "s", "--trial", "0")
     for line in (
         r"trial 0 of s: PRUNED",
         r" +reason +it fell behind",
         r" +pruning +successive_halving pruner, epoch 3, value 0.5, cutoff 0.75, peers 4, rung 1",
-        r" +value +accuracy 0.5, of its last epoch",
+        r" +value +accuracy 0.5 \(last epoch\)",
         r" +width +16",
         r" +1 +host:1 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\d{4}-\S+ \S+ +released",
         r" +2 +host:1 +\d{4}-\S+ \S+ +\d{4}-\S+ \S+ +pruned",
@@ -45,15 +45,15 @@ def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -
 
 def test_a_trial_that_waits_says_why(say: Say, claims: Claims, study: optuna.Study) -> None:
     study.enqueue_trial({"width": 16})
-    assert "enqueued: no worker has taken it yet" in say("show", "s")
-    claims.settle(take(claims), Outcome.RELEASED)
-    waits = "attempt 1 was given back: it is the next to be taken"
+    assert "enqueued: no worker has claimed it yet" in say("show", "s")
+    claims.finish_attempt(take(claims), Outcome.RELEASED)
+    waits = "attempt 1 was released by its worker; a free worker resumes the trial next"
     assert waits in say("show", "s")
     assert waits in say("show", "s", "--trial", "0")
-    claims.settle(take(claims), Outcome.FAILED, retry=True, attrs={REASON: "out of memory"})
-    assert "attempt 2 failed (out of memory): it is" in say("show", "s")
-    claims.settle(take(claims), Outcome.RELEASED)
-    assert "attempt 3 was given back: it is" in say("show", "s"), "the reason of the second is another's"
+    claims.finish_attempt(take(claims), Outcome.FAILED, retry=True, attrs={REASON: "out of memory"})
+    assert "attempt 2 failed (out of memory); a free" in say("show", "s")
+    claims.finish_attempt(take(claims), Outcome.RELEASED)
+    assert "attempt 3 was released by its worker; a free" in say("show", "s"), "the reason of the second is another's"
 
 
 def test_a_trial_that_runs_has_no_end_and_one_from_elsewhere_no_attempts(

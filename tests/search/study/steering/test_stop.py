@@ -9,8 +9,8 @@ import optuna
 
 from hpsearch.search.study.steering import start_study, stop_study
 from hpsearch.storage.attributes import STOPPED
-from hpsearch.storage.trials.claims import Claims, Stopped
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.claims import Claims, StudyStopped
+from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, take
 
 
@@ -20,12 +20,12 @@ def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say:
     assert "stopped s" in said
     assert "running trials: 1" in said
     assert "start s" in said
-    assert claims.report(claim, 0, 0.5).stopped, "a running trial is to be given back"
+    assert claims.report(claim, 0, 0.5).is_stopped, "a running trial is to be given back"
     stopped = claims.claim()
-    assert isinstance(stopped, Stopped)
-    assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.why)
-    assert stopped.why in say("stop", "s"), "the second one says who was first"
-    assert stopped.why in say("show", "s")
+    assert isinstance(stopped, StudyStopped)
+    assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.reason)
+    assert stopped.reason in say("stop", "s"), "the second one says who was first"
+    assert stopped.reason in say("show", "s")
     assert "s (stopped)" in say("studies")
 
 
@@ -35,12 +35,12 @@ def test_a_started_study_goes_on(say: Say, claims: Claims, stored) -> None:
     stop_study(stored)
     assert "started s, which was stopped by " in say("start", "s")
     claim = take(claims)
-    assert not claims.report(claim, 0, 0.5).stopped
+    assert not claims.report(claim, 0, 0.5).is_stopped
     assert start_study(stored) is None
 
 
 def test_stop_can_wait_until_nothing_runs(say: Say, claims: Claims) -> None:
-    claims.settle(take(claims), Outcome.RELEASED)
+    claims.finish_attempt(take(claims), Outcome.RELEASED)
     assert "running" not in say("stop", "s", "--wait")
 
 

@@ -29,9 +29,9 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
-from hpsearch.storage.trackers.tensorboard.files import EventFiles, scalars
-from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trackers.tensorboard.consumer import TensorBoardConsumer
+from hpsearch.storage.trackers.tensorboard.files import EventFiles, make_scalars
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 
 
@@ -40,8 +40,8 @@ def post(database_url: str, tmp_path: Path) -> Post:
     return Post(database_url, tmp_path / "box", "tensorboard")
 
 
-def reader_of(post: Post, root: Path, owner: str = "owner") -> TensorBoard:
-    return TensorBoard(str(root), post.study, owner, root.parent, post.ends)
+def reader_of(post: Post, root: Path, owner: str = "owner") -> TensorBoardConsumer:
+    return TensorBoardConsumer(str(root), post.study, owner, root.parent, post.ends)
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ def status_of(group: Any) -> str:
 def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hparams_tab(post: Post, root: Path) -> None:
     reader, journal = reader_of(post, root), post.open()
     log(journal, range(3), at=100.0)
-    assert not post.ship(reader, journal)
+    assert not post.consume(reader, journal)
     [row] = rows(root)
     assert status_of(row) == "STATUS_UNKNOWN", "it runs"
     log(journal, [3], at=100.0)
     journal.append(Metrics(3, 103.0, {"best_val_loss": 0.0}))
     journal.append(Tags({"hpsearch.pruning": "{}"}))
     log(journal, [], end=Outcome.COMPLETE)
-    assert post.ship(reader, journal)
+    assert post.consume(reader, journal)
     folder = root / post.study / "0000"
     assert points(folder) == [(epoch, 100.0 + epoch, epoch / 10) for epoch in range(4)]
     assert [value for _, _, value in points(folder, "loss/train")] == [0.0, 0.2, 0.4, 0.6]
@@ -104,12 +104,12 @@ def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: P
     """It tells its epochs from before the checkpoint again, with their times, and one that it trained anew."""
     first = post.open()
     log(first, range(3))
-    post.ship(reader_of(post, root), first)
+    post.consume(reader_of(post, root), first)
     again = post.open(attempt=2)
     log(again, range(2))
     log(again, range(2, 5), at=100.0)
     log(again, [], end=Outcome.PRUNED)
-    assert post.ship(reader_of(post, root), again)
+    assert post.consume(reader_of(post, root), again)
     folder = root / post.study / "0000"
     assert [(step, at) for step, at, _ in points(folder)] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104)]
     assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
@@ -120,11 +120,11 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from hpsearch.storage.trackers.tensorboard.files import EventFiles
-from hpsearch.storage.trackers.tensorboard.files import scalars
+from hpsearch.storage.trackers.tensorboard.files import make_scalars
 files = EventFiles(Path(sys.argv[1]))
 for step in range(3):
-    with files.alone():
-        files.add(scalars({"loss/val": step / 10}), step=step, at=float(step))
+    with files.lock():
+        files.add(make_scalars({"loss/val": step / 10}), step=step, at=float(step))
         files.flush()
 with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
     file.write(b"torn in the midst of an eve")
@@ -143,8 +143,8 @@ def test_what_a_killed_process_wrote_is_there_once_and_its_torn_event_hides_noth
     log(journal, range(5))
     journal.close()
     post.settle()
-    [place] = post.left()
-    assert reader_of(post, root).ship(place)
+    [cursor] = post.left()
+    assert reader_of(post, root).consume(cursor)
     assert [(step, value) for step, _, value in points(folder)] == [(epoch, epoch / 10) for epoch in range(5)]
     assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
 
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_in_the_midst_of_an_event_leaves_none_torn(
 ) -> None:
     reader, journal = reader_of(post, root), post.open()
     log(journal, range(2))
-    post.ship(reader, journal)
+    post.consume(reader, journal)
     write = os.write
 
     def torn(descriptor: int, data: bytes) -> int:
@@ -166,10 +166,10 @@ def test_a_disk_that_is_full_in_the_midst_of_an_event_leaves_none_torn(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", torn)
         with pytest.raises(OSError, match="No space left") as failed:
-            post.ship(reader, journal)
-    failure = reader.failure(failed.value)
-    assert (failure.passes, failure.text) == (True, f"{root}: No space left on device")
-    post.ship(reader, journal)
+            post.consume(reader, journal)
+    failure = reader.classify_error(failed.value)
+    assert (failure.is_transient, failure.text) == (True, f"{root}: No space left on device")
+    post.consume(reader, journal)
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1, 2]
 
 
@@ -182,12 +182,12 @@ def test_a_file_whose_first_events_found_no_room_begins_with_its_version(
     files = EventFiles(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with files.alone():
-            files.add(scalars({"loss/val": 0.5}), step=0, at=0.0)
+        with files.lock():
+            files.add(make_scalars({"loss/val": 0.5}), step=0, at=0.0)
             with pytest.raises(OSError, match="No space left"):
                 files.flush()
-    with files.alone():
-        files.add(scalars({"loss/val": 0.5}), step=0, at=0.0)
+    with files.lock():
+        files.add(make_scalars({"loss/val": 0.5}), step=0, at=0.0)
         files.flush()
     [path] = tmp_path.glob("events*")
     assert Event.FromString(next(RawEventFileLoader(str(path)).Load())).file_version == "brain.Event:2"
@@ -197,14 +197,14 @@ def test_a_file_whose_first_events_found_no_room_begins_with_its_version(
 def test_a_failed_trial_that_is_tried_again_ends_as_it_then_does(post: Post, root: Path) -> None:
     first = post.open()
     log(first, [0], end=Outcome.FAILED)
-    assert post.ship(reader_of(post, root), first)
+    assert post.consume(reader_of(post, root), first)
     assert [status_of(row) for row in rows(root)] == ["STATUS_FAILURE"]
     again = post.open(attempt=2)
     log(again, [0, 1])
-    post.ship(reader := reader_of(post, root), again)
+    post.consume(reader := reader_of(post, root), again)
     assert [status_of(row) for row in rows(root)] == ["STATUS_UNKNOWN"], "it runs"
     log(again, [], end=Outcome.COMPLETE)
-    assert post.ship(reader, again)
+    assert post.consume(reader, again)
     assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1]
 
@@ -213,7 +213,7 @@ def test_the_end_of_an_attempt_that_another_has_followed_is_not_the_trials(post:
     journal = post.open()
     log(journal, [0], end=Outcome.FAILED)
     post.begin_attempt(2)
-    assert post.ship(reader_of(post, root), journal)
+    assert post.consume(reader_of(post, root), journal)
     assert [status_of(row) for row in rows(root)] == ["STATUS_UNKNOWN"], "it runs"
 
 
@@ -221,7 +221,7 @@ def test_a_study_that_was_made_again_under_its_name_has_a_folder_of_its_own(post
     for owner in ("first", "second", "first"):
         journal = post.open()
         log(journal, range(2))
-        post.ship(reader_of(post, root, owner), journal)
+        post.consume(reader_of(post, root, owner), journal)
     assert sorted(path.name for path in root.iterdir()) == sorted([post.study, "second"])
     for name in (post.study, "second"):
         assert [step for step, _, _ in points(root / name / "0000")] == [0, 1]
@@ -232,9 +232,9 @@ def test_a_trial_whose_files_a_frozen_process_holds_is_left_to_it(post: Post, ro
     log(journal, [0])
     folder = root / post.study / "0000"
     files = EventFiles(folder)
-    with files.alone(), pytest.raises(LockHeldError):
-        post.ship(reader_of(post, root), journal)
-    assert not post.ship(reader_of(post, root), journal)
+    with files.lock(), pytest.raises(LockHeldError):
+        post.consume(reader_of(post, root), journal)
+    assert not post.consume(reader_of(post, root), journal)
     assert [step for step, _, _ in points(folder)] == [0]
 
 
@@ -249,7 +249,7 @@ def test_a_file_system_without_locks_or_links_costs_nothing(
 
     monkeypatch.setattr(fcntl, "flock", refused)
     monkeypatch.setattr(os, "link", refused)
-    assert not post.ship(reader_of(post, root), journal)
+    assert not post.consume(reader_of(post, root), journal)
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0]
 
 
@@ -257,14 +257,14 @@ def test_a_repeated_epoch_of_one_journal_is_there_once(post: Post, root: Path) -
     journal = post.open()
     log(journal, [0, 1])
     journal.append(Epoch(1, 50.0, {"val_loss": 0.7}))
-    post.ship(reader_of(post, root), journal)
+    post.consume(reader_of(post, root), journal)
     assert [(step, value) for step, _, value in points(root / post.study / "0000")] == [(0, 0.0), (1, 0.1)]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as told:
-        TensorBoard.check(str(tmp_path / "file" / "runs"))
+        TensorBoardConsumer.check(str(tmp_path / "file" / "runs"))
     assert str(told.value) == (
-        f"--tensorboard {tmp_path}/file/runs: cannot be written (Not a directory): give a folder of this user's"
+        f"--tensorboard {tmp_path}/file/runs: not writable (Not a directory); choose a writable folder"
     )

@@ -14,10 +14,10 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.journals.journal import Journal
-from hpsearch.storage.trackers.wandb_runs import reader as wandb_reader
-from hpsearch.storage.trackers.wandb_runs.connection import WandbAwayError
-from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trackers.wandb_runs import consumer as wandb_consumer
+from hpsearch.storage.trackers.wandb_runs.connection import WandbUnavailableError
+from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.fake_server import FakeServer, fake_server
 from tests.waiting import wait_for
@@ -43,12 +43,12 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeServ
 
 
 @pytest.fixture
-def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Callable[[], WandbRuns]]:
+def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Callable[[], WandbConsumer]]:
     """Makes a reader as another process would have it."""
-    made: list[WandbRuns] = []
+    made: list[WandbConsumer] = []
 
-    def new() -> WandbRuns:
-        made.append(WandbRuns("me/demo", post.study, "owner", tmp_path, post.ends))
+    def new() -> WandbConsumer:
+        made.append(WandbConsumer("me/demo", post.study, "owner", tmp_path, post.ends))
         return made[-1]
 
     yield new
@@ -56,24 +56,24 @@ def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Calla
         reader.close()
 
 
-def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
+def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     """Tell all of a journal, as often as it takes."""
 
     def shipped() -> bool:
-        with suppress(WandbAwayError, LockHeldError):
-            return post.ship(reader, journal)
+        with suppress(WandbUnavailableError, LockHeldError):
+            return post.consume(reader, journal)
         return False
 
     wait_for(shipped, "all of the journal")
 
 
 def test_a_trial_that_is_taken_up_goes_on_in_its_run(
-    post: Post, server: FakeServer, new_reader: Callable[[], WandbRuns]
+    post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer]
 ) -> None:
     """All processes of the first attempt are killed when the server has its epochs; the second tells them again."""
     first = post.open()
     log(first, range(3))
-    assert not post.ship(new_reader(), first)
+    assert not post.consume(new_reader(), first)
     [run] = server.runs.values()
     wait_for(lambda: run.steps == [0, 1, 2], "all epochs")
     for process in psutil.Process().children(recursive=True):
@@ -91,21 +91,21 @@ def test_a_trial_that_is_taken_up_goes_on_in_its_run(
 
 
 def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
-    post: Post, server: FakeServer, new_reader: Callable[[], WandbRuns], monkeypatch: pytest.MonkeyPatch
+    post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, journal = new_reader(), post.open()
     log(journal, range(2))
-    assert not post.ship(reader, journal)
+    assert not post.consume(reader, journal)
     [run] = server.runs.values()
     wait_for(lambda: run.steps == [0, 1], "the epochs before")
     server.away = True
     log(journal, range(2, 4), end=Outcome.PRUNED)
     with monkeypatch.context() as patch:
-        patch.setattr(wandb_reader, "_FINISH", 3.0)
-        with pytest.raises(WandbAwayError) as told:
-            post.ship(reader, journal)
-    assert reader.failure(told.value).passes
-    assert journal.places["wandb"].position.offset == 0, "none of it counts as told"
+        patch.setattr(wandb_consumer, "_FINISH_SECONDS", 3.0)
+        with pytest.raises(WandbUnavailableError) as told:
+            post.consume(reader, journal)
+    assert reader.classify_error(told.value).is_transient
+    assert journal.cursors["wandb"].position.offset == 0, "none of it counts as told"
     server.away = False
     ship_at_last(post, reader, journal)
     assert run.steps == [0, 1, 2, 3]

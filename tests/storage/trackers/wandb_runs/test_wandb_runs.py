@@ -22,10 +22,10 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.journal_records import Metrics, Tags
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbAwayError
+from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
+from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
 from hpsearch.storage.trackers.wandb_runs.process import records
-from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
-from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.history import rows
 
@@ -47,15 +47,15 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-class Readers(list[WandbRuns]):
+class Readers(list[WandbConsumer]):
     def __init__(self, post: Post, home: Path) -> None:
         super().__init__()
         self.post, self.home = post, home
 
-    def new(self) -> WandbRuns:
+    def new(self) -> WandbConsumer:
         """One as another process would have it."""
         owner = f"{self.post.study}-0f0f"
-        self.append(WandbRuns("me/demo", self.post.study, owner, self.home, self.post.ends))
+        self.append(WandbConsumer("me/demo", self.post.study, owner, self.home, self.post.ends))
         return self[-1]
 
     @property
@@ -89,13 +89,13 @@ def values(path: Path, kind: str) -> dict[str, str]:
 def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, readers: Readers) -> None:
     reader, journal = readers.new(), post.open()
     log(journal, range(2), at=100.0)
-    assert not post.ship(reader, journal)
+    assert not post.consume(reader, journal)
     journal.append(Metrics(60, 101.5, {"system/cpu_utilization_percentage": 50.0}))
     log(journal, [2], at=100.0)
     journal.append(Metrics(2, 102.0, {"best_val_loss": 0.0}))
     journal.append(Tags({"hpsearch.pruning": "{}"}))
     log(journal, [], end=Outcome.COMPLETE)
-    assert post.ship(reader, journal)
+    assert post.consume(reader, journal)
     [path] = readers.files
     [run] = found(path, "run")
     told = (run.run_id, run.entity, run.project, run.run_group, run.display_name)
@@ -117,7 +117,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
 def test_how_a_trial_ended(post: Post, readers: Readers, outcome: Outcome, code: int) -> None:
     journal = post.open()
     log(journal, [0], end=outcome)
-    assert post.ship(readers.new(), journal)
+    assert post.consume(readers.new(), journal)
     [path] = readers.files
     assert [end.exit_code for end in found(path, "exit")] == [code]
     assert values(path, "summary")["state"] == f'"{outcome.run_state}"'
@@ -126,11 +126,11 @@ def test_how_a_trial_ended(post: Post, readers: Readers, outcome: Outcome, code:
 def test_an_attempt_goes_on_in_the_run_of_the_one_before(post: Post, readers: Readers) -> None:
     first = post.open()
     log(first, range(3), end=Outcome.RELEASED)
-    assert post.ship(readers.new(), first)
+    assert post.consume(readers.new(), first)
     again = post.open(attempt=2)
     log(again, range(2))
     log(again, range(2, 5), at=100.0, end=Outcome.COMPLETE)
-    assert post.ship(readers.new(), again)
+    assert post.consume(readers.new(), again)
     assert readers.steps() == [0, 1, 2, 3, 4]
     assert len({run.run_id for path in readers.files for run in found(path, "run")}) == 1
     assert [len(found(path, "preempting")) for path in readers.files] == [1, 0]
@@ -145,12 +145,12 @@ def children() -> dict[int, str]:
     return found
 
 
-def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
+def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     """Tell all of a journal, as often as it takes."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        with suppress(WandbAwayError, LockHeldError):
-            assert post.ship(reader, journal)
+        with suppress(WandbUnavailableError, LockHeldError):
+            assert post.consume(reader, journal)
             return
         time.sleep(0.05)
     raise AssertionError("waited in vain")
@@ -162,7 +162,7 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers:
     before = children()
     reader, journal = readers.new(), post.open()
     log(journal, range(3))
-    assert not post.ship(reader, journal)
+    assert not post.consume(reader, journal)
     named = {"process": "hpsearch.storage.trackers.wandb_runs.process", "service": "wandb-core"}[victim]
     [found_one] = [pid for pid, command in children().items() if pid not in before and named in command]
     os.kill(found_one, signal.SIGKILL)
@@ -177,8 +177,8 @@ import os, signal, sys
 from pathlib import Path
 from hpsearch.storage.trackers.wandb_runs.connection import Connection
 line = Connection(Path(sys.argv[1]))
-assert line.ask(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
-line.ask(120, "tell", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})
+assert line.request(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
+line.request(120, "log_rows", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -188,11 +188,11 @@ def test_of_a_worker_that_is_killed_what_it_told_is_written_down_and_its_run_is_
     done = subprocess.run([sys.executable, "-c", _PUPPET, str(folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
     line, deadline = Connection(folder), time.monotonic() + 300
-    while line.ask(120, "open", run_id="x", folder=str(folder), project="p", config={}).get("busy"):
+    while line.request(120, "open", run_id="x", folder=str(folder), project="p", config={}).get("busy"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    line.ask(120, "tell", run_id="x", config={}, rows=[[1, {"a": 2}], [2, {"a": 3}]], summary={})
-    line.ask(120, "finish", run_id="x", exit_code=0, left=False)
+    line.request(120, "log_rows", run_id="x", config={}, rows=[[1, {"a": 2}], [2, {"a": 3}]], summary={})
+    line.request(120, "finish", run_id="x", exit_code=0, is_preempted=False)
     line.close()
     found = [row["_step"] for path in folder.glob("wandb/offline-run-*/*.wandb") for row in rows(path)]
     assert sorted(found) == [0, 1, 2]
@@ -203,8 +203,8 @@ def test_what_a_dead_process_left_is_told_and_ended_as_the_trial_was(post: Post,
     log(journal, range(3))
     journal.close()
     post.settle("PRUNED")
-    [place] = post.left()
-    assert readers.new().ship(place)
+    [cursor] = post.left()
+    assert readers.new().consume(cursor)
     assert readers.steps() == [0, 1, 2]
     [path] = readers.files
     assert values(path, "summary")["state"] == '"pruned"'
@@ -214,11 +214,11 @@ def test_a_run_that_another_process_tells_of_is_left_to_it(post: Post, readers: 
     first, again = readers.new(), readers.new()
     journal = post.open()
     log(journal, [0])
-    assert not post.ship(first, journal)
+    assert not post.consume(first, journal)
     later = post.open(attempt=2)
     log(later, [0, 1], end=Outcome.COMPLETE)
     with pytest.raises(LockHeldError):
-        post.ship(again, later)
+        post.consume(again, later)
     first.close()
     ship_at_last(post, again, later)
     assert readers.steps() == [0, 1]
@@ -237,7 +237,7 @@ def test_a_server_that_does_not_answer_is_waited_for(
     sender.start()
     sender.add(journal)
     assert sender.flush(300.0) == 1
-    assert sender.away == "http://127.0.0.1:9: no answer ([Errno 111] Connection refused)"
+    assert sender.unavailable_reason == "http://127.0.0.1:9: no answer ([Errno 111] Connection refused)"
     sender.close()
     monkeypatch.setenv("WANDB_MODE", "offline")
     again = Sender(post.box, [readers.new()])
@@ -269,10 +269,10 @@ def test_a_key_that_is_missing_is_one_line(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if known:
-        WandbRuns.check("me/demo")
+        WandbConsumer.check("me/demo")
         return
     with pytest.raises(StorageError) as told:
-        WandbRuns.check("me/demo")
+        WandbConsumer.check("me/demo")
     assert str(told.value) == (
         "--wandb me/demo: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run wandb login; "
         "or set WANDB_MODE=offline and send later with wandb sync"
@@ -281,10 +281,10 @@ def test_a_key_that_is_missing_is_one_line(
 
 def test_records_of_many_blocks_are_read_whole(tmp_path: Path) -> None:
     line = Connection(tmp_path)
-    assert line.ask(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}
+    assert line.request(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}
     many = [[step, {"long": "x" * 20_000, "step": step}] for step in range(20)]
-    line.ask(120, "tell", run_id="x", config={}, rows=many, summary={})
-    line.ask(120, "finish", run_id="x", exit_code=0, left=False)
+    line.request(120, "log_rows", run_id="x", config={}, rows=many, summary={})
+    line.request(120, "finish", run_id="x", exit_code=0, is_preempted=False)
     line.close()
     [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert [(row["_step"], len(row["long"])) for row in rows(path)] == [(step, 20_000) for step in range(20)]

@@ -1,0 +1,1 @@
+"""Custom training loops: an objective trains itself epoch by epoch, with the guarantees of a trial."""

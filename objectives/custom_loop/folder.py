@@ -1,0 +1,49 @@
+"""Folders in a trial's state, for checkpoints that other libraries write from all ranks."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpsearch.objectives.errors import ObjectiveError
+
+
+def list_files(folder: Path) -> dict[str, int]:
+    """Return the files of a folder with their sizes in bytes."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def pack_folder(folder: Path) -> dict[str, Tensor]:
+    """Return the contents of a folder's files by name, as memory-mapped bytes."""
+    return {
+        name: torch.from_numpy(np.memmap(folder / name, np.uint8, mode="c") if size else np.empty(0, np.uint8))
+        for name, size in list_files(folder).items()
+    }
+
+
+def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the result of `pack_folder` into a folder.
+
+    Raises:
+        ObjectiveError: a name is a path outside the folder.
+    """
+    for name, content in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ObjectiveError(f"the state contains a file outside its folder: {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content.numpy().tofile(path)
+
+
+def choose_checkpoint_folder(run_dir: Path | None) -> Path:
+    """Return the path for a trial's checkpoint folder: in the run's directory, or a temporary one if that is None."""
+    if run_dir is not None:
+        return run_dir.resolve() / "checkpoint"
+    return Path(tempfile.gettempdir()) / f"hpsearch-{uuid.uuid4().hex}"

@@ -1,0 +1,266 @@
+"""Run an objective with a custom training loop."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from hpsearch.objectives.custom_loop.folder import unpack_folder
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_to_json
+from hpsearch.objectives.custom_loop.loop_trial import BaseLoopRun, LoopTrial
+from hpsearch.objectives.errors import (
+    ObjectiveError,
+    find_source_file,
+    format_user_error,
+    is_out_of_memory,
+    wrap_user_errors,
+)
+from hpsearch.objectives.training.evaluation.step import bind_forward
+from hpsearch.objectives.training.exportable import exportable
+from hpsearch.objectives.training.loop.epoch import require_same
+from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+from hpsearch.objectives.training.reports.report import format_value, image_lines, list_custom_settings, write_sections
+from hpsearch.objectives.training.reproducibility.environment import describe_differences, environment, git_diff
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.result import ExportableModel, RunResult
+from hpsearch.objectives.training.session import Verdict
+
+
+def reset_distributed_state() -> None:
+    """Reset the distributed state of Accelerate and DeepSpeed if they are imported.
+
+    The process group may have been created again since the last trial, and a trial may use another precision.
+    """
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        groups._release_process_group_references()
+
+
+_MAX_PANELS = 8  # of the plot of curves; metrics.jsonl has the other metrics
+_NOT_CHECKED = """\
+The objective has a custom training loop, which is responsible for splitting the data (by `trial.split_seed`, the same
+for every trial), for not using the test set, and for random numbers before the first of `trial.epochs()`, which a
+resumed trial draws again. hpsearch did not check gradients, leakage and overfitting."""
+
+
+def write_loop_report(
+    path: Path,
+    _steps: Sequence[dict[str, Any]],
+    *,
+    objective: LoopObjective,
+    result: RunResult,
+    identity: dict[str, Any],
+) -> None:
+    """Write `report.md` of a custom loop that has ended.
+
+    `identity` contains the run's configuration, epochs and seeds.
+    """
+    summary = [
+        f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {identity['epochs']} planned",
+        f"- seed {identity['seed']}, split seed {identity['split_seed']}",
+        *([f"- {result.resume_note}"] if result.resume_note else []),
+    ]
+    rows = [
+        f"| `{setting.name}` | `{format_value(setting.value)}` |"
+        for setting in list_custom_settings(identity["config"])
+    ]
+    write_sections(
+        path,
+        {
+            f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": summary,
+            "Configuration": ["| setting | value |", "|---|---|", *rows] if rows else ["No settings."],
+            "Reported metrics": [
+                *_format_reported_metrics(result),
+                *image_lines(path, "curves.png", "Curves over the epochs"),
+            ],
+            "Not checked": [_NOT_CHECKED],
+        },
+    )
+
+
+def select_plotted_metrics(history: Sequence[EpochRecord], metric: str) -> list[str]:
+    """Return the names of the metrics to plot, the study's metric first."""
+    names = [name for record in history for name in record.metrics if name != "epoch_seconds"]
+    curves = [name.removeprefix("train_").removeprefix("val_") for name in names if name != "lr"]
+    return list(dict.fromkeys([metric, *curves]))[:_MAX_PANELS]
+
+
+def _format_reported_metrics(result: RunResult) -> list[str]:
+    first, best, last = result.history[0].metrics, result.best_metrics, result.history[-1].metrics
+    lines = ["| | first epoch | best epoch | last epoch |", "|---|---|---|---|"]
+    for name in dict.fromkeys([*first, *best, *last]):
+        cells = [f"{epoch[name]:.6g}" if name in epoch else "" for epoch in (first, best, last)]
+        lines.append(f"| {name.replace('|', ' ')} | {' | '.join(cells)} |")
+    return lines
+
+
+FORMAT = 1  # of a checkpoint's state
+
+
+@dataclass
+class LoopResult(RunResult):
+    """Result of a custom training loop.
+
+    Attributes:
+        objective: the objective.
+        config: configuration of the trial.
+        best: the reported `best` of the best epoch.
+    """
+
+    objective: LoopObjective
+    config: Any
+    best: Any
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the objective has `export`."""
+        return self.objective.defines("export")
+
+    def exportable_model(self) -> ExportableModel:
+        """Return the exportable model of the best epoch.
+
+        Raises:
+            ObjectiveError: the objective has no `export`, or `export` raised an error.
+        """
+        return export_model(self.objective, self.best, self.config)
+
+
+def export_model(objective: LoopObjective, best: Any, config: Any) -> ExportableModel:
+    """Return the model that `objective.export` builds from the reported `best`.
+
+    Raises:
+        ObjectiveError: the objective has no `export`, or `export` raised an error.
+    """
+    who = type(objective).__name__
+    if not objective.defines("export"):
+        raise ObjectiveError(f"{who} has no export(); define it to get a model that can be promoted")
+    with wrap_user_errors(f"{who}.export"):
+        model, x = objective.export(best, config)
+        if not isinstance(model, nn.Module):
+            raise ObjectiveError(f"{who}.export must return a module and an example, not {type(model).__name__}")
+        module, parts = exportable(model.eval(), bind_forward(model, x), x)
+    return ExportableModel(module, parts, [frozenset({0})] * len(parts))
+
+
+class LoopRun(BaseLoopRun):
+    """Run of a trial's custom training loop; see `BaseTrainer` for the parameters."""
+
+    objective: LoopObjective
+
+    def fit(self) -> LoopResult:
+        """Run the loop, from the last checkpoint if there is one.
+
+        Raises:
+            ObjectiveError: the objective raised an error; the message has its file and line.
+            NonFiniteError: the metric is NaN or infinite.
+        """
+        who = type(self.objective).__name__
+        reset_distributed_state()
+        with reproducible(deterministic=False), self.files.logging():
+            try:
+                verdict = self._train()
+            except BaseException:
+                reset_distributed_state()  # open connections of a library would make the other ranks wait
+                raise
+            finally:
+                if self.ranks.is_rank_zero:
+                    shutil.rmtree(self.checkpoint, ignore_errors=True)
+            if not self.curve.history:
+                raise ObjectiveError(f"{who}.run ended without a report; call trial.report in each of trial.epochs()")
+            return self._finish(verdict)
+
+    def _train(self) -> Verdict:
+        state, verdict = self._start()
+        if verdict != Verdict.CONTINUE or self.curve.next_epoch >= self.plan.epochs:
+            return verdict
+        trial = LoopTrial(self, state)
+        set_seed(self.plan.seed, "init")
+        self._run(trial)
+        return trial.verdict
+
+    def _run(self, trial: LoopTrial) -> None:
+        try:
+            self.objective.run(trial)
+            if trial.failure is None:
+                trial.barrier(f"ends after epoch {self.curve.next_epoch}")
+        except Exception as error:  # whatever the user's code raises
+            if trial.failure is None:
+                self._raise(error)
+        if trial.failure is not None:  # the loop may have caught the error of `report`
+            raise trial.failure
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise the loop's error as an ObjectiveError with the user's file and line; the log has the traceback."""
+        if isinstance(error, (ObjectiveError, NonFiniteError)):
+            raise error
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(None, self.device, str(error).strip().splitlines()[0]) from error
+        self.files.log.error("%s", traceback.format_exc())
+        raise ObjectiveError(f"{type(self.objective).__name__}.run: {format_user_error(error)}") from error
+
+    def _start(self) -> tuple[Any, Verdict]:
+        """Restore the last checkpoint, if there is one, and report its epochs again.
+
+        Returns:
+            The state for the loop (None without a checkpoint), and the verdict.
+        """
+        restored, source = self._restore(), find_source_file(type(self.objective))
+        identity = {
+            "format": FORMAT,
+            "objective": self.objective.name,
+            "config": config_to_json(self.config, "suggest"),
+            **self.plan.identity,
+            "split_hash": "",
+        }
+        self.resolved = {**identity, "environment": environment(self.device, source, self.ranks.world_size)}
+        if restored is not None:
+            require_same(restored, identity)
+            self.curve.load_state_dict(restored)
+            if changed := describe_differences(restored["environment"], self.resolved["environment"]):
+                self.notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
+            self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.notes]))
+        changes = git_diff(source.parent if source else Path.cwd()) if self.ranks.is_rank_zero else ""
+        verdict = self._open(self.curve, self.resolved, changes, resumed_at=0 if restored else None)
+        return None if restored is None else restored["state"], verdict
+
+    def _restore(self) -> dict[str, Any] | None:
+        """Read the last checkpoint on rank 0, and broadcast it without the parts that only rank 0 needs."""
+        read: list[dict[str, Any] | None] = []
+
+        def read_checkpoint() -> dict[str, Any] | None:
+            shutil.rmtree(self.checkpoint, ignore_errors=True)
+            state = None if self.kept is None else self.kept.restore()
+            read.append(state)
+            if state is None:
+                return None
+            unpack_folder(state.pop("folder", {}), self.checkpoint)
+            return {**state, "best": {**state["best"], "model": None}}
+
+        broadcast = self.ranks.run_on_rank_zero(read_checkpoint)
+        return read[0] if read else broadcast
+
+    def _finish(self, verdict: Verdict) -> LoopResult:
+        # A loop that leaves before the last epoch, without being stopped, is complete.
+        finished = verdict == Verdict.CONTINUE or self.curve.next_epoch >= self.plan.epochs
+        result = LoopResult(
+            **self._shared_result(self.curve, verdict, self.notes, finished=finished),
+            objective=self.objective,
+            config=self.config,
+            best=self.curve.best["model"],
+        )
+        if result.status != "stopped":
+            names = select_plotted_metrics(result.history, self.objective.metric)
+            write = partial(write_loop_report, objective=self.objective, result=result, identity=self.resolved)
+            self._log_files([*self.files.finish(result, names, write), *self.logged])
+        return result

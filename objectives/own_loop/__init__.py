@@ -1,1 +1,0 @@
-"""Own loops: trainings that an objective runs itself, epoch by epoch, with the guarantees of a trial around them."""

@@ -1,0 +1,163 @@
+"""Split indices by chance, by class, by group or by time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed
+
+Rows = np.ndarray[Any, Any]
+
+
+def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
+    """Draw a share of the rows [m], or of their groups, and return the remaining rows and the drawn ones.
+
+    Args:
+        rows: indices of samples [m].
+        share: share in (0, 1).
+        labels: classes of all samples, for a stratified draw; or None.
+        groups: groups of all samples, which stay together; or None.
+        seed: seed of the draw.
+
+    Raises:
+        ObjectiveError: a part would be empty, or a class is too rare.
+    """
+    from sklearn.model_selection import GroupShuffleSplit, train_test_split
+
+    try:
+        if groups is not None:
+            splitter = GroupShuffleSplit(n_splits=1, test_size=share, random_state=seed)
+            kept, taken = next(splitter.split(rows, groups=groups[rows]))
+            return rows[kept], rows[taken]
+        stratify = None if labels is None else labels[rows]
+        kept, taken = train_test_split(rows, test_size=share, random_state=seed, stratify=stratify)
+    except ValueError as error:
+        raise ObjectiveError(f"the data cannot be split: {error}") from error
+    return kept, taken
+
+
+def split_by_time(times: Any, samples: int, val: float, test: float, *, back: float = 0.0) -> tuple[Rows, Rows, Rows]:
+    """Split rows into the earliest, the next and the latest samples. Equal times are in the same part.
+
+    `val`, `test` and `back` are shares of the samples. `back` moves the middle part back in time, which leaves a
+    gap before the last part: a rolling origin (Tashman 2000, *International Journal of Forecasting* 16).
+
+    Raises:
+        ObjectiveError: a time is missing, or there are too few distinct times for three parts.
+    """
+    moments = np.asarray(times)
+    if moments.shape != (samples,):
+        raise ObjectiveError(f"times must be one value for each of the {samples} samples, not {list(moments.shape)}")
+    if moments.dtype.kind not in "iufMm" or bool(np.isnan(moments).any()):
+        raise ObjectiveError("times must be numbers or datetimes, none of them missing")
+    order = np.argsort(moments, kind="stable")
+    ordered = moments[order]
+    cuts = []
+    for share in (1 - val - test - back, 1 - test - back, 1 - test):
+        first_later = ordered[min(round(share * samples), samples - 1)]
+        cuts.append(
+            int(np.searchsorted(ordered, first_later, side="left"))
+        )  # samples of equal time belong to the later part
+    train, valid, _, held = np.split(order, cuts)
+    if min(len(train), len(valid), len(held)) == 0:
+        raise ObjectiveError(
+            f"the data cannot be split by time: {len(np.unique(moments))} moments, and each split needs its own"
+        )
+    return train, valid, held
+
+
+# The seed of a new split into training and validation; "all" to train on both (a refit); None for the study's split.
+Division = int | Literal["all"] | None
+
+_MIN_SAMPLES = 2  # of a half, and of each class in it if possible
+
+
+@dataclass
+class SplitRequest:
+    """Request to `Splits.make` for another split; `joined` is set if it merged training and validation samples."""
+
+    division: Division
+    joined: bool = False
+
+
+_SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("division", default=None)
+
+
+@contextmanager
+def resplit(division: Division) -> Iterator[SplitRequest]:
+    """Make `Splits.make` split training and validation by `division`, with an unchanged test split.
+
+    With "all", the training split also contains the validation samples.
+    """
+    request = SplitRequest(division)
+    token = _SPLIT_REQUEST.set(request)
+    try:
+        yield request
+    finally:
+        _SPLIT_REQUEST.reset(token)
+
+
+def get_requested_split_seed() -> int | None:
+    """Return the seed of the requested split; None for the study's split."""
+    request = _SPLIT_REQUEST.get()
+    return request.division if request is not None and isinstance(request.division, int) else None
+
+
+def select_training_rows(train: Rows, val: Rows) -> Rows:
+    """Return the rows to train on: the training rows, and in a refit also the validation rows."""
+    request = _SPLIT_REQUEST.get()
+    if request is None or request.division != "all":
+        return train
+    request.joined = True
+    return np.sort(np.concatenate([train, val]))
+
+
+def compute_time_shift(division: int | None, val: float, test: float) -> float:
+    """Return by which share of the samples the validation window moves back in a new split by time.
+
+    It moves by half of its length up to all of it, because the configuration was selected on the study's window. At
+    least half of the training samples remain.
+    """
+    if division is None:
+        return 0.0
+    return (1 + derive_seed(division, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Groups of validation samples that stay together when the samples are halved or resampled.
+
+    Attributes:
+        numbers: number of the block of each sample [n], such as its group or its time.
+        ordered: whether blocks and samples are ordered by time.
+    """
+
+    numbers: Rows
+    ordered: bool = False
+
+
+def split_halves(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) -> tuple[Rows, Rows] | None:
+    """Return two halves of the validation samples as positions [n / 2]; None if there are too few samples.
+
+    Ordered blocks give the earlier and the later half, other blocks stay whole, and without blocks the halves are
+    stratified by `labels` [n].
+    """
+    rows = np.arange(samples)
+    numbers = None if blocks is None else blocks.numbers
+    if samples < 2 * _MIN_SAMPLES or (numbers is not None and len(np.unique(numbers)) < 2):
+        return None
+    if numbers is not None and blocks is not None and blocks.ordered:
+        cut = int(np.searchsorted(numbers, numbers[samples // 2], side="left"))
+        cut = cut or int(np.searchsorted(numbers, numbers[0], side="right"))
+        return rows[:cut], rows[cut:]
+    if labels is not None and (numbers is not None or np.unique(labels, return_counts=True)[1].min() < _MIN_SAMPLES):
+        labels = None  # a class with one sample is in one half only; a metric that needs it raises an error
+    first, second = draw_split(rows, 0.5, labels, numbers, derive_seed(seed, "halves"))
+    return np.sort(first), np.sort(second)

@@ -1,0 +1,343 @@
+"""Measure a model: latency, parameters, size, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
+from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.objective import Objective, overrides
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.tree import Tree, to_device
+from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode
+from hpsearch.objectives.training.evaluation.step import Call, bind_forward
+from hpsearch.objectives.training.optimizers.optimizer import list_layers
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.strategies.base import Strategy
+
+_WARM_UP, _TIMED, _FEWEST = 5, 30, 5  # calls
+_SHORTEST, _LONGEST = 0.2, 0.5  # seconds of timing, unless so few calls take longer
+
+
+def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call in ms, after a warm-up; each call is synchronized.
+
+    After 5 warm-up calls it times at least 30 calls and 0.2 s; slow calls are timed until 0.5 s have passed, at least
+    5 times. It uses the CPU threads of the trial. `torch.utils.benchmark` times blocks of calls, which overlap on an
+    accelerator; that measures throughput, not latency.
+    """
+    begun = time.perf_counter()
+    for _ in range(_WARM_UP):
+        _timed(forward, device)
+        if time.perf_counter() - begun > _LONGEST:
+            break
+    seconds: list[float] = []
+    begun, collects = time.perf_counter(), gc.isenabled()
+    gc.disable()  # as in timeit: garbage collection is not part of the model
+    try:
+        while _goes_on(len(seconds), time.perf_counter() - begun):
+            seconds.append(_timed(forward, device))
+    finally:
+        if collects:
+            gc.enable()
+    return statistics.median(seconds) * 1000
+
+
+def _goes_on(calls: int, elapsed: float) -> bool:
+    return calls < _FEWEST or (elapsed < _LONGEST and (calls < _TIMED or elapsed < _SHORTEST))
+
+
+def _timed(forward: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    begun = time.perf_counter()
+    forward()
+    synchronize(device)
+    return time.perf_counter() - begun
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for pending work of an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def machine_load() -> dict[str, float]:
+    """Return `latency_load`: the load average of the last minute per core; empty if the system has none.
+
+    Above 1 processes wait for cores, and measured times are too long.
+    """
+    if not hasattr(os, "getloadavg"):
+        return {}
+    return {"latency_load": os.getloadavg()[0] / (os.cpu_count() or 1)}
+
+
+def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, float]:
+    """Return `latency_ms`, `latency_load`, `model_mb` and `parameters` of a model.
+
+    Args:
+        model: model on `device`; DDP and compilation are unwrapped.
+        x: a batch of inputs, on any device.
+        device: device of the model.
+
+    Raises:
+        ObjectiveError: the model is sharded, or cannot be called with these inputs.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    model = getattr(model, "_orig_mod", model)
+    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ObjectiveError("trial.measure needs an unsharded model, but this one is sharded over devices")
+    call, x = bind_forward(model, x), to_device(x, device)
+    with evaluation_mode(model, device, "measures"):
+        return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **measure_size(model)}
+
+
+def measure_size(model: nn.Module) -> dict[str, float]:
+    """Return `model_mb`, the size of parameters and buffers in 10^6 bytes, and `parameters`, their number.
+
+    Shared parameters count once and frozen ones count too. For a sharded model both cover all shards.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    return {
+        "model_mb": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6,
+        "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+    }
+
+
+def apply_memory_format(model: nn.Module, config: TrainConfig) -> None:
+    """Apply the configured memory format and activation checkpointing to the model."""
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
+    if config.activation_checkpointing:
+        for layer in list_layers(model):
+            # Recomputation would update batch norm statistics twice.
+            if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in layer.modules()):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model without compilation, recomputation and memory format, as it is served."""
+    for module in model.modules():
+        if _recomputes(module):  # other instance-level forwards belong to the model
+            del module.forward
+        module._compiled_call_impl = None
+    return model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
+
+
+@contextmanager
+def temporarily_unwrapped(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+    """Return a context in which the model is unwrapped as by `unwrap_model`.
+
+    Enter inference mode inside it, not before, because it changes the memory format of trainable weights.
+    """
+    modules = list(model.modules())
+    compiled_calls = [module._compiled_call_impl for module in modules]
+    recomputing = {module: vars(module).pop("forward") for module in modules if _recomputes(module)}
+    for module in modules:
+        module._compiled_call_impl = None
+    if config.channels_last:
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch declares no such overload
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, compiled_calls, strict=True):
+            module._compiled_call_impl = call
+        for module, forward in recomputing.items():
+            module.forward = forward
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is checkpoint
+
+
+def compile_model(model: nn.Module, eval_model: nn.Module, trial: Callable[[], None]) -> str | None:
+    """Compile the model and its weight average, if that works.
+
+    Args:
+        model: compiled in place; the names of its parameters do not change.
+        eval_model: the model or its average.
+        trial: runs a forward and a backward pass.
+
+    Returns:
+        The reason if compilation failed; None on success.
+    """
+    both = [model] if eval_model is model else [model, eval_model]
+    for module in both:
+        module.compile()
+    try:
+        trial()
+    except Exception as error:  # compilers raise any type; the model works without compilation
+        for module in both:
+            module._compiled_call_impl = None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # the first may only name the backend
+    return None
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak bytes of tensors on a CUDA device since `reset_peak_memory`; None on other devices."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak of `peak_memory`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+_TAKEN = {"lr", "grad_norm", "epoch_seconds", "peak_memory_bytes", "scaling_efficiency", "latency_load"}
+_BEGINNINGS = ("train_", "val_", "samples_per_second")
+
+
+@dataclass
+class ModelMeasurer:
+    """The measures of a model that the study reports, and those of `Objective.measures`.
+
+    Constant measures are taken once, after the first epoch, and stored in checkpoints, so a resumed trial has the same
+    values. Only requested measures are taken.
+
+    Attributes:
+        objective: whose `reported` says what is asked for.
+        config: of the run.
+        call: how its model is called.
+        val: the validation split; its first samples are what latency is measured on.
+        names: what is measured, of `MODEL_METRICS`; known after `sanity_check`.
+        known: what was measured once.
+        peak: most bytes of a device that any attempt at the trial held, so far.
+    """
+
+    objective: Objective
+    config: TrainConfig
+    call: Call
+    val: Dataset
+    device: torch.device
+    ranks: Ranks
+    strategy: Strategy
+    names: tuple[str, ...] = ()
+    known: dict[str, float] = field(default_factory=dict)
+    peak: int = 0
+
+    def sanity_check(self, model: nn.Module, scores: Mapping[str, float]) -> None:
+        """Take all requested measures once before training, as a test.
+
+        Raises:
+            ObjectiveError: something that is asked for is reported by nobody, or cannot be measured; or the
+                objective's measures are no numbers.
+        """
+        who, asked = type(self.objective).__name__, self.objective.reported
+        own = self._own(model, scores)
+        known = {*scores, *own, *MODEL_METRICS}
+        for name in asked:
+            if name not in known:
+                raise MetricError(name, f"is none that {who} gives, nor measured: {suggest_names(name, sorted(known))}")
+        self.names = tuple(name for name in asked if name in MODEL_METRICS and name not in scores)
+        if "latency_ms" in self.names:
+            self._try_forward(model)
+
+    def require_device(self) -> None:
+        """Reject `peak_memory_mb` on a CPU.
+
+        Raises:
+            ObjectiveError: the device is a CPU, where the memory of the process includes other trials and libraries.
+        """
+        if "peak_memory_mb" in self.names and peak_memory(self.device) is None:
+            raise ObjectiveError(
+                f"peak_memory_mb is measured on CUDA devices, and this trial runs on {self.device}: its memory there "
+                "cannot be told from that of the process and of earlier trials; model_mb and parameters can be measured"
+            )
+
+    def after_epoch(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
+        """Return all measures of the evaluated model by name. All ranks call it together and get the same values.
+
+        Raises:
+            ObjectiveError: the objective's measures are not numbers, or a name is reserved.
+        """
+        found = {}
+        if "peak_memory_mb" in self.names:  # before anything else is measured, which would count
+            self.peak = max(self.peak, *self.ranks.all_gather_object(peak_memory(self.device) or 0))
+            found["peak_memory_mb"] = self.peak / 1e6
+        lacking = {*self.names} - {*self.known, "peak_memory_mb"}
+        if lacking & {"model_mb", "parameters"}:
+            self.known.update({name: value for name, value in measure_size(model).items() if name in lacking})
+        if "latency_ms" in lacking:
+            self.known.update(self.ranks.run_on_rank_zero(lambda: self._latency(model)))
+        return {**self.known, **found, **self._own(model, scores)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the measures so far as plain values; empty if none are requested."""
+        if not self.names:
+            return {}
+        held = peak_memory(self.device) if "peak_memory_mb" in self.names else None  # of an epoch that is left, too
+        return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
+
+    def _latency(self, model: nn.Module) -> dict[str, float]:
+        with temporarily_unwrapped(model, self.config), evaluation_mode(model, self.device, "measures"):
+            x = self._inputs()
+            return {"latency_ms": latency_ms(lambda: self.call(model, x), self.device), **machine_load()}
+
+    def _inputs(self) -> Any:
+        rows = torch.arange(self.objective.latency_batch) % len(self.val)
+        return to_device(self.val.inputs(rows), self.device)
+
+    def _try_forward(self, model: nn.Module) -> None:
+        who, size = type(self.objective).__name__, self.objective.latency_batch
+        if not isinstance(size, int) or size < 1:
+            raise ObjectiveError(f"{who}.latency_batch must be a whole number of at least 1, not {size!r}")
+        if self.strategy.name == "fsdp":
+            raise ObjectiveError(
+                "latency_ms cannot be measured with strategy 'fsdp', where each device has a part of the model: set "
+                "strategy='ddp', or judge by model_mb or parameters"
+            )
+        what = f"{who}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
+        with evaluation_mode(model, self.device, "measures"), wrap_user_errors(what):
+            self.call(model, self._inputs())
+
+    def _own(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
+        """Return the objective's own measures, from rank 0."""
+        if not overrides(self.objective, "measures"):
+            return {}
+        who = f"{type(self.objective).__name__}.measures"
+        with (
+            evaluation_mode(model, self.device, "measures"),
+            self.strategy.explain_sharding_errors(),
+            wrap_user_errors(who),
+        ):
+            found = self.objective.measures(model, self.config)
+            return self.ranks.broadcast_object(_floats(found, who, {*scores, *MODEL_METRICS, *_TAKEN}))
+
+
+def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:
+    """Return measures as floats.
+
+    Raises:
+        ObjectiveError: they are not a dictionary of numbers, or a name is reserved.
+    """
+    if not isinstance(found, Mapping):
+        raise ObjectiveError(f"{who} must return a dictionary of numbers by name, not {type(found).__name__}")
+    for name, value in found.items():
+        if not isinstance(name, str) or not name or name in taken or name.startswith(_BEGINNINGS):
+            raise ObjectiveError(f"{who}: the name {name!r} is taken, or none: choose another")
+        if not isinstance(value, Real):
+            raise ObjectiveError(f"{who}: {name} must be a float, not a {type(value).__name__}: give float(...)")
+    return {name: float(value) for name, value in found.items()}

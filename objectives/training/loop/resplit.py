@@ -1,0 +1,341 @@
+"""Evaluate a run on a new split: cross-fitting of validation halves, and bootstrap standard errors."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
+from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.data.split_rows import Rows, split_halves
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.tree import concatenate, index_rows, leaves, tensors, to_cpu, to_device
+from hpsearch.objectives.training.evaluation.evaluate import RunningMeans, as_floats
+from hpsearch.objectives.training.evaluation.losses import compute_mean_loss
+from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
+from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks, disable_rank_sync
+from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction, detach_outputs
+from hpsearch.objectives.training.loop.prepare import is_resplit
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
+from hpsearch.objectives.training.result import ResplitScore
+
+if TYPE_CHECKING:
+    from hpsearch.objectives.objective import Objective
+
+
+MOST = 32 << 20  # bytes of outputs and targets that are kept to be resampled: they are in every checkpoint
+
+
+class Outputs(TypedDict):
+    """Outputs and targets of samples: positions `rows` of the samples [n], and two trees of tensors [n, ...]."""
+
+    rows: Tensor
+    outputs: Any
+    targets: Any
+
+
+class HalfSelection(TypedDict):
+    """The epoch (0-based) that one half selected by its own value, with score and outputs of the other half.
+
+    `outputs` is None if they are larger than `MOST` bytes or not tensors.
+    """
+
+    epoch: int
+    value: float
+    score: float
+    outputs: Outputs | None
+
+
+@dataclass
+class _Half:
+    metrics: Metrics
+    means: RunningMeans
+    kept: list[Outputs] | None = field(default_factory=list)
+
+
+class CrossFit:
+    """Cross-fitting: each half of the validation samples selects an epoch, which the other half scores.
+
+    Args:
+        cut: how many samples, the first ones, are the first half.
+        samples: how many there are.
+        metric: that decides.
+        maximize: whether higher is better.
+        metrics: of each half, on the device.
+        device: of the run.
+        ranks: that judge together.
+    """
+
+    def __init__(
+        self,
+        cut: int,
+        samples: int,
+        *,
+        metric: str,
+        maximize: bool,
+        metrics: list[Metrics],
+        device: torch.device,
+        ranks: Ranks = SINGLE_PROCESS,
+    ) -> None:
+        self.cut, self._samples = cut, samples
+        self.metric, self._sign = metric, 1.0 if maximize else -1.0
+        self._device, self._ranks = device, ranks
+        self._metrics = metrics
+        self._halves: list[_Half] = []
+        self.choices: list[HalfSelection | None] = [None, None]
+        self.refused: str | None = None  # why a half has no value: then there is no score of halves
+
+    def begin(self) -> None:
+        """Reset the sums before the validation of an epoch."""
+        for metrics in self._metrics:
+            metrics.reset()
+        self._halves = [_Half(metrics, RunningMeans(self._device)) for metrics in self._metrics]
+
+    def add(self, step: Step, rows: range) -> None:
+        """Add a batch of one of the halves."""
+        number = int(rows.start >= self.cut)
+        half = self._halves[number]
+        half.means.add(step, len(rows))
+        if not rows or step.outputs is None:
+            return
+        half.metrics.update(step.outputs, step.targets)
+        if half.kept is None:
+            return
+        found = _per_sample(step, rows)
+        if found is None or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MOST:
+            half.kept = None
+        else:
+            half.kept.append(found)
+
+    @torch.inference_mode()
+    def end(self, epoch: int) -> None:
+        """Update the selected epoch of each half after a validation."""
+        try:
+            found = {
+                str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
+                for number, half in enumerate(self._halves)
+            }
+        except (ObjectiveError, ValueError, KeyError) as error:  # a half lacks what the metric needs, as a class
+            self.refused = str(error).partition("\n")[0]
+            return
+        values = self._ranks.broadcast_object(as_floats(found))
+        for number in range(2):
+            value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
+            if before is None or math.isnan(before["value"]) or self._sign * value > self._sign * before["value"]:
+                outputs = self._gathered(self._halves[1 - number].kept)
+                self.choices[number] = {"epoch": epoch, "value": value, "score": score, "outputs": outputs}
+        self._halves = []
+
+    def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
+        """Return the outputs of all ranks on the CPU, in sample order; None if a rank kept none."""
+        each = self._ranks.all_gather_object(to_cpu(kept))
+        parts = [outputs for part in each for outputs in part or ()]
+        if not parts or any(part is None for part in each):
+            return None
+        whole: Outputs = concatenate(parts)
+        found: Outputs = index_rows(whole, whole["rows"].argsort())
+        return found
+
+    @property
+    def score(self) -> float | None:
+        """Mean score of the halves, each at the epoch that the other selected; None if a half has no finite value."""
+        if self.refused is not None:
+            return None
+        scores = [choice["score"] for choice in self.choices if choice is not None]
+        return math.fsum(scores) / 2 if len(scores) == 2 and all(map(math.isfinite, scores)) else None
+
+    @property
+    def epochs(self) -> list[int]:
+        """Epochs that the halves selected, 0-based."""
+        return [choice["epoch"] for choice in self.choices if choice is not None]
+
+    def error(self, judge: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
+        """Return the standard error of the score, from the standard errors of both halves; None if unknown.
+
+        For the parameters see `standard_error`; `blocks` covers all samples.
+        """
+        errors = []
+        for choice in self.choices:
+            if choice is None or (outputs := choice["outputs"]) is None:
+                return None
+            own = None if blocks is None else blocks[outputs["rows"].numpy()]
+            errors.append(standard_error(judge, to_device(outputs, self._device), own, seed))
+        known = [error for error in errors if error is not None]
+        return math.hypot(*known) / 2 if len(known) == 2 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the selections, and the reason if there are none, as plain values and tensors."""
+        return {"choices": list(self.choices), "refused": self.refused}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self.choices, self.refused = state["choices"], state["refused"]
+
+
+def _per_sample(step: Step, rows: range) -> Outputs | None:
+    """Return the outputs of a batch if they are tensors with one row per sample, else None."""
+    for tree in (step.outputs, step.targets):
+        found = [leaf for _, leaf in leaves(tree)]
+        if not found or any(not isinstance(leaf, Tensor) or leaf.shape[:1] != (len(rows),) for leaf in found):
+            return None
+    return {"rows": torch.tensor(rows), "outputs": detach_outputs(step.outputs), "targets": step.targets}
+
+
+RESAMPLES = 100  # a standard error of them is itself within 7 %
+_FEWEST = 4  # samples or blocks: of fewer the spread of what others would give is not known
+_ENOUGH = 0.5  # of them must have a value
+
+
+def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: Rows | None, seed: int) -> float | None:
+    """Return the bootstrap standard error of a value (Efron 1979, *Annals of Statistics* 7); None if undefined.
+
+    Args:
+        value: function of the samples; resamples for which it fails are skipped, such as those of a single class.
+        outputs: outputs and targets of the samples.
+        blocks: group number of each sample [n]; groups are resampled together. None treats samples as independent.
+        seed: seed of the resampling.
+    """
+    rng = np.random.default_rng(seed)
+    numbers = np.arange(len(outputs["rows"])) if blocks is None else blocks
+    order = np.argsort(numbers, kind="stable")
+    _, starts, sizes = np.unique(numbers[order], return_index=True, return_counts=True)
+    if len(starts) < _FEWEST:
+        return None
+    found = []
+    for _ in range(RESAMPLES):
+        drawn = rng.integers(len(starts), size=len(starts))
+        lengths = sizes[drawn]
+        first = np.repeat(starts[drawn] - np.cumsum(lengths) + lengths, lengths)
+        rows = order[first + np.arange(int(lengths.sum()))]
+        try:
+            found.append(value(index_rows(outputs, torch.from_numpy(rows))))
+        except (ObjectiveError, ValueError, RuntimeError, KeyError):  # a metric of samples that lack what it needs
+            continue
+    finite = [number for number in found if math.isfinite(number)]
+    return statistics.stdev(finite) if len(finite) >= max(2, _ENOUGH * RESAMPLES) else None
+
+
+def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
+    """Return a function that computes a metric from outputs; None if it needs whole batches.
+
+    Args:
+        metric: name of the metric.
+        metrics: metrics with this name; any if the metric is the loss.
+        step_function: step function of the run.
+    """
+    if metric == "loss" and not isinstance(step_function, LossStep):
+        return None
+
+    @torch.inference_mode()
+    def eval_model(outputs: Outputs) -> float:
+        if metric == "loss" and isinstance(step_function, LossStep):
+            return float(
+                compute_mean_loss(step_function.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"]))
+            )
+        metrics.reset()
+        metrics.update(outputs["outputs"], outputs["targets"])
+        return float(metrics.compute()[metric])
+
+    return eval_model
+
+
+@dataclass
+class ResplitEvaluation:
+    """The evaluation of a run on a new train/validation split.
+
+    Attributes:
+        division: seed of the division.
+        divided: whether the data let train and validation be divided anew: `data()` may give fixed parts.
+        sizes: how many samples are trained on, validated on, and tested on.
+        rows: the order of the validation samples in which the first half comes first; None where they are not halved.
+        blocks: numbers of what belongs together [n], in that order; None where each sample stands for itself.
+        cross_fit: judges the halves; None where the samples are too few, or come in an order of their own.
+        metrics: a copy of the run's, to judge resamples by.
+    """
+
+    division: int
+    divided: bool
+    sizes: tuple[int, int, int]
+    metrics: Metrics
+    rows: Tensor | None = None
+    blocks: Rows | None = None
+    cross_fit: CrossFit | None = None
+
+    def score(self, best_value: float, step_function: StepFunction) -> ResplitScore:
+        """Return the score of the run; that of the best epoch if the validation samples cannot be halved."""
+        halves, error = self.cross_fit, None
+        value = None if halves is None else halves.score
+        if halves is not None and (judge := value_of(halves.metric, self.metrics, step_function)) is not None:
+            error = halves.error(judge, self.blocks, self.division)
+        return ResplitScore(
+            value=best_value if value is None else value,
+            error=error,
+            epochs=() if halves is None or value is None else tuple(halves.epochs),
+            divided=self.divided,
+            sizes=self.sizes,
+        )
+
+
+def build_resplit_evaluation(
+    objective: Objective, splits: Splits, metrics: Metrics, plan: RunPlan, *, device: torch.device, ranks: Ranks
+) -> ResplitEvaluation:
+    """Build the evaluation of a run on a new split.
+
+    Args:
+        objective: that is trained.
+        splits: of the division.
+        metrics: of the run, before they are made to sum over ranks.
+        plan: with the seed of the division.
+        device: of the run.
+        ranks: that train together.
+
+    Raises:
+        ObjectiveError: the metrics are one object, which cannot be copied.
+    """
+    division = plan.division or 0
+    samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
+    if blocks is not None and len(blocks.numbers) != samples:  # somebody took a part of them
+        blocks = None
+    classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
+    halves = None if splits.val.is_stream else split_halves(y.numpy() if classes else None, samples, blocks, division)
+    with wrap_user_errors(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
+        copied, *others = (_another(objective, splits, metrics, device) for _ in range(3))
+        halved_metrics = [aggregate_over_ranks(other, ranks) for other in others]
+    fresh = ResplitEvaluation(
+        division=division,
+        divided=is_resplit(objective, plan.split_seed, splits),
+        sizes=(len(splits.train), samples, len(splits.test)),
+        metrics=disable_rank_sync(copied),
+    )
+    if halves is not None:
+        rows = np.concatenate(halves)
+        fresh.rows = torch.from_numpy(rows)
+        fresh.blocks = None if blocks is None else blocks.numbers[rows]
+        fresh.cross_fit = CrossFit(
+            len(halves[0]),
+            samples,
+            metric=objective.metric,
+            maximize=objective.direction == "maximize",
+            metrics=halved_metrics,
+            device=device,
+            ranks=ranks,
+        )
+    return fresh
+
+
+def _another(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:
+    """Return separate metrics: new ones of the objective, or a copy if it always returns the same object."""
+    found = as_metrics(objective.metrics(splits.train), objective.metric)
+    if found is metrics:
+        found = copy.deepcopy(metrics)
+    if hasattr(found, "to"):
+        found.to(device)
+    return found

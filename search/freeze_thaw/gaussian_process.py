@@ -1,0 +1,219 @@
+"""Gaussian process over configurations and epochs, which predicts the final score of started and new trials.
+
+The kernel is the sum of a level, a slope over log-epochs, a function of the configuration that changes slowly with the
+epochs, and a deviation per trial. It is one exact Gaussian process, where Swersky et al. (2014, "Freeze-thaw Bayesian
+optimization") use one for the final values and one per curve. About two hundred points suffice, and workers have torch
+loaded already.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+TRIAL_DECAY = 0.7  # length scale of a trial's deviation, in units of `s`
+MAX_FIT_STEPS = 60  # L-BFGS iterations
+_JITTER = 1e-6
+
+# Prior of the logarithms of level, slope, configuration, decay, trial deviation and noise; then of length scales.
+_PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
+_STEADY_PRIOR_MEAN = (
+    0.0,
+    -0.7,
+    0.0,
+    0.0,
+    -5.0,
+    -5.0,
+)  # of what does not change with the epochs, nor from trial to trial
+_PRIOR_DEVIATION = 1.0
+_LENGTH_DEVIATION = 0.8
+_TASK_CORRELATION_LOGIT = (1.5, 1.5)  # mean and deviation of the logit
+
+
+@dataclass(frozen=True)
+class Points:
+    """Configurations at given epochs.
+
+    Attributes:
+        x: features of the configurations [n, columns], see `Space`.
+        s: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
+        trial: trial index of each point [n].
+        study: study index of each point [n]; 0 is the current study.
+    """
+
+    x: Tensor
+    s: Tensor
+    trial: Tensor
+    study: Tensor
+
+    @classmethod
+    def at_final_epoch(cls, x: np.ndarray, trial: object = -1) -> Points:
+        """Return configurations after their last epoch; `trial` -1 stands for a new trial."""
+        numbers = torch.from_numpy(np.broadcast_to(np.asarray(trial, dtype=np.int64), len(x)).copy())
+        return cls(_to_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
+
+    def concat(self, other: Points) -> Points:
+        """Return these points followed by `other`."""
+        return Points(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def select(self, rows: Tensor | list[int]) -> Points:
+        """Return the points at the given indices [n]."""
+        return Points(*(column[rows] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class GaussianProcess:
+    """Gaussian process with its hyperparameters.
+
+    Attributes:
+        feature_owner: parameter index of each feature column [columns].
+        theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
+            parameter [6 + parameters]; with several studies, the logit of the task correlation last.
+        steady: whether the prior is that of a metric that does not change with the epochs.
+    """
+
+    feature_owner: Tensor
+    theta: Tensor
+    steady: bool = False
+
+    @classmethod
+    def from_prior(cls, feature_owner: np.ndarray, *, several: bool = False, steady: bool = False) -> GaussianProcess:
+        """Return the process with the prior means of its hyperparameters.
+
+        Args:
+            feature_owner: parameter index of each feature column [columns].
+            several: whether the points are of several studies.
+            steady: whether values depend on the configuration alone, apart from a little noise.
+        """
+        return cls(
+            torch.from_numpy(feature_owner),
+            _make_prior(feature_owner, several=several, steady=steady)[0],
+            steady,
+        )
+
+    def fit(self, points: Points, y: Tensor) -> GaussianProcess:
+        """Return the process with the most probable hyperparameters given scores `y` [n]."""
+        mean, deviation = _make_prior(self.feature_owner.numpy(), several=self._several, steady=self.steady)
+
+        def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
+            factor, failed = torch.linalg.cholesky_ex(GaussianProcess(self.feature_owner, at).noisy_covariance(points))
+            if failed.item():
+                return 1e10, np.zeros_like(theta)
+            white = torch.linalg.solve_triangular(factor, y[:, None], upper=False)
+            value = 0.5 * white.square().sum() + factor.diagonal().log().sum()
+            value = value + 0.5 * ((at - mean) / deviation).square().sum()
+            (gradient,) = torch.autograd.grad(value, at)
+            return value.item(), gradient.numpy()
+
+        bounds = [(float(m - 6 * d), float(m + 6 * d)) for m, d in zip(mean, deviation, strict=True)]
+        start = self.theta.numpy()
+        with torch.enable_grad():
+            found = minimize(
+                loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": MAX_FIT_STEPS}
+            )
+        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.steady)
+
+    def posterior(self, points: Points, y: Tensor) -> Posterior:
+        """Return the posterior given scores `y` [n]."""
+        factor = torch.linalg.cholesky(self.noisy_covariance(points))
+        return Posterior(self, points, y, factor, torch.cholesky_solve(y[:, None], factor)[:, 0])
+
+    def noisy_covariance(self, points: Points) -> Tensor:
+        """Return the covariance of noisy observations, K + noise [n, n]."""
+        noise = self.theta[5].exp() + _JITTER
+        return self.covariance(points, points) + noise * torch.eye(len(points.s), dtype=torch.float64)
+
+    def covariance(self, a: Points, b: Points) -> Tensor:
+        """Return the prior covariance of the latent function between `a` and `b` [n, m]."""
+        level, slope, config, decay, own = self.theta[:5].exp()
+        weights = (-self.theta[6:]).exp()[self.feature_owner]
+        one, other = a.x * weights, b.x * weights
+        squared = one.square().sum(1)[:, None] + other.square().sum(1) - 2 * one @ other.T
+        r = (5 * squared.clamp(min=0) + 1e-12).sqrt()
+        near = (1 + r + r * r / 3) * torch.exp(-r)  # Matern 5/2
+        apart = (a.s[:, None] - b.s).abs()
+        same = a.trial[:, None] == b.trial
+        if self._several:  # the same configuration in another study tells as much as they are alike (Bonilla 2007)
+            near = near * torch.where(a.study[:, None] == b.study, 1.0, self.theta[-1].sigmoid())
+        shared: Tensor = level + slope * a.s[:, None] * b.s + config * near * torch.exp(-apart / decay)
+        shared += own * same * torch.exp(-apart / TRIAL_DECAY)
+        return shared
+
+    @property
+    def _several(self) -> bool:
+        return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_owner.max()) + 1
+
+    def variance(self, points: Points) -> Tensor:
+        """Return the prior variance of the latent function [n]."""
+        level, slope, config, _, own = self.theta[:5].exp()
+        found: Tensor = level + slope * points.s.square() + config + own
+        return found
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Posterior of a Gaussian process.
+
+    Attributes:
+        process: the process.
+        points: the observed points.
+        y: observed scores [n].
+        factor: Cholesky factor of the noisy covariance [n, n].
+        weights: inverse noisy covariance times `y` [n].
+    """
+
+    process: GaussianProcess
+    points: Points
+    y: Tensor
+    factor: Tensor
+    weights: Tensor
+
+    def predict(self, points: Points) -> tuple[Tensor, Tensor]:
+        """Return the means and standard deviations [m] of the latent function."""
+        cross = self.process.covariance(points, self.points)
+        white = torch.linalg.solve_triangular(self.factor, cross.T, upper=False)
+        variance = self.process.variance(points) - white.square().sum(0)
+        return cross @ self.weights, variance.clamp(min=1e-10).sqrt()
+
+    def fantasize(self, points: Points) -> Posterior:
+        """Condition on the predicted means of pending points (kriging believer, Ginsbourger et al. 2010)."""
+        mean, _ = self.predict(points)
+        return self.process.posterior(self.points.concat(points), torch.cat([self.y, mean]))
+
+
+def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Tensor:
+    """Return the log expected improvement below `best` [n], finite also for tiny values (Ament et al. 2023).
+
+    Args:
+        mean: predicted means [n].
+        deviation: predicted standard deviations [n].
+        best: the incumbent.
+    """
+    z = (best - mean) / deviation
+    log_density = -0.5 * z.square() - 0.5 * math.log(2 * math.pi)
+    above = torch.log((log_density.exp() + z * torch.special.ndtr(z)).clamp(min=1e-300))
+    low = z.clamp(max=0.0)
+    mills = math.sqrt(math.pi / 2) * torch.special.erfcx(-low / math.sqrt(2))
+    below = log_density + torch.log1p((low * mills).clamp(min=-1 + 1e-12))
+    return torch.where(z > -1.0, above, below) + deviation.log()
+
+
+def _make_prior(feature_owner: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the prior means and deviations of the hyperparameters; length scales grow with the dimension."""
+    parameters = int(feature_owner.max()) + 1
+    length = math.log(0.5) + 0.5 * math.log(parameters)
+    means = [*(_STEADY_PRIOR_MEAN if steady else _PRIOR_MEAN), *[length] * parameters]
+    deviations = [_PRIOR_DEVIATION] * len(_PRIOR_MEAN) + [_LENGTH_DEVIATION] * parameters
+    if several:
+        means, deviations = [*means, _TASK_CORRELATION_LOGIT[0]], [*deviations, _TASK_CORRELATION_LOGIT[1]]
+    return _to_tensor(means), _to_tensor(deviations)
+
+
+def _to_tensor(values: object) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float64).copy())

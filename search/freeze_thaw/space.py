@@ -1,0 +1,242 @@
+"""The search space as a unit cube, and the maximization of the acquisition function in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+_MISSING = (
+    0.5  # where a number counts as being that is not there: in the middle, and half a range away from all that are
+)
+_STEP_EXPONENTS = (-2.5, -0.7)  # powers of ten between which the length of a step is drawn, in ranges
+_SWITCH_PROBABILITY = 0.1  # how probable another choice is in a step
+
+Numeric = FloatDistribution | IntDistribution
+
+
+class Space:
+    """Search space whose conditional parameters are inferred from configurations.
+
+    Args:
+        distributions: float, integer or categorical distributions by name.
+        seen: configurations of trials.
+        drawn: sampled configurations that no trial ran, which also show the conditions.
+    """
+
+    def __init__(
+        self,
+        distributions: Mapping[str, BaseDistribution],
+        seen: Sequence[Mapping[str, Any]],
+        drawn: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.names = sorted(distributions)
+        self._distributions = [distributions[name] for name in self.names]
+        self._choices = [len(d.choices) if isinstance(d, CategoricalDistribution) else 0 for d in self._distributions]
+        rows = [self.to_row(params) for params in [*seen, *drawn]]
+        shown = np.array(rows).reshape(len(rows), len(self.names))
+        self.rows = shown[: len(seen)]
+        self._rules = _infer_rules(shown, self._choices)
+
+    @property
+    def feature_owner(self) -> np.ndarray:
+        """Parameter index of each feature column [columns]."""
+        return np.array([j for j, choices in enumerate(self._choices) for _ in range(choices or 2)])
+
+    def to_features(self, rows: np.ndarray) -> np.ndarray:
+        """Convert rows [n, parameters] to features [n, columns]: one column per choice, two per number.
+
+        Two configurations with different choices are as far apart as the two ends of a range.
+        """
+        columns: list[np.ndarray] = []
+        for column, choices in zip(rows.T, self._choices, strict=True):
+            if choices:
+                columns += [(column == choice) / math.sqrt(2) for choice in range(choices)]
+            else:
+                off = np.isnan(column)
+                columns += [np.where(off, _MISSING, column), _MISSING * off]
+        return np.column_stack(columns).astype(np.float64)
+
+    def to_row(self, params: Mapping[str, Any]) -> list[float]:
+        """Encode a configuration as a row; a value outside its range is clipped."""
+        pairs = zip(self.names, self._distributions, strict=True)
+        return [_to_unit(d, params[name]) if name in params else math.nan for name, d in pairs]
+
+    def to_params(self, row: np.ndarray) -> dict[str, Any]:
+        """Decode a row to a configuration."""
+        pairs = zip(self.names, self._distributions, row, strict=True)
+        return {name: _from_unit(d, float(number)) for name, d, number in pairs if not math.isnan(number)}
+
+    def sample(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Return rows of random configurations [count, parameters]."""
+        return self._as_run(self._any(random, count))
+
+    def perturb(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
+        """Return `count` neighbors of each of `rows` [n, parameters], with short and long steps."""
+        filled = np.where(np.isnan(rows), self._any(random, len(rows)), rows)
+        moved = np.repeat(filled, count, axis=0)
+        lengths = 10 ** random.uniform(*_STEP_EXPONENTS, size=len(moved))
+        for j, choices in enumerate(self._choices):
+            if choices:
+                switched = random.random(len(moved)) < _SWITCH_PROBABILITY
+                moved[switched, j] = random.integers(choices, size=int(switched.sum()))
+            else:
+                moved[:, j] = np.clip(moved[:, j] + lengths * random.standard_normal(len(moved)), 0.0, 1.0)
+        return self._as_run(moved)
+
+    def _any(self, random: np.random.Generator, count: int) -> np.ndarray:
+        rows = random.random((count, len(self.names)))
+        for j, choices in enumerate(self._choices):
+            if choices:
+                rows[:, j] = random.integers(choices, size=count)
+        return rows
+
+    def _as_run(self, rows: np.ndarray) -> np.ndarray:
+        """Round numbers to their steps and remove parameters whose condition does not hold."""
+        rounded = rows.copy()
+        for j, d in enumerate(self._distributions):
+            if isinstance(d, Numeric) and d.step is not None and not d.single():
+                rounded[:, j] = _round_to_step(d, rows[:, j])
+        for j, rule in self._rules.items():
+            rounded[~rule.holds(rounded), j] = math.nan
+        return rounded
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Condition of a parameter: the choice or the range of another parameter.
+
+    Attributes:
+        by: index of the other parameter.
+        low, high: inclusive range of its number.
+        but: choices without the parameter.
+    """
+
+    by: int
+    low: float
+    high: float
+    but: tuple[float, ...] = ()
+
+    def holds(self, rows: np.ndarray) -> np.ndarray:
+        """Return which rows [n, parameters] have the parameter; rows without the other parameter do not."""
+        column = rows[:, self.by]
+        return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.but)
+
+
+def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
+    """Infer the conditions of parameters that some rows lack, each after that of the parameter that it depends on.
+
+    A parameter that follows no other one counts as unconditional.
+    """
+    there = ~np.isnan(rows)
+    often = there.sum(0)
+    found: dict[int, _Rule] = {}
+    for j in sorted(range(rows.shape[1]), key=lambda j: -often[j]):
+        if often[j] in (0, len(rows)):
+            continue
+        for by in sorted(set(range(rows.shape[1])) - {j}, key=lambda by: -often[by]):
+            rule = _infer_rule(rows[:, by], there[:, j], by, categorical=choices[by] > 0)
+            if rule is not None and np.array_equal(rule.holds(rows), there[:, j]):
+                found[j] = rule
+                break
+    return found
+
+
+def _infer_rule(column: np.ndarray, there: np.ndarray, by: int, *, categorical: bool) -> _Rule | None:
+    with_it, without = column[there], column[~there]
+    without = without[~np.isnan(without)]
+    if np.isnan(with_it).any():
+        return None
+    if categorical:
+        return _Rule(by, -math.inf, math.inf, tuple(np.unique(without)))
+    if len(without) == 0 or without.max() < with_it.min():
+        return _Rule(by, with_it.min() if len(without) else -math.inf, math.inf)
+    return _Rule(by, -math.inf, with_it.max()) if with_it.max() < without.min() else None
+
+
+def _to_unit(d: BaseDistribution, value: Any) -> float:
+    if isinstance(d, CategoricalDistribution):
+        return float(d.to_internal_repr(value))
+    assert isinstance(d, Numeric)
+    low, high, at = float(d.low), float(d.high), float(value)
+    if low == high:
+        return _MISSING
+    if d.log:
+        low, high, at = math.log(low), math.log(high), math.log(max(at, low))
+    return min(max((at - low) / (high - low), 0.0), 1.0)
+
+
+def _from_unit(d: BaseDistribution, number: float) -> Any:
+    if isinstance(d, CategoricalDistribution):
+        return d.to_external_repr(int(number))
+    assert isinstance(d, Numeric)
+    low, high = float(d.low), float(d.high)
+    value = _rescale(d, np.array(number)).item()
+    if d.step is not None:
+        value = low + round((value - low) / d.step) * d.step
+    value = min(max(value, low), high)
+    return int(value) if isinstance(d, IntDistribution) else value
+
+
+def _rescale(d: Numeric, numbers: np.ndarray) -> np.ndarray:
+    if d.log:
+        return np.exp(math.log(d.low) + numbers * (math.log(d.high) - math.log(d.low)))
+    return d.low + numbers * (d.high - d.low)
+
+
+def _round_to_step(d: Numeric, numbers: np.ndarray) -> np.ndarray:
+    """Round unit-cube numbers to the steps of a distribution."""
+    assert d.step is not None
+    values = d.low + np.round((_rescale(d, numbers) - d.low) / d.step) * d.step
+    values = np.clip(values, d.low, d.high)
+    if d.log:
+        return np.log(values / d.low) / math.log(d.high / d.low)
+    return (values - d.low) / (d.high - d.low)
+
+
+RANDOM_CANDIDATES = 800  # candidates drawn from the whole space
+NEIGHBORS_PER_TRIAL = 60  # candidates around each of the top trials and top random candidates
+TOP_TRIALS = 5  # number of top trials, and of top random candidates
+
+
+def maximize_acquisition(
+    acquisition: Callable[[np.ndarray], np.ndarray],
+    space: Space,
+    random: np.random.Generator,
+    *,
+    around: np.ndarray,
+    had: np.ndarray,
+) -> tuple[np.ndarray, int | None]:
+    """Return the best row among random candidates and neighbors of the best trials.
+
+    Rows of `had` are excluded while there are others: if little can be gained, the same corner of the space would be
+    suggested repeatedly.
+
+    Args:
+        acquisition: returns the acquisition values [n] of rows [n, parameters].
+        space: search space of the rows.
+        random: random generator.
+        around: rows of the best trials [n, parameters].
+        had: rows of existing trials [n, parameters].
+
+    Returns:
+        The row, and the index in `around` of its origin; None if it came from a random candidate.
+    """
+    drawn = space.sample(random, RANDOM_CANDIDATES)
+    gains = acquisition(drawn)
+    tops = np.concatenate([around, drawn[np.argsort(-gains, kind="stable")[:TOP_TRIALS]]])
+    near = space.perturb(random, tops, NEIGHBORS_PER_TRIAL)
+    tried, gains = np.concatenate([drawn, near]), np.concatenate([gains, acquisition(near)])
+    chosen = int(np.argmax(np.where(_contains_rows(tried, had), -np.inf, gains)))
+    top = (chosen - RANDOM_CANDIDATES) // NEIGHBORS_PER_TRIAL  # below 0 for those at random
+    return tried[chosen], top if 0 <= top < len(around) else None
+
+
+def _contains_rows(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return which rows [n, parameters] are among `others`, up to rounding errors of decoding and encoding."""
+    known = {row.tobytes() for row in np.round(others, 9) + 0.0}
+    return np.array([row.tobytes() in known for row in np.round(rows, 9) + 0.0], dtype=bool)

@@ -1,0 +1,152 @@
+"""Warm start: observations of earlier studies, copied into a new study when it is created.
+
+Suggestions of the new study therefore do not depend on later changes to the earlier studies, such as extending or
+deleting them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    distribution_to_json,
+    json_to_distribution,
+)
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial
+
+from hpsearch.search.freeze_thaw.observations import read_losses, select_observations
+
+WARM_START_KEY = "curves:earlier"  # study system attribute with the warm-start data
+MAX_SOURCE_TRIALS = 150  # of all earlier studies; with two points each, half of MAX_POINTS
+
+
+@dataclass(frozen=True)
+class SourceTrial:
+    """A trial of an earlier study.
+
+    Attributes:
+        study: index of its study, from 1.
+        number: its number in that study.
+        params: the parameters that the new study has too.
+        points: scaled log-epoch as in `Observations`, and normal score among the points of its study.
+    """
+
+    study: int
+    number: int
+    params: dict[str, Any]
+    points: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class WarmStartData:
+    """Trials of earlier studies, restricted to the search space of a new study.
+
+    Attributes:
+        studies: names of the earlier studies.
+        distributions: distributions of the new study's parameters.
+        sampled: configurations sampled from the new search space, which show its conditional parameters.
+        trials: per study, the most informative trials first.
+    """
+
+    studies: list[str] = field(default_factory=list)
+    distributions: dict[str, BaseDistribution] = field(default_factory=dict)
+    sampled: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[SourceTrial] = field(default_factory=list)
+
+    @classmethod
+    def from_studies(
+        cls,
+        studies: Mapping[str, Sequence[FrozenTrial]],
+        *,
+        distributions: Mapping[str, BaseDistribution],
+        sampled: Sequence[Mapping[str, Any]],
+        direction: StudyDirection,
+        epochs: int,
+        random: np.random.Generator,
+    ) -> Self:
+        """Select the trials of earlier studies that are in the search space of a new study.
+
+        Epochs beyond the new study's last are left out. So are trials with a value outside its ranges or
+        choices: clipped to the end of the range, they would misrepresent the values there.
+
+        Args:
+            studies: trials by study name; each trial has reported a value or ended.
+            distributions: distributions of the new study's parameters.
+            sampled: configurations sampled from the new search space.
+            direction: direction of all studies.
+            epochs: number of epochs of a full trial of the new study.
+            random: random generator for subsampling.
+
+        Raises:
+            ValueError: a study has no trial in the new search space.
+        """
+        found: list[SourceTrial] = []
+        for index, (name, trials) in enumerate(studies.items(), 1):
+            there: list[tuple[int, dict[str, Any]]] = []
+            curves: list[dict[int, float]] = []
+            for trial in trials:
+                by_epoch = read_losses(trial, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs)
+                curve = {epoch: loss for epoch, loss in by_epoch.items() if epoch <= epochs}
+                if (params := _select_shared_params(trial.params, distributions)) and curve:
+                    there.append((trial.number, params))
+                    curves.append(curve)
+            if not curves:
+                raise ValueError(f"{name}: no trial is in this search space; name another study or remove it")
+            points = select_observations(curves, epochs, random)
+            of_trial: dict[int, list[tuple[float, float]]] = {}
+            for place, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
+                of_trial.setdefault(place, []).append((round(s, 6), round(score, 6)))
+            chosen = _select_most_informative(of_trial, MAX_SOURCE_TRIALS // len(studies), random)
+            found += [SourceTrial(index, *there[i], of_trial[i]) for i in chosen]
+        return cls(list(studies), dict(distributions), [dict(params) for params in sampled], found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON data that is stored with the study."""
+        return {
+            "studies": self.studies,
+            "distributions": {name: distribution_to_json(d) for name, d in self.distributions.items()},
+            "drawn": self.sampled,
+            "trials": [[t.study, t.number, t.params, t.points] for t in self.trials],
+        }
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any] | None) -> Self:
+        """Return the warm-start data from the stored JSON; empty data for None."""
+        if kept is None:
+            return cls()
+        distributions = {name: json_to_distribution(text) for name, text in kept["distributions"].items()}
+        trials = [SourceTrial(*fields) for fields in kept["trials"]]
+        return cls(kept["studies"], distributions, kept["drawn"], trials)
+
+
+def _select_shared_params(
+    params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]
+) -> dict[str, Any] | None:
+    """Return the parameters that the new space has; None if a value is outside it."""
+    shared = {name: value for name, value in params.items() if name in distributions}
+    return shared if all(_contains(distributions[name], value) for name, value in shared.items()) else None
+
+
+def _contains(distribution: BaseDistribution, value: Any) -> bool:
+    if isinstance(distribution, CategoricalDistribution):
+        return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
+    # A value between two steps is fine, because no trial runs with it.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
+
+
+def _select_most_informative(
+    points: Mapping[int, Sequence[tuple[float, float]]], most: int, random: np.random.Generator
+) -> list[int]:
+    """Return the trials with the most epochs and, among these, the best; beyond half of `most`, a random sample."""
+    order = sorted(points, key=lambda trial: (-points[trial][-1][0], points[trial][-1][1], trial))
+    if len(order) <= most:
+        return order
+    others = random.permutation(len(order) - most // 2)[: most - most // 2]
+    return [*order[: most // 2], *(order[most // 2 + int(i)] for i in others)]

@@ -1,0 +1,42 @@
+"""Names of earlier versions: translated in stored specs and configurations, rejected with the new name in new input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SETTINGS = {"stop_when": "min_expected_gain"}
+_SAMPLERS = {"curves": "freeze_thaw"}
+_TRAINING = {"accumulate": "gradient_accumulation_steps", "shard_above": "shard_checkpoint_above_gib"}
+VARIABLES = {"HPSEARCH_STALL": "HPSEARCH_STALL_FACTOR"}
+
+# For messages, by the former name.
+RENAMED = {
+    **_SETTINGS,
+    **_SAMPLERS,
+    **_TRAINING,
+    "open-test": "evaluate-test",
+    "--stop-when": "--min-expected-gain",
+    "--stall": "--stall-factor",
+    "--leave-when-idle": "--idle-timeout",
+    "stall": "stall_factor",
+    "ByLength": "LengthGroupedSampler",
+    "padded": "pad_collate",
+}
+
+
+def current_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored study spec with the current names."""
+    spec = _with_current_keys(stored, _SETTINGS)
+    if isinstance(sampler := spec.get("sampler"), Mapping):
+        spec["sampler"] = {**sampler, "name": _SAMPLERS.get(sampler["name"], sampler["name"])}
+    return spec
+
+
+def current_training(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored training configuration with the current names."""
+    return _with_current_keys(stored, _TRAINING)
+
+
+def _with_current_keys(stored: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    return {key if (now := renamed.get(key, key)) in stored else now: value for key, value in stored.items()}

@@ -1,0 +1,177 @@
+"""The thread that sends journals to one consumer, at that consumer's pace."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.journals.consumer import Consumer, Failure, OutcomePendingError
+from hpsearch.storage.journals.journal import Cursor, Journal
+
+log = logging.getLogger(__name__)
+
+BATCH_SECONDS = 1.0  # in which epochs are collected before they are sent together
+ORPHAN_SCAN_SECONDS = 30.0  # between two scans for journals whose writers died
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 5.0  # between two attempts while a service is unavailable
+_MAX_FAILURES = 3  # in a row, after which `flush` no longer waits for a service
+
+
+class ConsumerThread(threading.Thread):
+    """A thread that sends journals to a consumer, in rounds.
+
+    Its attributes are used under `changed`, which is notified after a change.
+
+    Attributes:
+        cursors: the cursors of the journals to send.
+        next_round: the time of the next round, by `time.monotonic`.
+        is_closing: whether to stop after the request in flight.
+        unavailable_reason: why nothing can be sent at the moment; None if it can.
+        round_count: the number of finished rounds.
+
+    Args:
+        consumer: receives the journals.
+        changed: notified when a round has finished; held for short times only.
+        folder: the outbox, for messages.
+        before_round: called before each round; may add journals.
+        on_finished: called, under `changed`, with a journal of which this thread sends nothing more, now or ever;
+            returns the function to call after `changed` is released.
+    """
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        changed: threading.Condition,
+        folder: object,
+        *,
+        before_round: Callable[[], None],
+        on_finished: Callable[[Journal], Callable[[], None]],
+    ) -> None:
+        super().__init__(name=f"{consumer.name}-sender", daemon=True)
+        self.consumer = consumer
+        self.cursors: list[Cursor] = []
+        self.next_round = time.monotonic()
+        self.is_closing = False
+        self.unavailable_reason: str | None = None
+        self.round_count = 0
+        self._changed, self._folder, self._before_round, self._on_finished = changed, folder, before_round, on_finished
+        self._failures = 0  # in a row
+        self._locked_rounds = 0  # in a row, in which another process held the lock of a trial
+
+    def wake(self, *, is_urgent: bool) -> bool:
+        """Schedule a round for new records; return whether the caller, which holds `changed`, must notify it.
+
+        Args:
+            is_urgent: whether to send immediately; otherwise within `BATCH_SECONDS`.
+        """
+        next_round = time.monotonic() + (0.0 if is_urgent else BATCH_SECONDS)
+        if next_round >= self.next_round or self._failures:
+            return False
+        self.next_round = next_round
+        return True
+
+    def is_drained(self, since_round: int, *, should_give_up: bool) -> bool:
+        """Return whether there is nothing left to wait for after round `since_round`; requires `changed`.
+
+        Args:
+            since_round: a value of `round_count`.
+            should_give_up: whether to stop waiting for a service after several failures in a row.
+        """
+        is_hopeless = should_give_up and max(self._failures, self._locked_rounds) >= _MAX_FAILURES
+        return not self.is_alive() or (self.round_count > since_round and (is_hopeless or not self.cursors))
+
+    def run(self) -> None:
+        """Send rounds of records until `is_closing`."""
+        while True:
+            with self._changed:
+                while not self.is_closing and (wait := self.next_round - time.monotonic()) > 0:
+                    self._changed.wait(wait)
+                if self.is_closing:
+                    return
+                self.next_round = time.monotonic() + ORPHAN_SCAN_SECONDS
+            self._before_round()
+            failure = self._send_round()
+            with self._changed:
+                self.round_count += 1
+                self._schedule_after(failure)
+                self._changed.notify_all()
+
+    def _send_round(self) -> Failure | None:
+        """Send the pending records of every journal once; return the first transient failure."""
+        first_failure: Failure | None = None
+        is_locked = False
+        with self._changed:
+            cursors = list(self.cursors)
+        for cursor in cursors:
+            if cursor.journal.is_live:
+                cursor.journal.sync()
+        for cursor in cursors:
+            if self.is_closing:
+                break
+            try:
+                if self.consumer.consume(cursor):
+                    self._complete(cursor)
+            except OutcomePendingError:
+                self._drop(cursor)
+            except LockHeldError:
+                is_locked = True
+            except Exception as error:  # one journal that fails must not stop the others
+                failure = self.consumer.classify_error(error)
+                if isinstance(error, SQLAlchemyError):  # the study's own database, whatever the consumer is
+                    failure = Failure(failure.text, is_transient=True, is_service_down=True)
+                if not failure.is_transient:
+                    self._reject(cursor, failure, error)
+                    continue
+                first_failure = first_failure or failure
+                if failure.is_service_down:
+                    break
+        self._locked_rounds = self._locked_rounds + 1 if is_locked else 0
+        return first_failure
+
+    def _complete(self, cursor: Cursor) -> None:
+        cursor.position.is_consumed = True
+        if len(cursor.journal.cursors) > 1:  # otherwise the journal is removed immediately
+            cursor.save()
+        self._drop(cursor)
+
+    def _drop(self, cursor: Cursor) -> None:
+        with self._changed:
+            self.cursors.remove(cursor)
+            after_release = self._on_finished(cursor.journal)
+        after_release()
+
+    def _reject(self, cursor: Cursor, failure: Failure, error: Exception) -> None:
+        """Set aside a journal that the consumer rejected: it stays on disk until a user asks for a retry."""
+        header = cursor.journal.header
+        log.warning(
+            "trial %s: upload to %s failed permanently (%s); retry with: hpsearch sync %s",
+            *(header.number, self.consumer.title, failure.text, header.study),
+            exc_info=None if failure.is_expected else error,
+        )
+        cursor.position.rejection = failure.text
+        cursor.save()
+        with contextlib.suppress(SQLAlchemyError):
+            self.consumer.on_rejected(cursor)
+        self._drop(cursor)
+
+    def _schedule_after(self, failure: Failure | None) -> None:
+        """Schedule the next round after one that ended with `failure`, with exponential backoff."""
+        title = self.consumer.title
+        self.unavailable_reason = None if failure is None else failure.text
+        if failure is not None:
+            if not self._failures:
+                log.warning("%s unavailable (%s); records wait in %s", title, failure.text, self._folder)
+            wait = min(_MIN_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
+            self._failures += 1
+            self.next_round = time.monotonic() + wait * random.uniform(0.5, 1.0)  # noqa: S311 not for secrets
+        elif self._failures:
+            log.warning("%s available again; sending resumes", title)
+            self._failures = 0
+        if self._locked_rounds:
+            self.next_round = min(self.next_round, time.monotonic() + _MAX_BACKOFF_SECONDS)

@@ -1,0 +1,347 @@
+"""Own loops: what a trial guarantees holds for a loop that an objective runs itself."""
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpsearch import (
+    EpochRecord,
+    LocalSession,
+    LoopObjective,
+    NonFiniteError,
+    ObjectiveError,
+    Verdict,
+    load_objective,
+    promotable,
+)
+from hpsearch.objectives.custom_loop.run import select_plotted_metrics
+from hpsearch.objectives.fit import fit, restore_model
+from hpsearch.objectives.search_space import FixedTrial
+from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.reproducibility import checkpoint
+from tests.objectives.training.support import Memory, exact
+
+
+class Gan(LoopObjective):
+    """Two networks and two optimizers; judged by how far the mean radius of what is drawn is from 1."""
+
+    metric, direction, epochs = "distance", "minimize", 5
+
+    def suggest(self, trial):
+        return {"lr": trial.suggest_float("lr", 1e-3, 1e-1, log=True)}
+
+    def run(self, trial):
+        parts = self.parts(trial.config)
+        for name, part in parts.items() if trial.state else ():
+            part.load_state_dict(trial.state[name])
+        for epoch in trial.epochs():
+            self.before(trial, epoch)
+            loss = [self.step(**parts) for _ in range(5)][-1]
+            with torch.no_grad():
+                distance = (parts["drawing"](torch.randn(200, 2)).norm(dim=1) - 1).abs().mean()
+            state = {name: part.state_dict() for name, part in parts.items()}
+            trial.report({"distance": distance, "train_loss": loss}, state=state, best=state["drawing"])
+
+    def parts(self, config):
+        drawing, judging = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        adams = [torch.optim.Adam(net.parameters(), config["lr"]) for net in (drawing, judging)]
+        return {"drawing": drawing, "judging": judging, "first": adams[0], "second": adams[1]}
+
+    def step(self, drawing, judging, first, second):
+        angle = torch.rand(32) * 2 * math.pi
+        real, select_plotted_metrics = torch.stack([angle.cos(), angle.sin()], dim=1), drawing(torch.randn(32, 2))
+        entropy = nn.functional.binary_cross_entropy_with_logits
+        second.zero_grad()
+        told = entropy(judging(real), torch.ones(32, 1)) + entropy(
+            judging(select_plotted_metrics.detach()), torch.zeros(32, 1)
+        )
+        told.backward()
+        second.step()
+        first.zero_grad()
+        entropy(judging(select_plotted_metrics), torch.ones(32, 1)).backward()
+        first.step()
+        return told.item() + np.random.rand()
+
+    def before(self, trial, epoch):
+        pass
+
+    def test(self, best, config, device, seed):
+        drawing = self.parts(config)["drawing"]
+        drawing.load_state_dict(best)
+        with torch.no_grad():
+            return {"distance": (drawing(torch.randn(500, 2)).norm(dim=1) - 1).abs().mean()}
+
+    def export(self, best, config):
+        drawing = self.parts(config)["drawing"]
+        drawing.load_state_dict(best)
+        return drawing, torch.randn(4, 2)
+
+
+class Killed(Gan):
+    name = "Gan"
+
+    def before(self, trial, epoch):
+        if epoch == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fit(objective=None, session=None, epochs=5, **settings):
+    objective = objective or Gan()
+    config = objective.default_config()
+    return fit(objective, config, RunPlan(epochs, 7, 7), session=session or Memory(), device="cpu", **settings)
+
+
+def _numbers(result):
+    return [(epoch, {k: v for k, v in found.items() if k != "epoch_seconds"}) for epoch, found in exact(result.history)]
+
+
+@pytest.mark.slow
+def test_it_repeats_and_each_epoch_is_reported_once():
+    session = Memory()
+    result = _fit(session=session)
+    assert _numbers(result) == _numbers(_fit())
+    assert [record.epoch for record in session.reported] == list(range(5))
+    best = min(range(5), key=lambda k: result.history[k].metrics["val_distance"])
+    assert (result.status, result.best_epoch) == ("completed", best)
+    assert result.best_value == result.history[best].metrics["val_distance"]
+    assert "train_loss" in result.best_metrics
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_the_undisturbed_run_to_the_last_bit(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=_fit, args=(Killed(), LocalSession(tmp_path)))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    whole, resumed = _fit(), _fit(session=LocalSession(tmp_path))
+    assert _numbers(resumed) == _numbers(whole)
+    assert torch.equal(resumed.best["weight"], whole.best["weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verdict", "status"), [(Verdict.PRUNE, "pruned"), (Verdict.STOP, "stopped")])
+def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
+    session = Memory({2: verdict})
+    result = _fit(session=session)
+    assert (result.status, len(result.history)) == (status, 3)
+    assert [epoch for epoch, _ in session.saved] == [0, 1, 2], "kept before it is reported"
+
+
+@pytest.mark.parametrize(("verdict", "status"), [(Verdict.PAUSE, "stopped"), (Verdict.STOP, "completed")])
+def test_a_last_epoch_that_the_budget_does_not_count_does_not_complete_the_trial(verdict, status):
+    result = _fit(session=Memory({1: verdict.with_reason("the budget is spent")}), epochs=2)
+    assert (result.status, result.verdict.reason) == (status, "the budget is spent")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_done_is_not_trained_again(tmp_path):
+    whole = _fit(session=LocalSession(tmp_path))
+    again = _fit(type("Gan", (Gan,), {"run": lambda *_: 1 / 0})(), session=LocalSession(tmp_path))
+    assert (again.status, _numbers(again)) == ("completed", _numbers(whole))
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    _fit(session=LocalSession(tmp_path))
+    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: epochs is 5 there and 6 here"):
+        _fit(session=LocalSession(tmp_path), epochs=6)
+
+
+def test_a_loop_that_ends_by_itself_is_complete(tmp_path):
+    def run(self, trial):
+        for epoch in trial.epochs():
+            trial.report({"distance": 1.0})
+            if epoch == 1:
+                break
+
+    result = _fit(type("Short", (Gan,), {"run": run})())
+    assert (result.status, len(result.history)) == ("completed", 2)
+
+
+def test_what_a_report_raises_ends_it_whatever_the_loop_makes_of_it():
+    class LostError(Exception):
+        pass
+
+    class Lost(Memory):
+        def report(self, record):
+            raise LostError
+
+    def run(self, trial):
+        for _ in trial.epochs():
+            try:
+                trial.report({"distance": 1.0})
+            except Exception:  # as users do who want no trouble
+                return
+
+    with pytest.raises(LostError):
+        _fit(type("Deaf", (Gan,), {"run": run})(), session=Lost())
+
+
+def _reporting(*reports, outside=False):
+    def run(self, trial):
+        if outside:
+            trial.report({"distance": 1.0})
+        for _ in trial.epochs():
+            for metrics, state in reports:
+                trial.report(metrics, state=state)
+
+    return type("Wrong", (Gan,), {"run": run})
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (_reporting(), "epoch 1 was not reported; call trial.report once in each epoch"),
+        (_reporting(({"distance": 1.0}, None), ({"distance": 1.0}, None)), "epoch 1 is already reported; report each"),
+        (_reporting(outside=True), r"trial.report was called outside trial.epochs\(\); report each epoch once"),
+        (_reporting(({"distanse": 1.0}, None)), "'distance' is not reported; did you mean 'distanse'"),
+        (_reporting(({"distance": math.nan}, None)), "distance is nan at epoch 1"),
+        (
+            _reporting(({"distance": torch.ones(3)}, None)),
+            r"trial.report: distance must be one number, not a Tensor",
+        ),
+        (_reporting(({"distance": 1.0, "other": "x"}, None)), "trial.report: other must be one number, not 'x'"),
+        (_reporting((0.5, None)), "trial.report needs a dictionary of numbers by name, not float"),
+        (
+            _reporting(({"distance": 1.0}, {"a": [object()]})),
+            r"state\.a\.0 is a object, which a checkpoint",
+        ),
+        (
+            _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
+            r"trial.report: state\.net is a Linear, which a checkpoint cannot hold; pass its state_dict\(\)",
+        ),
+        (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
+        (
+            type("Odd", (Gan,), {"suggest": lambda *_: 3}),
+            "Odd.suggest must return a dictionary or a dataclass",
+        ),
+        (
+            type("Odd", (Gan,), {"suggest": lambda *_: {"f": max}}),
+            "Odd.suggest: f must be a plain value",
+        ),
+        (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
+    ],
+)
+def test_mistakes_are_told(objective, message):
+    with pytest.raises((ObjectiveError, NonFiniteError), match=message) as told:
+        _fit(objective())
+    assert "\n" not in str(told.value)
+
+
+def test_the_best_is_tested_and_exported(tmp_path):
+    result = _fit(session=LocalSession(tmp_path))
+    kept = checkpoint.read(tmp_path / "best.pt")
+    restored = restore_model(Gan(), kept)
+    assert restored.test() == restored.test()
+    assert set(restored.test()) == {"distance"}
+    exported = result.exportable_model()
+    assert torch.equal(exported.module(torch.ones(2, 2)), _drawn(result.best))
+    assert kept["value"] == result.best_value == promotable(checkpoint.read(tmp_path / "last.pt"))["value"]
+    bare = type("Bare", (Gan,), {"test": LoopObjective.test, "export": LoopObjective.export})()
+    assert not _fit(bare).has_model
+    with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define it to evaluate"):
+        restore_model(bare, kept)
+    with pytest.raises(ObjectiveError, match=r"Bare has no export\(\); define it to get a model"):
+        _fit(bare).exportable_model()
+
+
+def _drawn(weights):
+    net = nn.Linear(2, 2)
+    net.load_state_dict(weights)
+    return net(torch.ones(2, 2))
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float
+    depth: int = 2
+
+
+def test_a_configuration_may_be_a_dataclass_of_ones_own(tmp_path):
+    seen = []
+
+    class Typed(Gan):
+        def suggest(self, trial):
+            return Settings(trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+
+        def run(self, trial):
+            seen.append(trial.config.depth)
+            for _ in trial.epochs():
+                trial.report({"distance": trial.config.lr})
+
+        def test(self, best, config, device, seed):
+            return {"distance": config.lr}
+
+    result = _fit(Typed(), LocalSession(tmp_path))
+    assert seen == [2]
+    assert result.best_value == pytest.approx(1e-2)
+    assert restore_model(Typed(), checkpoint.read(tmp_path / "best.pt")).test() == {"distance": result.best_value}
+
+
+FUNCTION = """
+def main(trial):
+    rate = trial.suggest_float("rate", 0.1, 0.4)
+    kind = trial.suggest_categorical("kind", ["a", "b"])
+    x = trial.state["x"] if trial.state else 8.0
+    for epoch in trial.epochs():
+        x -= rate * x
+        trial.report({"error": x}, state={"x": x})
+
+main.metric, main.direction, main.epochs = "error", "minimize", 3
+
+def lazy(trial):
+    trial.suggest_float("rate", 0.1, 0.4)
+
+def late(trial):
+    for epoch in trial.epochs():
+        trial.suggest_float("rate", 0.1, 0.4)
+
+def bare():
+    pass
+"""
+
+
+def test_a_function_is_an_objective(tmp_path):
+    path = tmp_path / "own_script.py"
+    path.write_text(FUNCTION)
+    objective = load_objective(f"{path}:main")
+    assert (objective.name, objective.metric, objective.direction, objective.epochs) == ("main", "error", "minimize", 3)
+    objective.configure(space := FixedTrial({}))
+    assert space.values == {"rate": 0.25, "kind": "a"}
+    result = _fit(objective, epochs=3)
+    assert result.best_value == pytest.approx(8 * 0.75**3)
+    assert type(load_objective(f"{path}:main")) is type(objective)
+    with pytest.raises(ObjectiveError, match="lazy does not train; iterate over trial"):
+        load_objective(f"{path}:lazy").default_config()
+    with pytest.raises(ObjectiveError, match="'rate' is suggested too late; suggest all parameters before"):
+        _fit(load_objective(f"{path}:late"))
+    with pytest.raises(ObjectiveError, match="bare must accept one argument, the trial; write def bare"):
+        load_objective(f"{path}:bare")
+
+
+def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path):
+    fit(Gan(), {"lr": 1e-2}, RunPlan(3, 4, 4), run_dir=tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Gan: completed, best distance ")
+    assert "of 3 trained, 3 planned\n- seed 4, split seed 4\n" in text
+    assert "| `lr` | `0.01` |" in text
+    assert all(f"| {name} | " in text for name in ("val_distance", "train_loss"))
+    assert "![Curves over the epochs](curves.png)" in text
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert text.count("## Not checked") == 1
+    session = Memory({1: Verdict.PRUNE})
+    fit(Gan(), {"lr": 1e-2}, RunPlan(3, 4, 4), run_dir=tmp_path / "pruned", session=session)
+    assert "report.md" in [path.name for path in session.logged]
+    assert "curves.png" not in (tmp_path / "pruned" / "report.md").read_text()
+
+
+def test_the_curves_of_many_numbers_begin_with_the_metric():
+    names = {f"val_{letter}": 1.0 for letter in "abcdefghij"}
+    history = [EpochRecord(0, 0.0, {"lr": 1.0, "train_loss": 1.0, **names, "epoch_seconds": 1.0})]
+    assert select_plotted_metrics(history, "c") == ["c", "loss", "a", "b", "d", "e", "f", "g"]

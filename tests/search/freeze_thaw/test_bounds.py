@@ -1,0 +1,108 @@
+"""Nothing is foreseen, nor expected to be gained, beyond what a metric can be; and what is told of it tells apart."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from hpsearch.search.freeze_thaw.forecast import Forecast, forecast_final_values, format_forecast
+from hpsearch.search.freeze_thaw.observations import get_loss_bound
+from hpsearch.search.study.terminator import RemainingBudget, expected_gain
+from tests.factories import X
+
+LEFT = RemainingBudget(trials=500, epochs=4)
+
+
+def searched(best: float, *, direction: str, spread: float = 0.05) -> optuna.Study:
+    """Trials of eight parameters, of which nobody knows enough to say that the best is found; none is beyond `best`."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study, random = optuna.create_study(direction=direction), np.random.default_rng(0)
+    losses = []
+    for number in range(30):
+        params = {f"x{place}": float(random.random()) for place in range(8)}
+        losses.append(spread * sum((x - 0.5) ** 2 for x in params.values()))
+        end = best + (losses[-1] - min(losses)) * (1 if direction == "minimize" else -1)
+        away = 0.2 if direction == "minimize" else -0.2
+        kind = {"params": params, "distributions": dict.fromkeys(params, X)}
+        waits = number % 3 == 2
+        values = {0: end + away} if waits else {0: end + away, 1: end + away / 2, 2: end + away / 4, 3: end}
+        state = {"state": TrialState.WAITING} if waits else {"state": TrialState.COMPLETE, "value": end}
+        study.add_trial(create_trial(**kind, **state, intermediate_values=values))
+    return study
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "best", "most"),
+    [
+        ("accuracy", "maximize", 0.9995, 0.0005),
+        ("r2", "maximize", 0.9995, 0.0005),
+        ("accuracy", "maximize", 1.0, 0.0),
+        ("loss", "minimize", 0.0005, 0.0005),
+        ("mae", "minimize", 0.0005, 0.0005),
+    ],
+)
+def test_no_more_is_gained_than_there_is(metric: str, direction: str, best: float, most: float) -> None:
+    study = searched(best, direction=direction)
+    gain = expected_gain(study, LEFT, seed=0, metric=metric)
+    assert gain == pytest.approx(most, abs=1e-12)
+    unbounded = expected_gain(study, LEFT, seed=0, metric="of somebody's own")
+    assert unbounded is not None
+    assert unbounded > 0.0005
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "maximize", "least"),
+    [
+        ("accuracy", -0.9, True, -1.0),
+        ("accuracy", -93.0, True, -math.inf),  # in per cent
+        ("accuracy", 0.1, False, -math.inf),
+        ("rmse", 0.1, False, 0.0),
+        ("loss", -3.0, False, -math.inf),  # as a negative log likelihood may be
+        ("psnr", -20.0, True, -math.inf),
+    ],
+)
+def test_a_metric_that_was_better_than_its_bound_has_none(metric, best, maximize, least) -> None:
+    assert get_loss_bound(metric, best, maximize=maximize) == least
+
+
+def test_a_band_ends_at_the_bound_though_other_values_were_below_zero() -> None:
+    random, trials = np.random.default_rng(1), []
+    for number in range(24):
+        x = float(random.random())
+        waits = x > 0.7  # the best
+        end = 0.999 - 3 * (1 - x) ** 2
+        values = [end - 3, end - 1] if waits else [end - 3, end - 1, end - 0.3, end]
+        state = TrialState.WAITING if waits else TrialState.COMPLETE
+        trials.append(
+            FrozenTrial(
+                number=number, params={"x": x}, distributions={"x": X}, state=state, value=None, trial_id=number,
+                intermediate_values=dict(enumerate(values)), datetime_start=None, datetime_complete=None,
+                user_attrs={}, system_attrs={},
+            )
+        )  # fmt: skip
+    known = forecast_final_values(trials, epochs=4, maximize=True, metric="r2")
+    assert known
+    assert max(found.high for found in known.values()) <= 1
+    other = forecast_final_values(trials, epochs=4, maximize=True, metric="of somebody's own")
+    assert max(found.high for found in other.values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Forecast(0.5, 0.25, 0.75), "0.5 (0.25 to 0.75)"),
+        (Forecast(0.99997, 0.99996, 1.0), "0.99997 (0.99996 to 1)"),
+        (Forecast(1.0, 1.0, 1.0), "1 (all at 1)"),
+        (Forecast(0.1 + 0.2, 0.3, 0.4), "0.3 (0.3 to 0.4)"),  # apart by rounding alone
+    ],
+)
+def test_what_is_told_has_the_digits_that_tell_it_apart(found: Forecast, words: str) -> None:
+    assert str(found) == words
+
+
+def test_a_value_that_is_not_quite_as_good_does_not_look_so() -> None:
+    assert format_forecast(0.99996, Forecast(1.0, 0.99996, 1.0)) == ("0.99996", "1", "0.99996 to 1")

@@ -1,0 +1,137 @@
+"""What is foreseen of trials that run or wait: nine of ten ends are in their bands, and those tell something."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from hpsearch.search.freeze_thaw.forecast import MAX_FORECASTS, MIN_REPORTED_TRIALS, forecast_final_values
+from hpsearch.storage.attributes import INFEASIBLE
+from tests.factories import X
+
+EPOCHS = 27
+RUNGS = (1, 3, 9)
+
+
+def trial(number: int, params: dict[str, float], values: list[float], state: TrialState, **attrs: bool) -> FrozenTrial:
+    distributions: dict[str, BaseDistribution] = dict.fromkeys(params, X)
+    kind = {"state": state, "value": None, "datetime_start": None, "datetime_complete": None, "trial_id": number}
+    attributes = {"user_attrs": attrs, "system_attrs": {}, "intermediate_values": dict(enumerate(values))}
+    return FrozenTrial(number=number, params=dict(params), distributions=distributions, **kind, **attributes)
+
+
+def family(seed: int, count: int) -> tuple[list[dict[str, float]], np.ndarray]:
+    """Configurations, and noisy losses that fall to ends and at speeds that they decide on [count, epochs]."""
+    random = np.random.default_rng(seed)
+    x = random.random((count, 3))
+    end = 0.1 + 2 * (x[:, 0] - 0.6) ** 2 + (x[:, 1] - 0.3) ** 2 + 0.02 * random.standard_normal(count)
+    fall = (1 + x[:, :1]) * np.arange(1, EPOCHS + 1) ** -(0.3 + 1.2 * x[:, 2:])
+    return [{f"x{j}": float(v) for j, v in enumerate(row)} for row in x], (
+        end[:, None] + fall + 0.02 * random.standard_normal((count, EPOCHS))
+    )
+
+
+def promoted(params: list[dict[str, float]], losses: np.ndarray) -> list[FrozenTrial]:
+    """A study when all trials were begun, and one in three went on from each rung; some of those run."""
+    done = np.ones(len(losses), int)
+    for rung, following in zip(RUNGS, (*RUNGS[1:], EPOCHS), strict=True):
+        there = np.flatnonzero(done == rung)
+        best = there[np.argsort(losses[there, :rung].min(1))][: math.ceil(len(there) / 3)]
+        done[best] = following
+        done[best[2::4]] = (rung + following) // 2  # runs, on its way to the next rung
+    return [trial(i, params[i], losses[i, :n].tolist(), state_after(int(n))) for i, n in enumerate(done)]
+
+
+def state_after(epochs: int) -> TrialState:
+    if epochs == EPOCHS:
+        return TrialState.COMPLETE
+    return TrialState.WAITING if epochs in RUNGS else TrialState.RUNNING
+
+
+def foreseen(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
+    """Of each trial: what was foreseen, its band, how it ended, and how it stood then."""
+    for seed in range(seeds):
+        params, losses = family(seed, 60)
+        trials = promoted(params, losses)
+        for i in range(10):  # full ones, as of the beginning of a study
+            trials[i] = trial(i, params[i], losses[i].tolist(), TrialState.COMPLETE)
+        for number, found in forecast_final_values(trials, epochs=EPOCHS, maximize=False).items():
+            now = min(trials[number].intermediate_values.values())
+            yield found.value, found.low, found.high, losses[number].min(), now
+
+
+def test_nine_of_ten_ends_are_in_their_bands_and_forecasts_are_better_than_to_stay():
+    value, low, high, end, now = np.array(list(foreseen(6))).T
+    assert len(value) > 200
+    assert 0.82 <= np.mean((low <= end) & (end <= high)) <= 0.98
+    assert np.median(abs(value - end)) < 0.3 * np.median(abs(now - end))
+    assert (low <= value).all()
+    assert (value <= high).all()
+    assert (high <= now).all()  # the best value so far stays
+
+
+def test_what_is_larger_is_foreseen_as_what_is_smaller():
+    params, losses = family(0, 30)
+    one = forecast_final_values(promoted(params, losses), epochs=EPOCHS, maximize=False)
+    turned = [
+        trial(t.number, t.params, [-v for v in t.intermediate_values.values()], t.state)
+        for t in promoted(params, losses)
+    ]
+    other = forecast_final_values(turned, epochs=EPOCHS, maximize=True)
+    assert one.keys() == other.keys() != set()
+    for number, found in other.items():
+        same = one[number]
+        assert (found.value, found.low, found.high) == pytest.approx((-same.value, -same.high, -same.low))
+
+
+def test_the_same_trials_give_the_same_and_one_may_be_asked_about():
+    trials = promoted(*family(1, 90))
+    found = forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert found == forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert len(found) == MAX_FORECASTS
+    assert {t.number for t in trials if t.state == TrialState.RUNNING} <= found.keys()
+    left = next(t.number for t in trials if t.state == TrialState.WAITING and t.number not in found)
+    assert forecast_final_values(trials, epochs=EPOCHS, maximize=False, of={left}).keys() == {left}
+
+
+def test_parameters_that_some_have_and_values_that_are_none_are_no_hindrance():
+    kinds, trials = CategoricalDistribution(["a", "b"]), []
+    params, losses = family(2, 20)
+    for each in promoted(params, losses):
+        each.params["kind"], each.distributions["kind"] = "ab"[each.number % 2], kinds
+        if each.number % 2:
+            del each.params["x1"], each.distributions["x1"]
+        if each.number == 2:
+            each.intermediate_values[0] = math.nan
+        trials.append(each)
+    number = len(trials)
+    trials += [
+        trial(number, params[0], [math.nan] * 2, TrialState.RUNNING),
+        trial(number + 1, params[1], [math.inf], TrialState.PRUNED, **{INFEASIBLE: True}),
+        trial(number + 2, params[2], [], TrialState.RUNNING),
+        trial(number + 3, params[3], [0.0], TrialState.FAIL),
+        trial(number + 4, {}, [0.5], TrialState.WAITING),
+    ]
+    found = forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert found
+    assert max(found) < number
+    assert all(math.isfinite(x) for each in found.values() for x in (each.value, each.low, each.high))
+
+
+def test_nothing_is_foreseen_of_few_trials_nor_where_none_is_open():
+    trials = promoted(*family(3, MIN_REPORTED_TRIALS))
+    assert forecast_final_values(trials, epochs=EPOCHS, maximize=False)
+    assert not forecast_final_values(trials[1:], epochs=EPOCHS, maximize=False)
+    ended = [t for t in promoted(*family(3, 40)) if t.state.is_finished()]
+    assert not forecast_final_values(ended * 8, epochs=EPOCHS, maximize=False)
+
+
+def test_trials_that_are_all_alike_stay_as_they_are():
+    trials = [trial(i, {"x": i / 9}, [0.5, 0.5], TrialState.WAITING) for i in range(9)]
+    for found in forecast_final_values(trials, epochs=EPOCHS, maximize=True).values():
+        assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)

@@ -1,0 +1,218 @@
+"""A study stops early where the rest of its budget is not worth it: once, whoever decides; and goes on when told to."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+from optuna.trial import TrialState, create_trial
+from rich.console import Console
+
+from hpsearch.search.api.study import Study
+from hpsearch.search.cli import run_command
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.report import write_report
+from hpsearch.search.report.show import format_summary
+from hpsearch.search.report.top import read_status
+from hpsearch.search.run.live import LiveView
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.study.enqueue import find_stopped_warning
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.study.terminator import FIRST, Terminator
+from hpsearch.search.tracking.publish import study_note
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
+from hpsearch.storage.study_storage.studies import set_attrs_in
+from hpsearch.storage.trials.budget import stop_early
+from hpsearch.storage.trials.claim_sql import LOCK_STUDY
+from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
+from hpsearch.storage.trials.finishing import Outcome
+from tests.factories import X, spec_of
+from tests.search.study.steering.support import Say, rows, take
+
+
+@pytest.fixture
+def study(storage: PostgresStorage) -> optuna.Study:
+    study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
+    spec = {**spec_of(name="none", epochs=2).model_dump(), "n_trials": 100, "min_expected_gain": 0.01}
+    storage.set_study_user_attr(study._study_id, SPEC, spec)
+    return study
+
+
+def ran(study: optuna.Study, xs: np.ndarray, best: float = 0.8) -> None:
+    """Trials that came to a value which is best at 0.7."""
+    for x in xs:
+        value = best - (x - 0.7) ** 2
+        kind = {"params": {"x": x}, "distributions": {"x": X}, "state": TrialState.COMPLETE, "value": value}
+        study.add_trial(create_trial(**kind, intermediate_values={0: value - 0.2, 1: value}))
+
+
+def rest(stored: StoredStudy) -> Terminator:
+    return Terminator(stored, as_sampled(stored.open()))
+
+
+def test_it_stops_where_all_is_known_and_its_running_trials_end(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path
+) -> None:
+    ran(study, np.linspace(1, 0, FIRST - 1))
+    assert rest(stored).stop_early() is None
+    assert EXPECTED_GAIN not in stored.attrs, "before there are enough trials nothing is judged"
+    ran(study, np.array([0.69]))
+    running = take(claims)
+    given_up = rest(stored).stop_early()
+    assert given_up is not None
+    assert (given_up.started, given_up.budget) == (FIRST + 1, 100)
+    assert 0 <= given_up.gain < 0.01
+    assert rest(stored).stop_early() is None, "it is written once"
+    assert isinstance(claims.claim(), NoTrialAvailable)
+    assert claims.has_trials_left(), "one runs"
+    assert not claims.report(running, 0, 0.5).is_stopped
+    claims.finish_attempt(running, Outcome.COMPLETE, value=0.5)
+    assert not claims.has_trials_left()
+    assert load_study(stored.storage, "s").is_spent(FIRST + 1)
+    standing = read_status(stored)
+    assert (standing.progress.share, standing.eta) == (1.0, 0.0)
+    line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {given_up.gain:.2g} (< 0.01)"
+    summary = summarise(stored)
+    assert format_summary(stored, summary, dashboard_url=None)[:2] == [
+        "study s: 21 of 100 trials (21 complete, 0 pruned, 0 failed)",
+        line,
+    ]
+    assert line in say("show", "s", "--all")
+    # Wherever the budget is told it is the whole one.
+    assert "21/100 trials, stopped early: 21 complete" in say("top", "s", "--once")
+    listed = say("studies").splitlines()[-1].split()
+    assert listed[:5] == ["s", "(stopped", "early)", "digits", "21/100"]
+    assert "21 of 100 trials." in study_note(stored, summary)
+    page = write_report(stored, tmp_path / "report.html", dashboard_url=None).read_text()
+    assert "21 / 100" in page
+    assert "21 / 21" not in page
+    told, fleet = io.StringIO(), Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
+    with LiveView(Console(file=told, width=200), stored.spec, fleet) as live:
+        live.update(standing.progress)
+    assert told.getvalue().startswith("21/100 trials, stopped early: 21 complete")
+
+
+def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
+    study: optuna.Study, stored: StoredStudy
+) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(FIRST):  # of eight parameters nobody knows more than some values
+        params = {f"x{place}": float(random.random()) for place in range(8)}
+        value = -sum((x - 0.5) ** 2 for x in params.values())
+        kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}
+        study.add_trial(create_trial(**kind, value=value, intermediate_values={0: value, 1: value}))
+    assert rest(stored).stop_early() is None
+    told = stored.attrs[EXPECTED_GAIN]
+    assert told["ended"] == FIRST
+    assert told["gain"] > 0.01
+    ran(study, np.array([0.7]))
+    assert rest(stored).stop_early() is None
+    assert stored.attrs[EXPECTED_GAIN] == told, "one trial more changes little"
+
+
+def test_a_search_that_got_on_lately_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
+    ran(study, np.linspace(0, 0.7, FIRST))
+    assert rest(stored).stop_early() is None
+    assert stored.attrs[EXPECTED_GAIN]["gain"] > 0.1, "the later half of the trials gained a tenth"
+
+
+def test_a_search_that_can_hardly_be_better_is_stopped_though_it_got_on(
+    study: optuna.Study, stored: StoredStudy
+) -> None:
+    ran(study, np.linspace(0, 0.7, FIRST), best=0.995)
+    given_up = rest(stored).stop_early()
+    assert given_up is not None, "no accuracy is above 1"
+    assert given_up.gain == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("verb", [["start", "s"], ["extend", "s", "--trials", "+50"]])
+def test_it_goes_on_where_somebody_wants_it(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, verb
+) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    assert rest(stored).stop_early() is not None
+    assert isinstance(claims.claim(), NoTrialAvailable)
+    ran(study, np.linspace(0.9, 0.1, 5))  # as trials do that ran, or waited at a rung, when it was given up
+    assert "the rest of the budget was expected to gain" in say(*verb)
+    assert stored.given_up is None
+    assert stored.budget == (150 if verb[0] == "extend" else 100)
+    take(claims)
+    assert rest(stored).stop_early() is None, "it is judged again after a tenth more"
+    assert "stopped after" not in say("show", "s")
+
+
+def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: StoredStudy, database_url: str) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    judged = {"gain": 0.001, "ended": FIRST}
+    engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        written = list(
+            pool.map(lambda e: stop_early(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
+        )
+    assert sum(one is not None for one in written) == 1
+    assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{EARLY_TERMINATION}'")) == 1
+
+
+def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
+    study: optuna.Study, stored: StoredStudy, claims: Claims, database_url: str
+) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    waits = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with ThreadPoolExecutor(1) as pool:
+        with stored.engine.begin() as connection:
+            connection.execute(LOCK_STUDY, {"study": stored.study_id})
+            given_up = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
+            set_attrs_in(connection, stored.study_id, {EARLY_TERMINATION: given_up})
+            claim = pool.submit(claims.claim)
+            while not rows(database_url, waits):
+                assert not claim.done()
+        assert isinstance(claim.result(timeout=60), NoTrialAvailable)
+
+
+def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    study.enqueue_trial({"x": 0.3})
+    assert rest(stored).stop_early() is None
+    take(claims)
+
+
+def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path, stack: StackInfo,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    ran(study, np.linspace(1, 0, FIRST))
+    assert find_stopped_warning(stored) is None
+    assert rest(stored).stop_early() is not None
+    assert find_stopped_warning(stored) is None
+    mine = tmp_path / "mine.csv"
+    mine.write_text("weight_decay\n0.003\n")
+    home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
+    told = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
+    why = "1 enqueued trial of 's' will not be run, for it stopped early: start it with hpsearch start s"
+    assert why in told.splitlines()
+    assert isinstance(claims.claim(), NoTrialAvailable)
+    shown = "mine.csv, line 2; enqueued: the study ended early; start it with hpsearch start s"
+    assert shown in say("show", "s")
+    mine.write_text("weight_decay\n0.003\n0.004\n")
+    where = {"storage_url": stored.engine.url.render_as_string(hide_password=False), "tracking_uri": stack.tracking_uri}
+    assert Study.open("s", **where).enqueue_trial(mine) == 1
+    assert capsys.readouterr().err == f"warning: {why.replace('1 enqueued trial', '2 enqueued trials')}\n"
+    say("start", "s")
+    assert find_stopped_warning(stored) is None
+    assert [take(claims).number for _ in range(2)] == [FIRST, FIRST + 1]
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
+def test_bad_input_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "digits", "--min-expected-gain", given]) == 2
+    said = capsys.readouterr().err
+    assert "--min-expected-gain" in said
+    assert said.count("\n") == 1, said
