@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -205,32 +205,38 @@ def may_unshare() -> bool:
 
 
 @pytest.mark.skipif(not may_unshare(), reason="this user may not make a namespace of process ids")
-def test_the_first_process_of_a_container_hears_sigterm_before_it_has_loaded_anything(arena: Arena) -> None:
+def test_the_first_process_of_a_container_handles_sigterm_before_it_loads_a_library(
+    arena: Arena, tmp_path: Path
+) -> None:
+    """The kernel discards a signal to the first process that has no handler. Here the first import blocks."""
     arena.create(1, [])
+    pipe, libraries = tmp_path / "pipe", tmp_path / "libraries"
+    os.mkfifo(pipe)
+    libraries.mkdir()
+    for library in ("optuna", "psycopg2", "pydantic", "rich", "sqlalchemy", "torch", "typer"):
+        (libraries / f"{library}.py").write_text(f"open({str(pipe)!r}).read()\n")
     command = [*_UNSHARE, sys.executable, "-P", "-m", "hpsearch", "worker", "--study", arena.name]
-    environment = {**os.environ, **arena.environment(), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **arena.environment(), "PYTHONPATH": str(libraries)}
     started = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE)
+    writers: list[int] = []
     try:
-        wait_for(lambda: hearing(started.pid), "the worker to have a handler")
-        (worker,) = hearing(started.pid)
-        loaded = {"libtorch_cpu", "libpq", "pydantic_core"}
-        assert not [name for name in loaded if name in Path(f"/proc/{worker.pid}/maps").read_text()]
+        wait_for(lambda: started.poll() is not None or open_for_a_reader(pipe, writers), "the worker to import")
+        (worker,) = psutil.Process(started.pid).children()
         worker.terminate()
         assert started.wait(60) == 128 + 15
     finally:
+        for writer in writers:
+            os.close(writer)
         for left in [*psutil.Process(started.pid).children(), started] if started.poll() is None else []:
             left.kill()
     assert read_trials(arena.storage_url, arena.name) == []
 
 
-def hearing(pid: int) -> list[psutil.Process]:
-    """Children of a process that have a handler for SIGTERM."""
-
-    def caught(child: psutil.Process) -> int:
-        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
-        return int(found[1], 16) if found else 0
-
-    return [child for child in psutil.Process(pid).children() if caught(child) >> (signal.SIGTERM - 1) & 1]
+def open_for_a_reader(pipe: Path, writers: list[int]) -> bool:
+    """Open the pipe for writing if a process reads it, which then blocks until it is closed."""
+    with contextlib.suppress(OSError):
+        writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    return bool(writers)
 
 
 def test_a_command_bears_connections_that_are_cut_while_it_opens_a_study(arena: Arena) -> None:

@@ -274,7 +274,10 @@ def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
 @pytest.mark.slow
 def test_what_a_run_warns_of_is_printed(capsys) -> None:
     code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
-    assert (code, err) == (0, "hpsearch: batch_size 5000 exceeds the 1077 training samples; each step uses all of them\n")
+    assert (code, err) == (
+        0,
+        "hpsearch: batch_size 5000 exceeds the 1077 training samples; each step uses all of them\n",
+    )
     for name in ("last.pt", "previous.pt"):
         Path("a", name).write_bytes(b"torn")
     code, out, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
