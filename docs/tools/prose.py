@@ -63,9 +63,10 @@ def read_prose(path: Path) -> Iterator[tuple[int, str]]:
 
 def main() -> int:
     """Print the faults in the files of the repository; return 1 if there are any."""
-    listed = subprocess.run(["git", "ls-files", *FILES], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["git", "ls-files", *FILES]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     faults = [fault for name in listed.splitlines() for fault in find_faults(ROOT / name)]
-    print(*faults, f"{len(faults)} faults of language", sep="\n")
+    sys.stdout.writelines(f"{line}\n" for line in [*faults, f"{len(faults)} faults of language"])
     return int(bool(faults))
 
 

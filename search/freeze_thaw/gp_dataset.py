@@ -83,7 +83,8 @@ class GPDataset:
             maximize: whether higher values are better.
             epochs: number of epochs of a full trial.
             random: random generator for subsampling the points.
-            points_per_trial, always: see `select_observations`.
+            points_per_trial: see `select_observations`.
+            always: see `select_observations`.
             warm_start: trials of earlier studies.
             curves: per trial, losses by epoch, from 1, used as they are; None for the reported values, of which
                 the best so far counts.

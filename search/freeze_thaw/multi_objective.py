@@ -294,7 +294,8 @@ def sample_non_dominated(
     Args:
         random: random generator.
         best: the Pareto front [k, metrics]; lower is better.
-        low, high: corners of the box [metrics].
+        low: lower corner of the box [metrics].
+        high: upper corner of the box [metrics].
         number: number of samples before rejection, shared among the metrics.
     """
     width = np.maximum(high - low, 0.0)

@@ -138,7 +138,8 @@ class Splits:
             times: time of each sample [n], numbers or datetimes. The earliest samples are for training, the latest for
                 the test. Samples of equal time are in the same split. `seed` and `stratify` are ignored.
             load: see `Dataset`.
-            collate, fingerprint: see `Dataset.of`.
+            collate: see `Dataset.of`.
+            fingerprint: see `Dataset.of`.
 
         Raises:
             ObjectiveError: the shares leave a split empty, a class is too rare for all splits, or x is ragged.
