@@ -6,11 +6,17 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import hpsearch
 from docs.tools.markdown import paragraphs, safe
+from docs.tools.settings import describe
+from hpsearch.search.spec.spec import Settings
+from hpsearch.search.worker.options import FleetWorkerOptions
+from hpsearch.storage.urls import Addresses
+
+KEYWORDS: dict[str, Any] = {f"Unpack[{keys.__name__}]": keys for keys in (Settings, FleetWorkerOptions, Addresses)}
 
 
 def api() -> str:
@@ -27,7 +33,7 @@ def _member(name: str, thing: Any, level: int) -> str:
         return f"{head} {name}\n\n```python\n{name} = {{\n{items}}}\n```\n"
     parts = [f"{head} {name}\n", f"```python\n{_signature(name, thing)}\n```\n"]
     if (doc := _own_doc(thing)) is not None:
-        parts.append(_docstring(doc) + "\n")
+        parts.append(_docstring(doc, _keywords(thing)) + "\n")
     if inspect.isclass(thing):
         for each, member in _methods(thing):
             parts.append(_member(f"{name}.{each}", member, level + 1))
@@ -96,8 +102,26 @@ def _split(parameters: str) -> list[str]:
 SECTIONS = {"Args:", "Attributes:", "Returns:", "Raises:", "Yields:", "Example:", "Examples:"}
 
 
-def _docstring(doc: str) -> str:
-    """A docstring in Google's style as Markdown."""
+def _keywords(thing: Any) -> dict[str, list[str]]:
+    """Return, by the name of a `**` parameter that is a `TypedDict`, a line for each of its keys."""
+    lines = {}
+    for name, annotation in getattr(thing, "__annotations__", {}).items():
+        if (keys := KEYWORDS.get(annotation)) is not None:
+            lines[name] = [
+                f"  - `{key}` ({hint.__forward_arg__.removesuffix(' | None').replace(' | ', ' or ')}): "
+                + safe(describe(key))
+                for key, hint in keys.__annotations__.items()
+            ]
+    return lines
+
+
+def _docstring(doc: str, keywords: Mapping[str, list[str]]) -> str:
+    """Return a docstring in Google's style as Markdown.
+
+    Args:
+        doc: the docstring.
+        keywords: the lines below the items of these parameters, unless an item refers to another method.
+    """
     lines: list[str] = []
     section = ""
     for line in doc.replace("``", "`").splitlines():
@@ -113,6 +137,7 @@ def _docstring(doc: str) -> str:
             lines.append(line.removeprefix("    "))
         elif section and (item := re.match(r"    (\*{0,2}\w[\w., *]*): (.*)", line)):
             lines.append(f"- `{item[1]}`: {safe(item[2])}")
+            lines += [] if "see `" in item[2] else keywords.get(item[1], [])
         elif section and not line.strip():
             lines.append("")
         elif section:

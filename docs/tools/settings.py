@@ -14,6 +14,7 @@ from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.reports import report
 from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
 from hpsearch.search.spec.spec import StudySpec, get_option_name
+from hpsearch.search.worker.options import WorkerOptions
 
 FROM_THE_OBJECTIVE = {"name", "metric", "direction", "n_trials", "epochs"}
 
@@ -25,8 +26,7 @@ def study_settings() -> str:
     rows = []
     for key, field in StudySpec.model_fields.items():
         option = options.get(key)
-        words = field.description or (getattr(option, "help", "") or "").partition("  [default")[0]
-        if not words:
+        if not (words := describe(key)):
             continue  # the version, and what `finalists` sets
         flag = get_option_name(key) if option else ""
         default = "the objective's" if key in FROM_THE_OBJECTIVE else _default(field)
@@ -34,6 +34,14 @@ def study_settings() -> str:
             default += f"; with `directions` `{MULTI_OBJECTIVE_DEFAULTS[key]}`"
         rows.append((code(flag), f"`{key}`", _allowed(schema, schema["properties"][key]), default, words))
     return table(("flag", "key", "type", "default", "what it does"), rows)
+
+
+def describe(key: str) -> str:
+    """Return the description of a setting of a study or of a worker; "" for a stored field without a flag."""
+    fields = StudySpec.model_fields | WorkerOptions.model_fields
+    if (description := fields[key].description) is None:
+        description = {option.name: option.help for option in command_of("run").params}.get(key)
+    return re.sub(r"  \[(default: .*)\]$", "" if key in StudySpec.model_fields else r" (\1)", description or "")
 
 
 def choices(kind: str) -> str:

@@ -77,7 +77,7 @@ class Study:
             objective: digits or another built-in, package.module:Class, my_file.py; or a class in such a file.
             spec: settings by their keys, or a .toml or .yaml file of them; keywords override it.
             enqueue: configurations to run first: see `enqueue_trial`.
-            settings: see docs/reference/settings.md; a sampler or pruner is a name, or a table of its name and options.
+            settings: addresses, and settings of the study; a table for a sampler or pruner has its `name` and options.
 
         Example:
             study = Study.create("wine.py", name="example", n_trials=2, epochs=2)
@@ -112,7 +112,12 @@ class Study:
 
     @classmethod
     def open(cls, name: str, *, progress: Callable[[str], None] | None = None, **where: Unpack[Addresses]) -> Study:
-        """Open a study by its name; `progress` receives each step of starting services.
+        """Open a stored study.
+
+        Args:
+            name: name of the study.
+            progress: callback for each step of starting services, as text.
+            where: addresses.
 
         Example:
             study = Study.open("example")
@@ -142,8 +147,7 @@ class Study:
 
         Args:
             workers: number of processes; 0 only prepares the study.
-            how: options of the workers: `lease`, `grace`, `save_every`, `stall_factor`, `system_metrics`, and `devices`
-                that train each trial together with their `collective_timeout`.
+            how: options of the workers.
 
         Raises:
             SearchError: the study is stopped, or its workers gave up before the budget was spent.
