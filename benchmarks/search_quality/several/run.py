@@ -167,7 +167,7 @@ def ratios(found: dict[Search, Found], way: str, peer: str) -> dict[str, np.ndar
     ratios: dict[str, list[float]] = {}
     for one, theirs in found.items():
         if one.way == peer:
-            arrived = mine[one.objective, one.seed].worth.reached(theirs.worth.most(one.budget))
+            arrived = mine[one.objective, one.seed].worth.reached(theirs.worth.max_volume(one.budget))
             ratios.setdefault(one.objective, []).append(math.inf if arrived is None else arrived / one.budget)
     return {objective: np.array(each) for objective, each in ratios.items()}
 
@@ -194,7 +194,7 @@ def main() -> None:
     with ProcessPoolExecutor(given.processes) as pool:
         found = simulate([replace(each, way=way) for each in every for way in given.peers], pool)
         most = {
-            each: max(found[replace(each, way=way)].worth.most(each.budget) for way in given.peers) for each in every
+            each: max(found[replace(each, way=way)].worth.max_volume(each.budget) for way in given.peers) for each in every
         }
         found |= simulate([replace(each, way=way, enough=most[each]) for each in every for way in given.ways], pool)
     print(f"seeds {seeds.start} to {seeds.stop - 1}, {given.workers} workers, {given.budget} epochs\n")

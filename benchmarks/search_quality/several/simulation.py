@@ -29,8 +29,8 @@ class Worth:
     spent: list[int] = field(default_factory=list)
     volume: list[float] = field(default_factory=list)
 
-    def max_trials(self, epochs: int) -> float:
-        """The most it was worth until so many epochs were spent."""
+    def max_volume(self, epochs: int) -> float:
+        """Return the largest hypervolume until this number of epochs was spent."""
         return max(self.volume[: bisect.bisect_right(self.spent, epochs)], default=0.0)
 
     def reached(self, target: float) -> int | None:

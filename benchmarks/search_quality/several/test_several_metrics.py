@@ -112,7 +112,7 @@ def test_a_front_is_chosen_by_what_is_reported_and_worth_what_is_true() -> None:
     assert note(1, (4.0, 4.0), (9.0, 4.0)) == 1 * 6  # it is taken for better, and is not
     assert note(2, (1.0, 9.0), (2.0, 9.0)) == 1 * 6 + 8 * 1 - 1 * 1
     assert simulation.worth.spent == [1, 3, 4]
-    assert simulation.worth.most(2) == simulation.worth.most(4) == 20.0
+    assert simulation.worth.max_volume(2) == simulation.worth.max_volume(4) == 20.0
     assert simulation.worth.reached(13.0) == 1
 
 

@@ -131,4 +131,4 @@ def test_rungs_know_which_way_each_metric_is_better() -> None:
     assert (rungs.maximize_each, rungs.epochs, rungs.min_complete) == ((True, False), (1, 3), 2)
     one = make_rungs(spec(**ONE, pruner={"name": "asha"}))
     assert one is not None
-    assert one.several == ()
+    assert one.maximize_each == ()
