@@ -118,7 +118,7 @@ def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() ->
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
     digits = load_objective("digits")
     given = {"objective": "digits", "name": "made", **settings}
-    return create_or_join(storage, given, digits, rehearse=lambda *_: None)[0]
+    return create_or_join(storage, given, digits, sanity_check=lambda *_: None)[0]
 
 
 def test_a_study_is_made_with_its_row_and_joined_without_another(storage: PostgresStorage) -> None:
