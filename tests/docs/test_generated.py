@@ -35,8 +35,8 @@ def test_the_picture_has_every_room_and_only_arrows_that_are_needed() -> None:
 
 def test_a_docstring_becomes_markdown() -> None:
     doc = "Does it.\n\nArgs:\n    a: one,\n        on two lines.\n    b, c: others.\n\nExample:\n    >>> f(1)\n    <S>"
-    assert _docstring(doc) == (
-        "Does it.\n\n**Args**\n\n- `a`: one,\n  on two lines.\n- `b, c`: others.\n\n"
+    assert _docstring(doc, {"a": ["  - `key`: below it"], "b": []}) == (
+        "Does it.\n\n**Args**\n\n- `a`: one,\n  - `key`: below it\n  on two lines.\n- `b, c`: others.\n\n"
         "**Example**\n\n```python\n>>> f(1)\n<S>\n```"
     )
 
