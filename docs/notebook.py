@@ -1,4 +1,4 @@
-"""The second half of the tutorial: a search from a notebook. Beside it lies wine.py, which `hpsearch init` writes."""
+"""The second half of the tutorial: a search from a notebook. It needs wine.py, which `hpsearch init` writes."""
 
 from hpsearch import Study
 
@@ -6,7 +6,7 @@ study = Study.create("wine.py", name="wine-notebook", n_trials=3, epochs=3, seed
 study.run(workers=1)
 print(study.best_value, study.best_params)
 
-study.stop()  # from here or any other machine; what runs is saved
+study.stop()  # from here or any other machine; running trials are saved
 study.start()
 study.extend("+1")
 study.run(workers=1)

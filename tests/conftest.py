@@ -33,7 +33,7 @@ from hpsearch.storage.embedded.postgres_account import find_postgres_folder, mak
 from hpsearch.storage.urls import build_url
 from tests.faults.harness import Zygote, server_in, zygotes
 
-# pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
+# pytest's main process loads readline, which sets these variables to the width of its terminal for all child processes.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 
@@ -42,7 +42,7 @@ for _name in ("COLUMNS", "LINES"):
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 # A suite in the background of a script, or under nohup, is started with signals ignored, and what it starts would be
-# too. It goes on ignoring them, by a function; children begin with the system's defaults, as those of a terminal do.
+# too. The suite ignores them with a handler function instead, so that children start with the default actions.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
@@ -140,7 +140,7 @@ _SLOW = {"stack", "own_home", "guarded_homes", "zygote", "fresh_home", "postgres
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_of_the_user() -> Iterator[None]:
-    """Keep the tests away from the services, the studies and the data of whoever runs them."""
+    """Keep the tests away from the services, the studies and the data of the user."""
     with pytest.MonkeyPatch.context() as patch, guarded_home() as home:
         for name in list(os.environ):
             if name.startswith(("HPSEARCH_", "MLFLOW_", "PG", "WANDB_")):

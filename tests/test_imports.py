@@ -1,6 +1,6 @@
-"""The import arrows: from room to room they point one way, and each package knows of the world what it may.
+"""The import rules: no cycles between rooms, and each package imports only allowed libraries.
 
-Read from the sources, so that imports inside functions and under TYPE_CHECKING count too.
+The tests read the sources, so that imports inside functions and under TYPE_CHECKING count too.
 """
 
 import importlib.metadata

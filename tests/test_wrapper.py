@@ -22,7 +22,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's: the wrapper makes its own
 PUBLIC_PYTHON = shutil.which("python3.11", path="/usr/local/bin:/usr/bin")
-UNPRIVILEGED = 65534  # nobody
+UNPRIVILEGED = 65534  # the user `nobody`
 OTHER_USER: dict[str, Any] = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": [], "cwd": "/"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wrapper")]  # one process has the clone that is shared
@@ -195,7 +195,7 @@ def test_a_stopped_installation_ends_its_installer(clone: Clone) -> None:
         _, stderr = call.communicate()
         assert call.returncode == 128 + number
         assert "Traceback" not in stderr
-        until(clone.lock_is_free)  # though the build is still held: nobody is left who waits for it
+        until(clone.lock_is_free)  # although the build is still held: no process waits for it any more
     (clone.root / "hold").unlink()
     assert clone.run("x").returncode == 0
 
@@ -232,7 +232,7 @@ def test_a_failed_installation_shows_why_and_is_tried_again(clone: Clone) -> Non
 
 @pytest.mark.soak  # another whole installation
 def test_uv_obeys_what_is_configured_for_pip_and_what_changed_is_installed_again(clone: Clone, tmp_path: Path) -> None:
-    """By the environment at first, then by a file, then by an index: each has a package that nobody else has."""
+    """Configure pip by the environment, then by a file, then by an index. Each of them has a package of its own."""
     plain = dict(clone.environment)
 
     def install(package: str, folder: Path, **configured: str) -> None:
@@ -317,7 +317,7 @@ def test_packages_are_added_remembered_and_installed_again(shop: Clone, tmp_path
     assert there(shop) == {"tiny-1.0", "torch-2.13.0", "plain-1.0", "rich_one-1.0", "deeper-1.0"}
     assert list(shop.site_packages().glob("__pycache__/plain.*.pyc")), "not compiled"
     assert shop.run("x").stderr == ""
-    assert shop.run("add", "Plain>=2").returncode == 0  # in the place of what was asked of it before
+    assert shop.run("add", "Plain>=2").returncode == 0  # replaces the earlier requirement
     assert shop.run("add").stdout.split() == ["rich-one[all]", "Plain>=2"]
     assert "plain-2.0" in there(shop)
     assert shop.builds() == 1, "the clone itself is left as it is"

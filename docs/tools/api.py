@@ -41,14 +41,14 @@ def _member(name: str, thing: Any, level: int) -> str:
 
 
 def _own_doc(thing: Any) -> str | None:
-    """A docstring of one's own: dataclasses get one that repeats their signature."""
+    """Return the docstring, or None if `dataclass` generated it from the signature."""
     doc = inspect.getdoc(thing)
     generated = dataclasses.is_dataclass(thing) and doc is not None and doc.startswith(f"{thing.__name__}(")
     return None if generated else doc
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods that a class, or one of ours above it, defines and says something about."""
+    """Yield the public methods with a docstring that a class or its base classes in hpsearch define."""
     for base in reversed(cls.__mro__):
         if base.__module__.partition(".")[0] != "hpsearch":
             continue
@@ -59,7 +59,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _signature(name: str, thing: Any) -> str:
-    """A signature of at most a hundred characters a line."""
+    """Return the signature, in lines of at most 100 characters."""
     try:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):
@@ -78,7 +78,7 @@ def _signature(name: str, thing: Any) -> str:
 
 
 class _Bare(str):
-    """An annotation as its source has it, where `inspect` would quote it."""
+    """An annotation that `inspect` prints without quotes, as in the source."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -89,7 +89,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _split(parameters: str) -> list[str]:
-    """Parameters apart, at the commas that stand in no bracket."""
+    """Split parameters at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for place, sign in enumerate(parameters):
         depth += (sign in "([{") - (sign in ")]}")

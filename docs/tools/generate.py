@@ -1,8 +1,8 @@
-"""Writes what the code says of itself into the pages: between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""Generate tables and reference pages from the code, between `<!-- generated: NAME -->` and `<!-- end -->`.
 
 Run it after a change of a setting, a command, a docstring of the API, or the rooms:
 `.venv/bin/python -m docs.tools.generate`.
-tests/docs/test_generated.py fails where a page is behind.
+tests/docs/test_generated.py fails if a page is outdated.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ BLOCKS = {
 
 
 def generated(text: str) -> str:
-    """A page with its blocks as the code has them now."""
+    """Return a page with its generated blocks up to date."""
     return BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n\n{block[3]}", text)
 
 
 def outputs() -> dict[str, str]:
-    """Every file that is generated, or has generated blocks, by its path below `docs`, as it should be."""
+    """Return the up-to-date text of each file with generated content, by its path below `docs`."""
     pages = {page: generated((ROOT / "docs" / page).read_text()) for page in PAGES}
     return {**pages, "rooms.svg": draw(ROOMS, room_arrows())}
 
 
 def main() -> int:
-    """Write what has changed."""
+    """Write the files that are outdated."""
     for page, text in outputs().items():
         path = ROOT / "docs" / page
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-            print(f"wrote docs/{page}")  # noqa: T201 it is for whoever runs it
+            print(f"wrote docs/{page}")  # noqa: T201 for the user
     return 0
 
 

@@ -17,7 +17,7 @@ FILES = ("*.md", "*.py", "hpsearch")
 
 _PEOPLE = "users?|people|person|developers?|colleagues?|readers?|anyone|someone|everyone|those"
 
-# Patterns, each with what to write instead.
+# Patterns, each with its replacement.
 RULES = {
     r"anew": "again, new",
     r"beside": "next to, in addition to",
@@ -65,7 +65,8 @@ def main() -> int:
     """Print the faults in the files of the repository; return 1 if there are any."""
     command = ["git", "ls-files", *FILES]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    faults = [fault for name in listed.splitlines() for fault in find_faults(ROOT / name)]
+    paths = [ROOT / name for name in listed.splitlines()]
+    faults = [fault for path in paths if path != Path(__file__) for fault in find_faults(path)]
     sys.stdout.writelines(f"{line}\n" for line in [*faults, f"{len(faults)} faults of language"])
     return int(bool(faults))
 

@@ -1,6 +1,6 @@
-"""What the site needs beside the pages: files of the project's root as pages, and links to sources as plain words.
+"""MkDocs hooks: add files of the project's root as pages, and replace links to sources by their text.
 
-On a code host a link to a source opens it; the site holds no sources, so there the link's words stand alone.
+A link to a source file works on a code host. The site contains no source files, so the link would be broken there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the pages that lie beside `docs`, as if they lay in it."""
+    """Add the pages from the project's root."""
     for name in FROM_THE_ROOT:
         text = (ROOT / name).read_text().replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
@@ -25,7 +25,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
-    """Let links to what is no part of the site be the words they are on."""
+    """Replace links to files outside of the site by their text."""
     here = Path(page.file.src_uri).parent
 
     def shown(link: re.Match[str]) -> str:

@@ -69,7 +69,7 @@ def free_port() -> int:
 
 @dataclass
 class Machine:
-    """The services' commands on this machine, beside a Postgres of their own."""
+    """The services' commands on this machine, with a separate Postgres."""
 
     folder: Path  # that every user can enter
     server: EmbeddedPostgres

@@ -68,7 +68,9 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
     assert {services[name]["mem_limit"] for name in ("study", "worker")} == {str(8 << 30)}
     dashboard, tracking = services["dashboard"]["environment"], "HPSEARCH_TRACKING_URI"
     assert dashboard["HPSEARCH_DASHBOARD_READ_ONLY"] == "1"
-    assert dashboard[tracking] == worker["environment"][tracking], "it notices what is promoted where workers log"
+    assert dashboard[tracking] == worker["environment"][tracking], (
+        "the dashboard detects promotions on the server to which workers log"
+    )
 
 
 def test_passwords_reach_only_whom_they_belong_to() -> None:

@@ -1,4 +1,4 @@
-"""The proxy's own Caddyfile, run by Caddy on real services: nobody passes without the login, and with it all works."""
+"""The proxy's Caddyfile in Caddy, with real services: it rejects requests without the login, and all work with it."""
 
 import base64
 import http.client

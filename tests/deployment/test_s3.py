@@ -69,7 +69,7 @@ def test_checkpoints_and_artifacts_lie_in_the_bucket(machine: Machine) -> None:
     environment = {**machine.environment("worker"), "AWS_SECRET_ACCESS_KEY": machine.secrets["HPSEARCH_S3_SECRET"]}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     kept = done.stdout.split()
-    # Those of a trial that is over are removed again: the server's log tells that they were there.
+    # Checkpoints of a trial that has ended are removed. The server's log proves that they were uploaded.
     assert re.search(r"PUT /hpsearch/checkpoints/\S+ .* 200 ", machine.log("s3")), machine.log("s3")[-3000:]
     assert any(key.startswith("mlflow/") and key.endswith("best.pt") for key in kept)
     assert not list((machine.folder / "artifacts").rglob("best.pt"))

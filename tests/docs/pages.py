@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 def commands(path: Path) -> Iterator[list[str]]:
-    """What a page says to type, line by line: the words of each command in its blocks of shell."""
+    """Yield the words of each command in a page's shell blocks, line by line."""
     for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
             if words := shlex.split(line, comments=True):

@@ -1,4 +1,4 @@
-"""What is generated into the pages is what the code says now."""
+"""The generated parts of the pages are up to date."""
 
 from docs.rooms import ROOMS, ROOT, room_arrows
 from docs.tools.api import _docstring, _signature

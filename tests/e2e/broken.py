@@ -1,4 +1,4 @@
-"""An objective that cannot be trained: BREAK says how."""
+"""An objective that cannot be trained. The environment variable BREAK selects the reason."""
 
 from __future__ import annotations
 

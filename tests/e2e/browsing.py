@@ -54,8 +54,8 @@ def address(output: str, what: str) -> str:
 
 
 def fits(page: Page, width: int) -> None:
-    """Nothing is wider than the window, or written where nobody can scroll to, or cut in a table."""
+    """Check that nothing is wider than the window, outside of the scrollable area, or cut off in a table."""
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
     cut = page.evaluate(CUT)
-    assert cut == [], "nothing is written over the edge of the page, where nobody can scroll to, nor cut in a table"
+    assert cut == [], "text outside of the scrollable area, or cut off in a table"

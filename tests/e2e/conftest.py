@@ -25,7 +25,7 @@ def cli(stack: StackInfo, zygote: Zygote, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def search(cli: Cli) -> Search:
     """12 trials of digits by 3 workers on the embedded stack."""
-    name = "end.to.end"  # with what MLflow does not want in the name of a model
+    name = "end.to.end"  # contains characters that MLflow rejects in the name of a model
     output = cli(
         *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
         *("--sampler-option", "n_startup_trials=4", "--pruner-option", "n_startup_trials=3"),

@@ -17,7 +17,7 @@ from torch import nn
 from hpsearch import Dataset, Objective, Splits, Standardize, TrainConfig
 from hpsearch.objectives.training.reports import run_dir
 
-# Nobody looks at these plots, and they cost such a trial as much as all the rest.
+# No test uses these plots, and drawing them takes half of the time of such a trial.
 run_dir.plot_curves = run_dir.plot_gradient_norms = lambda *_args, **_kwargs: None  # type: ignore[assignment]
 
 BATCHES = 3  # a training epoch of 106 samples in batches of 32, the last one dropped

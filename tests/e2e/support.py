@@ -89,7 +89,7 @@ def values(study: optuna.Study) -> list[dict[int, float]]:
     return [trial.intermediate_values for trial in study.trials]
 
 
-# What makes a trial the same whoever trains it, and spares it a model that these tests have no use for.
+# With these options the worker does not affect a trial's results. These tests need no models.
 PLAIN = ("--sampler", "random", "--pruner", "none", "--models", "none")
 
 

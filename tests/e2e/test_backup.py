@@ -1,4 +1,4 @@
-"""A backup of a search that runs, put back in another home, goes on there to the numbers of an undisturbed one."""
+"""A backup of a running search, restored in another home, continues there and gives the results without a fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = "searched"
 
 @pytest.fixture(scope="module")
 def homes(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[tuple[Path, Path]]:
-    """Two home folders: that of a search, and one to go on in."""
+    """Return two home folders: that of a search, and one for the restored search."""
     with ExitStack() as opened:
         yield opened.enter_context(guarded_homes()), opened.enter_context(guarded_homes())
 

@@ -24,7 +24,7 @@ def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Se
     keep(page, "dashboard")
 
 
-@pytest.mark.soak  # MLflow's pages: that the links are there and answer says test_search.py
+@pytest.mark.soak  # needs MLflow's pages; test_search.py checks that the links exist and work
 def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_trials(
     page: Page, search: Search
 ) -> None:
@@ -40,11 +40,11 @@ def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_
     keep(page, "mlflow-study")
 
 
-@pytest.mark.soak  # MLflow's pages: that the model is registered and loaded says test_search.py
+@pytest.mark.soak  # needs MLflow's pages; test_search.py registers and loads the model
 def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
     best = search.study.best_trial
     page.goto(address(search.output, "MLflow, best trial"))
-    # The table of logged models; the same name beside each metric only opens a note.
+    # The table of logged models. The same name next to each metric only opens a note.
     page.locator("[role=gridcell] a", has_text=f"{search.model_name}-trial-{best.number}").first.click()
     expect(page.get_by_role("button", name="Register model").first).to_be_visible(timeout=PATIENCE)
     keep(page, "mlflow-model")
@@ -138,7 +138,7 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     keep(page, "dashboard-note")
 
 
-@pytest.mark.soak  # that the dashboard serves it says test_promotion.py
+@pytest.mark.soak  # test_promotion.py checks that the dashboard serves the files
 def test_the_dashboard_shows_what_a_trial_left(page: Page, search: Search) -> None:
     page.goto(address(search.output, "Optuna dashboard") + "/trials?numbers=0")
     expect(page.get_by_role("img", name="curves.png").first).to_be_visible(timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""What a search is told to begin with is run first, once, and within the budget, though workers are killed."""
+"""Enqueued configurations run first, once, and within the budget, even if workers are killed."""
 
 from __future__ import annotations
 

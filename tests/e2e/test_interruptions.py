@@ -51,7 +51,7 @@ def assert_as_undisturbed(cli: Cli, name: str, undisturbed: optuna.Study) -> Non
     parent = client.get_run(study.user_attrs["hpsearch:mlflow_run_id"])
     query = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
     runs = client.search_runs([parent.info.experiment_id], query)
-    assert len(runs) == 2, "a resumed trial goes on in its own run"
+    assert len(runs) == 2, "a resumed trial continues in its own run"
     for trial in study.trials:
         run_id = trial.user_attrs["hpsearch:mlflow_run_id"]
         points = [(m.step, m.value) for m in client.get_metric_history(run_id, "val_accuracy")]
@@ -70,14 +70,14 @@ def test_a_killed_worker_costs_nothing(cli: Cli, tmp_path: Path, undisturbed: op
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
-    """It is told to stop in its first trial, and again, by another signal, in its second."""
+    """A signal stops the run in its first trial, and another signal stops it in its second."""
     name = "interrupted"
     log = cli.stack.home / "logs" / name / "worker-0.log"
     for number, told in enumerate([signal.SIGINT, signal.SIGTERM]):
         (gate := tmp_path / told.name).mkdir()
         process = start(cli, name, gate)
         process.send_signal(told)
-        wait_for(lambda: log.read_text().count("finishing the epoch") == number + 1, "the worker to be told")  # noqa: B023 called at once
+        wait_for(lambda: log.read_text().count("finishing the epoch") == number + 1, "the worker to handle the signal")  # noqa: B023 called at once
         (gate / "open").touch()
         output, _ = process.communicate()
         assert process.returncode == 130, output
@@ -91,14 +91,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(cli: Cli, tmp_path: Path, u
 
 
 def test_a_lost_terminal_drains_the_run(cli: Cli, tmp_path: Path) -> None:
-    """What it prints goes into a pipe that nobody reads any more: printing fails."""
+    """Its output goes to a pipe without a reader, so that printing fails."""
     os.mkfifo(pipe := tmp_path / "terminal")
     terminal = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     process = start(cli, "hung-up", tmp_path, log=pipe)
     os.close(terminal)
     process.send_signal(signal.SIGHUP)
     log = cli.stack.home / "logs" / "hung-up" / "worker-0.log"
-    wait_for(lambda: "finishing the epoch" in log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in log.read_text(), "the worker to handle the signal")
     (tmp_path / "open").touch()
     process.wait()
     trial = cli.study("hung-up").trials[0]

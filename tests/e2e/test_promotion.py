@@ -24,7 +24,7 @@ MODEL = "end-to-end-promoted"
 
 @pytest.fixture(scope="module")
 def promoted(cli: Cli, search: Search) -> str:
-    """What `hpsearch promote` says of the search."""
+    """Return the output of `hpsearch promote` for the search."""
     return cli("promote", search.name, "--model", MODEL)
 
 
@@ -40,7 +40,7 @@ def test_the_best_trial_is_promoted_and_the_study_says_so(cli: Cli, search: Sear
     assert re.fullmatch("[0-9a-f]{64}", tags["hpsearch.data_sha256"])
 
 
-@pytest.mark.soak  # the tutorial's serve-check says so too, and the next test has the scores
+@pytest.mark.soak  # the tutorial runs serve-check too, and the next test compares the scores
 def test_it_reproduces_its_value_in_a_process_without_our_code(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("serve-check", f"{MODEL}@champion")
     values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))

@@ -54,7 +54,7 @@ def test_runs_say_how_their_trials_ended(search: Search) -> None:
         assert run.data.tags["hpsearch.state"] == trial.state.name.lower()
         assert run.data.tags["hpsearch.reason"] == trial.user_attrs["hpsearch:reason"]
         best = {"best_val_accuracy", "best_val_loss", "best_epoch"} & set(run.data.metrics)
-        assert len(best) == (3 if trial.state == TrialState.COMPLETE else 0), "a pruned trial is nobody's best"
+        assert len(best) == (3 if trial.state == TrialState.COMPLETE else 0), "a pruned trial has no best metrics"
         assert {k: run.data.params[k] for k in trial.params} == {k: str(v) for k, v in trial.params.items()}
     assert search.client.get_run(search.parent).info.status == "FINISHED"
 

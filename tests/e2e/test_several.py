@@ -39,7 +39,7 @@ class Small(Objective):
 """
 
 NAME = "several"
-STEPS = {"loading the objective", "opening the study"}  # what a run says before it refuses
+STEPS = {"loading the objective", "opening the study"}  # the output of a run before its error
 ONE = 13 + 1 + 3 + 3  # parameters of width 1
 
 

@@ -1,4 +1,4 @@
-"""Each study overfits one batch before its first trial, once, and says what came of it."""
+"""Each study overfits one batch before its first trial, once, and reports the result."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 @pytest.mark.timeout(900)  # seventeen commands, one after the other
 def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> None:
-    """All in their order, with what a reader is told to expect of them."""
+    """Run all commands in their order and compare their output with the tutorial."""
     here = dataclasses.replace(cli, cwd=tmp_path)
     said = {}
     for words in commands(TUTORIAL):

@@ -58,7 +58,7 @@ class Breakable:
         process.wait()
 
     def away_for_longer_than_a_lease(self, arena: Arena, workers: list[Worker]) -> None:
-        """Kill it, let go on whoever hangs, and start it again; all workers are to wait for it and to end in peace."""
+        """Kill Postgres, let hanging workers continue, and start it again; all workers must wait for it and exit with 0."""
         self.kill()
         try:
             (arena.orders / "open").touch()
@@ -72,11 +72,11 @@ class Breakable:
         assert {worker.exit_code for worker in workers} == {0}, arena.tell("they did not wait")
 
     def start(self) -> None:
-        """Start it again, where it was."""
+        """Start it again on the same port."""
         assert self.server.start(self.port) == self.port
 
     def cut(self) -> int:
-        """End every connection but this one; return how many there were."""
+        """End every connection except this one; return the number of ended connections."""
         connection = psycopg2.connect(_url(self.server, self.port).replace("+psycopg2", ""), sslmode="disable")
         try:
             with connection, connection.cursor() as cursor:

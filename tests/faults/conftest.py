@@ -25,7 +25,7 @@ def arena(zygote: Zygote, database_url: str, stack: StackInfo, open_folder: Path
 
 @pytest.fixture(scope="session")
 def breakable(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[Breakable]:
-    """A Postgres that nobody else uses."""
+    """A Postgres that no other test uses."""
     with guarded_homes() as home:
         yield Breakable.started(home)
 

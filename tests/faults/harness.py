@@ -58,7 +58,7 @@ class Command:
         return code
 
     def lines(self, number: int) -> list[str]:
-        """Wait until it has printed so many lines, or ended, and return all that it printed."""
+        """Wait until the command has printed `number` lines or has ended, and return all its lines."""
         while (ended := self.poll() is not None) is False and self.log.read_text().count("\n") < number:
             time.sleep(0.005)
         found = self.log.read_text().splitlines()
@@ -207,7 +207,7 @@ class Arena:
         return self.folder / "orders"
 
     def quiet(self) -> Arena:
-        """The same with a study that nobody disturbs."""
+        """Return an arena like this one for a study without faults."""
         folder = self.folder / "quiet"
         folder.mkdir()
         folder.chmod(0o755)
@@ -216,7 +216,7 @@ class Arena:
     def create(
         self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "", objective: str = OBJECTIVE
     ) -> None:
-        """Make the study, with orders for whoever works on it."""
+        """Create the study, with orders for its workers."""
         write(self.orders, orders)
         self.home.mkdir(exist_ok=True)
         self.home.chmod(0o755)
@@ -263,12 +263,12 @@ class Arena:
         codes: tuple[int, ...] = (-signal.SIGKILL,),
         **more: str,
     ) -> None:
-        """Keep so many workers at work until each has left with nothing left to do.
+        """Keep `slots` workers running until each has exited because no work is left.
 
         Args:
-            slots: how many at once; a worker that was killed or that drained is followed by another.
-            meanwhile: is called again and again with those that run.
-            codes: what a worker may leave with, beside 0, to be followed by another.
+            slots: number of concurrent workers. A worker that was killed or drained is replaced by another.
+            meanwhile: is called repeatedly with the running workers.
+            codes: exit codes, in addition to 0, after which a worker is replaced by another.
             more: environment of the workers.
         """
         running = [self.start(**more) for _ in range(slots)]
@@ -285,7 +285,7 @@ class Arena:
             time.sleep(0.02)
 
     def frozen(self) -> list[Worker]:
-        """Workers that are stopped by a signal."""
+        """Return the workers that SIGSTOP stopped."""
         return [w for w in self.workers if not w.ended and state_of(w.pid) == "T"]
 
     def obeyed(self, index: int) -> bool:
@@ -297,12 +297,12 @@ class Arena:
         return [line for line in lines if line["event"] == event]
 
     def log_size(self) -> int:
-        """How much the workers have trained and reported, as a number that grows."""
+        """Return the size of the event log, which grows while workers train and report."""
         log = self.orders / "log.jsonl"
         return log.stat().st_size if log.exists() else 0
 
     def tell(self, what: str) -> str:
-        """What went wrong, with the ends of the workers' logs."""
+        """Return an assertion message with the last lines of the workers' logs."""
         logs = [
             f"--- {w.pid} {w.exit_code} ---\n" + "\n".join(w.log.read_text().splitlines()[-15:]) for w in self.workers
         ]

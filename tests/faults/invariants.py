@@ -81,7 +81,7 @@ _TRIALS = """
 def assert_whole(
     url: str, study: str, home: Path, undisturbed: list[list[float]], n_trials: int, *, store: Path | None = None
 ) -> list[Trial]:
-    """Assert that a study ended as if nobody had touched it, and return its trials.
+    """Assert that a study ended as without faults, and return its trials.
 
     Args:
         url: of its database.
@@ -114,7 +114,7 @@ _RUNGS = """
 def read_promotions(url: str, study: str, factor: int) -> list[tuple[int, int]]:
     """Trial and rung of all promotions of a study that has ended, rung by rung in their order.
 
-    Whoever is among the best of a rung in the end has gone on, and whoever has gone on has reached the next.
+    Asserts that the best trials of each rung were promoted, and that all promoted trials reached the next rung.
     """
     engine = sa.create_engine(url, poolclass=sa.NullPool)
     with engine.connect() as connection:
@@ -140,7 +140,7 @@ def assert_attempts(trial: Trial) -> None:
 
 
 def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
-    """No checkpoint is left that nobody would resume from, and no temporary file."""
+    """Assert that no superfluous checkpoint is left, and no temporary file."""
     kept = {path for trial in trials for path in trial.pointers}
     assert not [t.number for t in trials if t.pointers and t.state != "FAIL"], "pointers of trials that have ended"
     found = {get_checkpoint_path(str(path.relative_to(store))) for path in store.rglob("*") if path.is_file()}
@@ -149,7 +149,7 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     names = ("last.pt", "previous.pt", "shards", ".*")
     local = [path for name in names for path in (home / "runs").glob(f"*/*/{name}")]
     left = [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
-    assert not left, "files here that only a trial which goes on would need"
+    assert not left, "local files that only an unfinished trial would need"
 
 
 def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models: Container[int] = ()) -> None:

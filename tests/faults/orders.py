@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from hpsearch.kill_points import KILL_POINTS
 
 PLACES = {*KILL_POINTS, "training", "suggest", "loading"}  # the last three are in the objectives of the tests
-OUTSIDE = -1  # no trial: what a command does beside them
+OUTSIDE = -1  # no trial: for points of a command outside of trials
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def obey(point: str, when: str = "before") -> None:
                 continue  # a claim that was never committed is made again
             written = where / f"obeyed-{index}-{os.getpid()}"
             written.write_text(str(os.getpid()))
-            written.rename(where / f"obeyed-{index}")  # at once: whoever sees it reads who obeys
+            written.rename(where / f"obeyed-{index}")  # atomic: a reader of this file finds the process id in it
             ACTIONS[order.action](where)
 
 

@@ -91,7 +91,7 @@ def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """With STEP_PACE a step takes so many seconds, and is written down."""
+    """Let each step take STEP_PACE seconds, if this is set, and log it."""
     if "STEP_PACE" not in os.environ:
         return original
 
@@ -107,7 +107,7 @@ def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shift_clock(offset: float) -> None:
-    """Let this process's clock go wrong by so many seconds."""
+    """Shift this process's clock by `offset` seconds."""
     real_time, real = time.time, datetime.datetime
 
     class Kind(type):

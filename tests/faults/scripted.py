@@ -49,6 +49,6 @@ class Scripted(Objective):
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
         return Obedient()
 
-    # accuracy on 36 samples repeats from trial to trial: the loss tells two runs apart to the last bit
+    # Accuracy on 36 samples is often equal in two trials. The loss differs.
     metric = "loss"
     direction = "minimize"

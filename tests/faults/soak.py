@@ -28,7 +28,7 @@ from tests.waiting import wait_for
 # A fault, and how often it is chosen.
 FAULTS = {"kill": 4, "freeze": 3, "terminate": 2, "cut connections": 2, "kill postgres": 1, "mlflow away": 1}
 
-# A worker that starts while a service is away says so and leaves with 2; whoever started it starts it again.
+# A worker that starts during an outage of a service exits with 2, and the test starts it again.
 CODES = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, 2)
 
 
@@ -36,7 +36,7 @@ CODES = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, 2)
 class Storm:
     """Does one of `FAULTS` every `period` seconds, `most` times at the most.
 
-    It waits longer while nobody gets anywhere, as on a machine that is busy with something else.
+    It waits longer while no worker makes progress, as on a machine that is busy with something else.
     """
 
     arena: Arena

@@ -69,7 +69,7 @@ def test_a_killed_worker_changes_no_bit(arena: Arena, title: str, monkeypatch: p
 
 
 def assert_as_undisturbed(study: StoredStudy, reference: str) -> None:
-    """Each trial has the values of a run that nobody touched, as far as it was not pruned."""
+    """Assert that each trial has the values of a run without faults, up to the epoch where it was pruned."""
     objective = load_objective(reference)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Trials of two processes each: one of them is killed, frozen, told to go or fails, and the trial ends as if not."""
+"""Trials of two processes each: one process is killed, frozen, stopped or fails, and the results do not change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def leader(arena: Arena) -> int:
 
 
 def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int, **more: str) -> Values:
-    """What two processes come to that nobody disturbs."""
+    """Return the results of two processes without faults."""
     if n_trials not in together:
         quiet = arena.quiet()
         quiet.create(n_trials, [])
@@ -144,7 +144,7 @@ def test_a_process_dies_while_rank_0_has_not_yet_said_what_is_trained(
 
 
 def test_what_one_process_raises_ends_the_trial_on_all_by_its_reason(arena: Arena, together: dict[int, Values]) -> None:
-    """And the worker goes on, with the same processes."""
+    """And the worker continues, with the same processes."""
     orders = [
         Order("training", "raise", trial=0, epoch=1, rank=1),
         Order("training", "allocate", trial=1, epoch=1, rank=1),
@@ -200,7 +200,7 @@ def test_all_processes_leave_after_the_same_epoch_when_one_is_told(
     pids = [int((arena.orders / f"obeyed-{rank}").read_text()) for rank in range(2)]
     pid = worker.pid if told == "worker" else pids[int(told[-1])]
     psutil.Process(pid).send_signal(signal.SIGTERM)
-    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "it to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     assert worker.exit_code == 128 + 15, arena.tell("")
@@ -224,7 +224,7 @@ def test_a_verdict_reaches_all_processes_after_the_same_epoch(arena: Arena) -> N
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena, strategy: str) -> None:
-    """Left in mid-epoch by two, killed on one, and ended by four: what one comes to, but for rounding."""
+    """Released in mid-epoch by two devices, killed on one, completed on four: equal to one device up to rounding."""
     more = {"DROPOUT": "0", "STRATEGY": strategy}  # dropout is drawn on each device apart
     arena.create(1, [Order("training", "kill", trial=0, attempt=2, epoch=2)])
     two = arena.start(HPSEARCH_DEVICES="2", STEP_PACE="0.5", HPSEARCH_GRACE="2", **more)
@@ -318,7 +318,7 @@ def test_all_processes_leave_a_trial_that_is_ended_from_outside(arena: Arena, ho
     "title", [title if title == "Accelerate" else pytest.param(title, marks=pytest.mark.soak) for title in EXAMPLES]
 )
 def test_a_loop_of_anybodys_is_killed_on_two_devices(arena: Arena, title: str) -> None:
-    """And goes on from what its library saved: a search of two trials comes to what it does undisturbed."""
+    """It resumes from the state that its library saved. A search of two trials gives the results without faults."""
     if title == "DeepSpeed":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed: the extra of this name has it")
     path = arena.folder / "loop.py"

@@ -36,9 +36,9 @@ def test_a_full_disk_costs_checkpoints_and_no_trial(
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
     assert [t.outcomes for t in trials] == [["complete"], ["lost", "complete"], ["lost", "complete"]]
     again = {(e["trial"], e["epoch"]) for e in arena.events("training") if e["attempt"] == 2}
-    assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each goes on after its last whole checkpoint"
+    assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each trial resumes after its last complete checkpoint"
     log = "".join(worker.log.read_text() for worker in arena.workers)
-    assert log.count("File too large; the trial goes on") == 3, "each says so once"
+    assert log.count("File too large; the trial goes on") == 3, "each worker logs it once"
 
 
 def test_a_trial_goes_on_on_another_machine(

@@ -12,7 +12,7 @@ from tests.faults.orders import Order
 
 Point = tuple[str, str, int | None]  # point, before or after, epoch
 
-# Where the worker of each trial is killed, and who takes the trial up after it.
+# The points where the worker of each trial, and each next worker of the same trial, is killed.
 LOST: list[list[Point]] = [
     [("claim", "after", None), ("suggest", "before", None), ("log params", "before", None)],
     [("training", "before", 0), ("write checkpoint file", "after", 1), ("remove superseded checkpoints", "after", 2)],
@@ -73,7 +73,7 @@ def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[li
     arena.create(n_trials, orders, retries=max(map(len, killed)))
     arena.work(2)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
-    assert not missed, f"nobody was killed at {missed}"
+    assert not missed, f"no worker was killed at {missed}"
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert {t.state for t in trials} == {"COMPLETE"}
     lost = [*map(len, LOST), *[0] * len(FREE)]
@@ -83,9 +83,9 @@ def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[li
 
 
 def test_the_sender_is_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
-    """In the middle of what it sends: nothing is missing in MLflow or there twice, and a trial has one model.
+    """It is killed while it sends: nothing is missing or duplicated in MLflow, and a trial has one model.
 
-    Of each trial the sender is killed three times: early, again where the next one goes on, and at its end.
+    For each trial the sender is killed three times: early, again where the next sender continues, and at the end.
     """
     with_models = range(len(SENDING_MODELS) // 3)
     others = range(len(with_models), len(with_models) + len(SENDING) // 3)
@@ -99,7 +99,7 @@ def test_the_sender_is_killed_at_every_step(arena: Arena, undisturbed: Callable[
     arena.create(n_trials, orders, retries=len(orders))
     arena.work(2)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
-    assert not missed, f"nobody was killed at {missed}"
+    assert not missed, f"no worker was killed at {missed}"
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert {t.state for t in trials} == {"COMPLETE"}
     assert_tracked(arena.tracking_uri, arena.name, trials, models=with_models)

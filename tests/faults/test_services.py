@@ -52,7 +52,7 @@ def test_connections_that_are_cut_again_and_again_lose_nothing(
 
 
 def test_mlflow_goes_away_and_comes_back(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
-    """In mid-trial; the trial goes on at once, and once it is back nothing is missing there."""
+    """In the middle of a trial: the trial continues, and MLflow has all records after it is back."""
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
         orders = [Order("training", "hang", trial=0, epoch=1), Order("publish run", "hang until mended", trial=0)]

@@ -1,4 +1,4 @@
-"""Workers that are told to leave, in time or not, and user code that fails in every way it can."""
+"""Workers that shut down gracefully or are killed before that, and user code that fails in every possible way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
         wait_for(lambda: arena.obeyed(number), "the worker to be in mid-epoch")  # noqa: B023 called at once
     for worker in workers:
         worker.send(signal.SIGTERM)
-        wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")  # noqa: B023 called at once
+        wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")  # noqa: B023 called at once
     workers[1].send(signal.SIGKILL)
     wait_for(lambda: arena.reap() or workers[1].ended, "the worker to be killed")
     (arena.orders / "open").touch()
@@ -43,7 +43,7 @@ def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
 def test_a_worker_that_trains_again_what_was_reported_leaves_when_told(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """Its checkpoints are gone: it begins anew, and epochs that the study has already are no reason to stay."""
+    """Its checkpoints are gone: it starts from scratch, and exits although the study has its next epochs already."""
     arena.create(
         1, [Order("training", "kill", trial=0, epoch=3), Order("training", "hang", trial=0, attempt=2, epoch=0)]
     )
@@ -56,7 +56,7 @@ def test_a_worker_that_trains_again_what_was_reported_leaves_when_told(
     again = arena.start()
     wait_for(lambda: arena.obeyed(1), "the worker to be in its first epoch")
     again.send(signal.SIGTERM)
-    wait_for(lambda: "finishing the epoch" in again.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in again.log.read_text(), "the worker to handle the signal")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or again.ended, "the worker to leave")
     assert [e["epoch"] for e in arena.events("training") if e["attempt"] == 2] == [0]

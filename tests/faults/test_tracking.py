@@ -81,7 +81,7 @@ def test_the_server_is_killed_for_the_middle_half_of_a_search(
 def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:
-    """Machines that share nothing but the checkpoints, of which none but the last ever tells MLflow the rest."""
+    """Machines that share only the checkpoints. Only the last machine sends the remaining records to MLflow."""
     orders = [Order("training", "kill", trial=0, attempt=n, epoch=n) for n in (1, 2, 3)]
     arena.models = None
     arena.create(1, orders, retries=3, settings=f"--checkpoint-url {arena.folder / 'shared'}")
@@ -117,7 +117,7 @@ def test_a_winner_whose_machine_is_gone_has_a_model(arena: Arena, undisturbed: U
         assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
     else:
         arena.work(1)
-        if undisturbed(2)[1] < undisturbed(2)[0]:  # the other trial won: only a winner is told of unasked
+        if undisturbed(2)[1] < undisturbed(2)[0]:  # the other trial won: only a winner is sent automatically
             arena.run("sync", arena.name)
     found = assert_whole(
         arena.storage_url, arena.name, arena.home, undisturbed(trials), trials, store=arena.folder / "shared"

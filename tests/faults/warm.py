@@ -1,4 +1,4 @@
-"""Loaded by the server that commands are forked from (tests.faults.zygote): what each would load and do anew."""
+"""Imports for the server that forks commands (tests.faults.zygote), so that not each command repeats them."""
 
 from __future__ import annotations
 

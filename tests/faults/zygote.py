@@ -30,7 +30,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def keep(alive: Path, known: Path) -> None:
-    """Start the server, write down where it listens, and go when nobody writes to the pipe `alive` any more."""
+    """Start the server, write its address to `known`, and exit when the pipe `alive` has no writer any more."""
     os.environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload", "tests.faults.warm"])
@@ -45,19 +45,19 @@ def keep(alive: Path, known: Path) -> None:
 
 
 class Server(forkserver.ForkServer):
-    """The server as one who did not start it sees it."""
+    """A client of the server for processes that did not start it."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
         self._forkserver_address = address
-        self._forkserver_alive_fd = os.pipe()[1]  # who started it keeps it alive
+        self._forkserver_alive_fd = os.pipe()[1]  # the process that started it keeps it alive
 
     def ensure_running(self) -> None:
-        """It runs, or connecting will fail."""
+        """Do nothing: if the server does not run, connecting fails."""
 
-    def fork(self, told: dict[str, Any]) -> BaseProcess:
+    def fork(self, command: dict[str, Any]) -> BaseProcess:
         """Start a command."""
-        process = _context.Process(target=become, args=({**told, "server": self._forkserver_address},))
+        process = _context.Process(target=become, args=({**command, "server": self._forkserver_address},))
         before = forkserver.connect_to_new_process
         forkserver.connect_to_new_process = self.connect_to_new_process
         try:
@@ -70,35 +70,35 @@ class Server(forkserver.ForkServer):
 # --- in the process of a command ---
 
 
-def become(told: dict[str, Any]) -> None:
-    """Be a command to the end.
+def become(command: dict[str, Any]) -> None:
+    """Run a command in this process and exit with its code.
 
     Args:
-        told: `start`, its arguments; `environment`, which is added, or with `alone` is all of it; `cwd`, `input` and
-            `log`. With `puppet` it obeys orders; else it is the product's as it is, or of Python: `-c` and a
-            program, or a file.
+        command: `start`, its arguments; `environment`, which is added, or replaces all of it with `alone`; `cwd`,
+            `input` and `log`. With `puppet` it obeys orders. Otherwise it is a command of hpsearch, or of Python:
+            `-c` and a program, or a file.
     """
     try:
         os.setsid()
         logging.getLogger().handlers.clear()  # a library that is loaded sets some up, which a fresh interpreter has not
-        if sys.platform == "linux":  # who started it may be killed, and it is to end with the tests
+        if sys.platform == "linux":  # the process that started it may be killed, and this one must end with the tests
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if told["alone"]:
+        if command["alone"]:
             os.environ.clear()
-        os.environ.update(told["environment"])
-        log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.environ.update(command["environment"])
+        log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.stdin = Path(told["input"]).open()  # noqa: SIM115 for as long as the process lives
-        multiprocessing.set_start_method(None, force=True)  # of what the command starts itself
-        server = Server(told["server"])  # its fleet's as well
+        sys.stdin = Path(command["input"]).open()  # noqa: SIM115 for as long as the process lives
+        multiprocessing.set_start_method(None, force=True)  # for the processes that the command starts
+        server = Server(command["server"])  # its fleet's as well
         forkserver.ensure_running = server.ensure_running
         forkserver.connect_to_new_process = server.connect_to_new_process
-        os.chdir(told["cwd"])
-        code = run(told["start"], puppet=told["puppet"])
+        os.chdir(command["cwd"])
+        code = run(command["start"], puppet=command["puppet"])
     except SystemExit as ended:
         code = int(ended.code or 0)
-    except BaseException:  # a forked child must not go on as its parent
+    except BaseException:  # a forked child must not continue as its parent
         traceback.print_exc()
         code = 70
     leave(code)
@@ -120,7 +120,7 @@ def run(start: list[str], *, puppet: bool) -> int:
 
 
 def leave(code: int) -> None:
-    """End as an interpreter ends, but for taking every imported module apart: that costs seconds."""
+    """Exit like an interpreter, but without the destruction of all modules, which takes seconds."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -60,7 +60,7 @@ class Alone(Digits):
 
 
 config = TrainConfig(lr=1e-2, ema_decay=0.9, model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.1})
-for epochs in (2, 2):  # the second goes on from the first: there is nothing left to train
+for epochs in (2, 2):  # the second run resumes the first one: there is nothing left to train
     result = Trainer(Alone(), config, epochs=epochs, seed=0, run_dir=Path(sys.argv[1])).fit()
 print(result.best_value, sorted(path.name for path in Path(sys.argv[1]).iterdir()))
 '''

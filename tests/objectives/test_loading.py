@@ -174,7 +174,7 @@ def test_an_error_in_the_users_file_has_its_file_and_line(write, text, message, 
     write("wrong_neighbour.py", "\nx = = 1\n")
     write("mine.py", text)
     assert _refused(reference).startswith(message)
-    assert _refused(reference).startswith(message), "a second try says the same"
+    assert _refused(reference).startswith(message), "a second try has the same message"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command of the tiny clone: it shows what reached it, or waits to be told to end."""
+"""The command of the tiny clone: it prints its arguments and process, or waits for SIGTERM."""
 
 import json
 import os

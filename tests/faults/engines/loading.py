@@ -28,8 +28,8 @@ class Longer(Scripted):
         return dataclasses.replace(super().suggest(trial), batch_size=4)
 
 
-def hears(number: int) -> bool:
-    """Whether a program that this process executes hears a signal."""
+def receives(number: int) -> bool:
+    """Return whether a program that this process executes neither ignores nor blocks a signal."""
     said = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
     masks = [int(line.split()[1], 16) for line in said.splitlines() if line.startswith(("SigIgn", "SigBlk"))]
     return not any(mask >> (number - 1) & 1 for mask in masks)
@@ -41,12 +41,12 @@ class Rows(data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         obey("loading")
-        assert hears(signal.SIGTERM), "what is executed here would not hear SIGTERM"
+        assert receives(signal.SIGTERM), "a program that is executed here would not receive SIGTERM"
         return torch.full((), float(index))
 
 
 class OwnLoop(LoopObjective):
-    """It adds up what a loader of its own gives, and what a pool says."""
+    """Its metric is the sum of the batches of its own loader and of the results of a process pool."""
 
     name, metric, direction = "own", "total", "maximize"
     epochs, n_trials = EPOCHS, 1

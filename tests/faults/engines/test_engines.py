@@ -28,17 +28,17 @@ LOADING = str(Path(__file__).with_name("loading.py"))
 def test_a_signal_to_a_whole_job_ends_no_loader(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], objective: str, passing: dict[str, int]
 ) -> None:
-    """The worker's processes are told with it, and go on: the epoch is ended, the trial given back."""
+    """The worker's child processes get the signal too and continue: the epoch completes, the trial is released."""
     arena.create(1, [Order("training", "hang", trial=0, **passing)], objective=f"{LOADING}:{objective}")
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
     assert len(psutil.Process(worker.pid).children()) >= 2, "it has loaders"
     for number in (signal.SIGTERM, signal.SIGINT):
         os.killpg(worker.pid, number)
-    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
-    assert worker.exit_code == 128 + 15, arena.tell("it was not told to go")
+    assert worker.exit_code == 128 + 15, arena.tell("the signal did not stop the worker")
     (given_back,) = read_trials(arena.storage_url, arena.name)
     assert (given_back.state, sorted(given_back.values)) == ("WAITING", [0, 1]), "the epoch was ended"
     arena.work(1)
@@ -51,7 +51,7 @@ def test_a_signal_to_a_whole_job_ends_no_loader(
 
 
 def test_loaders_of_a_killed_worker_are_gone(arena: Arena) -> None:
-    """Also while they load, which takes these two for ever."""
+    """Also while they load. These two loaders never finish."""
     arena.create(1, [Order("loading", "hang", trial=0)], objective=f"{LOADING}:OwnLoop")
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "a loader to load")
@@ -85,7 +85,7 @@ def test_sigterm_may_come_again(arena: Arena, undisturbed: Callable[[int], list[
     for _ in range(5):
         worker.send(signal.SIGTERM)
         time.sleep(apart)  # what is asked is whether they may come this far apart
-    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     worker.send(signal.SIGTERM)
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
@@ -136,14 +136,14 @@ def test_a_second_ctrl_c_ends_a_worker_now(arena: Arena) -> None:
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
     worker.send(signal.SIGINT)
-    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     worker.send(signal.SIGINT)
     wait_for(lambda: arena.reap() or worker.ended, "the worker to be gone")
     assert worker.exit_code == 128 + 2
 
 
 def test_the_exit_code_says_whether_there_is_work_left(arena: Arena) -> None:
-    """Told to go in its last epoch there is none; of a stopped study neither, whether a worker is there or comes."""
+    """No work is left after a signal in the last epoch, nor in a stopped study, for running and for new workers."""
     arena.create(2, [Order("training", "hang", trial=0, epoch=3), Order("training", "hang until mended", trial=1)])
     arena.run("extend", arena.name, "--trials", "1")
     last = arena.start()
@@ -170,7 +170,7 @@ from hpsearch.search.worker.join import join_study
 from hpsearch.search.worker.options import WorkerOptions
 
 stop, codes = threading.Event(), []
-if sys.argv[1] == "told":
+if sys.argv[1] == "stopped":
     stop.set()
 options = WorkerOptions(**dict(zip(("storage_url", "tracking_uri", "checkpoint_url", "home"), sys.argv[3:])))
 work = threading.Thread(target=lambda: codes.append(join_study(sys.argv[2], options, stop)))
@@ -184,9 +184,9 @@ def test_a_worker_may_be_a_thread(arena: Arena, zygote: Zygote) -> None:
     """As in an actor of Ray, which leaves no signals to it."""
     arena.create(1, [])
     where = [arena.name, arena.storage_url, arena.tracking_uri, "", str(arena.home)]
-    told = zygote.python(_IN_A_THREAD, "told", *where)
-    wait_for(lambda: told.poll() is not None, "the thread to leave")
-    assert told.poll() == 128 + 15, told.communicate()[0]
+    stopped = zygote.python(_IN_A_THREAD, "stopped", *where)
+    wait_for(lambda: stopped.poll() is not None, "the thread to leave")
+    assert stopped.poll() == 128 + 15, stopped.communicate()[0]
     assert read_trials(arena.storage_url, arena.name) == []
     worked = zygote.python(_IN_A_THREAD, "works", *where)
     wait_for(lambda: worked.poll() is not None, "the thread to work")

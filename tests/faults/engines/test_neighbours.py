@@ -55,7 +55,7 @@ def test_a_worker_that_hangs_says_where_and_its_trial_goes_on(arena: Arena, undi
     log = first.log.read_text()
     assert first.exit_code == 1, "it may be started again"
     assert "longest pause before" in log
-    assert 'orders.py", line' in log, "the stack of what hangs"
+    assert 'orders.py", line' in log, "the stack of the hanging call"
     arena.work(1)
     (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert trial.outcomes == ["lost", "complete"]

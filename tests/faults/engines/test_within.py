@@ -1,4 +1,4 @@
-"""Workers that are told to go, or killed, in epochs that are longer than what is left to them."""
+"""Workers that are stopped or killed in epochs that take longer than the grace period."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
     worker = arena.start(**NO_TIME, **SLOW)
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
     worker.send(signal.SIGTERM)
-    wait_for(lambda: "finishing the epoch or saving" in worker.log.read_text(), "the worker to be told")
+    wait_for(lambda: "finishing the epoch or saving" in worker.log.read_text(), "the worker to handle the signal")
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     assert worker.exit_code == 128 + 15
@@ -66,13 +66,13 @@ def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
     assert f"trial 0: goes on after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
 
 
-@pytest.mark.soak  # one that is told once is above
+@pytest.mark.soak  # the test above stops a worker once
 def test_a_fleet_that_is_told_to_go_three_times_trains_no_step_twice(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(6, [], retries=0)
     told = []
 
     def meanwhile(running: list[Worker]) -> None:
-        # With each worker in mid-run: nothing is told of one that has not begun.
+        # Only while all workers train: a worker that is stopped before its first step shows nothing.
         done = len(arena.events("step"))
         if len(told) < 3 and done >= 20 * (len(told) + 1):
             told.append(done)
@@ -83,7 +83,9 @@ def test_a_fleet_that_is_told_to_go_three_times_trains_no_step_twice(arena: Aren
     assert len(told) == 3
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
     assert {trial.state for trial in trials} == {"COMPLETE"}
-    assert sum("released" in trial.outcomes for trial in trials) >= 3, "some were given back in their midst"
+    assert sum("released" in trial.outcomes for trial in trials) >= 3, (
+        "some trials were released in the middle of an epoch"
+    )
     found = steps_of(arena)
     assert set(found.values()) == {1}, [step for step, times in found.items() if times > 1]
     assert len(found) == 6 * STEPS
@@ -145,7 +147,7 @@ def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, u
 
 @pytest.mark.soak
 def test_a_minute_of_an_epoch_with_ten_seconds_of_grace(arena: Arena) -> None:
-    """The next worker has the trial 15 s after the signal, and goes on at the step."""
+    """The next worker claims the trial within 15 s after the signal and resumes at the step."""
     objective = Longer()
     sampled = optuna.create_study(sampler=make_sampler(Random(), study_seed=0, trial_number=0, epochs=1))
     config, seed = objective.configure(sampled.ask()), derive_seed(0, "trial", 0)

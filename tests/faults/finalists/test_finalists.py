@@ -29,7 +29,7 @@ CHOICE = ("finalists", NAME, "--top", "2", "--seeds", "2")
 
 @pytest.fixture
 def study(arena: Arena, request: pytest.FixtureRequest) -> Iterator[StoredStudy]:
-    """A search of so many trials of digits as the test asks for."""
+    """A search of digits; the test's parameter is the number of trials."""
     arena.name = NAME
     write(arena.orders, [])
     arena.home.mkdir()

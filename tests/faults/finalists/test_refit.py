@@ -106,7 +106,7 @@ def assert_served(arena: Arena, study: StoredStudy, refit: Refit) -> None:
 
 
 def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
-    """Nobody who sorts by the best value, or reads the finalists, finds a refit among them."""
+    """Check that neither the runs with a best value nor the finalists include a refit."""
     client = mlflow.MlflowClient(arena.tracking_uri)
     for trial in load_study(study.storage, MADE).trials():
         data = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"]).data
@@ -120,7 +120,7 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
 
 
 def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
-    """The test set opens for the refit, and then for nobody else."""
+    """Check that the test set opens for the refit, and then for no other model."""
     said = arena.run("evaluate-test", NAME, "--refit", "--yes")
     opening = read_test_evaluation(study.engine, study.study_id)
     assert opening is not None

@@ -36,7 +36,7 @@ REASONS = f"""
 
 
 def check(arena: Arena, undisturbed: list[list[float]], budget: int) -> list[Trial]:
-    """Exactly the budget is reported, and counted, and each epoch gave what it gives to who is not disturbed."""
+    """Assert that exactly the budget is reported and counted, and that all values are those without faults."""
     trials = read_trials(arena.storage_url, arena.name)
     assert sum(len(trial.values) for trial in trials) == budget
     assert rows(arena, COUNTED) == [(budget, budget)]
@@ -61,7 +61,7 @@ def test_killed_on_the_way_and_where_the_budget_ends_and_extended(arena: Arena, 
     arena.create(N_TRIALS, orders, settings=f"--budget-epochs {budget}", retries=5)
     arena.work(1)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
-    assert not missed, f"nobody was killed at {missed}"
+    assert not missed, f"no worker was killed at {missed}"
     trials = check(arena, undisturbed(N_TRIALS), budget)
     assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED"]
     assert rows(arena, REASONS) == [(2, f'"after epoch 2 of {EPOCHS}: the budget of {budget} epochs was spent"')]

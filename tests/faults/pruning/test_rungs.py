@@ -1,4 +1,4 @@
-"""Trials that wait at rungs, while workers die between any two steps: each goes on once per rung, as if nobody had."""
+"""Trials wait at rungs while workers die between any two steps: each promotion happens once, as without faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
     arena.create(N_TRIALS, orders, settings=ASHA, retries=5)
     arena.work(1)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
-    assert not missed, f"nobody was killed at {missed}"
+    assert not missed, f"no worker was killed at {missed}"
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
     assert [t.outcomes for t in trials] == outcomes
     assert [(t.state, t.values, t.value) for t in trials] == [(t.state, t.values, t.value) for t in expected]
@@ -42,7 +42,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
 
 
 def test_the_frozen_promote_nobody_when_they_wake_up(arena: Arena, undisturbed: Undisturbed) -> None:
-    """Frozen before they come to a rung, and after; others have their trials, and go on, meanwhile."""
+    """Workers freeze before and after they reach a rung. Meanwhile other workers take and continue their trials."""
     points = [("reach rung", "before"), ("reach rung", "after"), ("report", "after")]
     orders = [Order(point, "freeze", trial=number, when=when) for number, (point, when) in enumerate(points)]
     arena.create(N_TRIALS, orders, settings=ASHA)

@@ -83,7 +83,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
     arena.create(N_TRIALS, orders, settings=ASHA, retries=5, objective=OBJECTIVE)
     arena.work(1)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
-    assert not missed, f"nobody was killed at {missed}"
+    assert not missed, f"no worker was killed at {missed}"
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
     assert [trial.outcomes for trial in trials] == outcomes
     both = [(each.storage_url, each.name) for each in (arena, quiet)]
@@ -93,7 +93,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
         assert wanted
     made, wanted = (read_promotions(*each, 2) for each in both)
     assert made == wanted
-    assert len({values[1] for *_, values in epoch_values(*both[0])}) > 1, "the second metric tells trials apart"
+    assert len({values[1] for *_, values in epoch_values(*both[0])}) > 1, "the second metric differs between trials"
     assert_values(arena, undisturbed(N_TRIALS))
     assert_tracked(arena.tracking_uri, arena.name, trials)
     assert sorted(tagged_front(arena)) == sorted(tagged_front(quiet)) == front(*both[0])
@@ -114,7 +114,7 @@ def test_one_of_three_workers_is_killed(arena: Arena, undisturbed: Undisturbed) 
     assert "lost" in trials[5].outcomes
     assert_values(arena, undisturbed(n_trials))
     promotions = read_promotions(arena.storage_url, arena.name, 2)
-    assert len(promotions) == len(set(promotions)), "each goes on once from a rung"
+    assert len(promotions) == len(set(promotions)), "each trial is promoted once from a rung"
     assert {trial.number for trial in trials if trial.state == "COMPLETE"} == {n for n, rung in promotions if rung == 1}
     assert_tracked(arena.tracking_uri, arena.name, trials)
     assert sorted(tagged_front(arena)) == front(arena.storage_url, arena.name)

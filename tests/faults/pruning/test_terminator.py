@@ -56,7 +56,7 @@ def killed(arena: Arena, when: str) -> None:
     write(arena.orders, [Order("stop early", "kill", trial=OUTSIDE, attempt=0, when=when)])
     worker = arena.start()
     wait_for(lambda: arena.reap() or worker.ended, "a worker to be killed")
-    assert worker.exit_code == -signal.SIGKILL, arena.tell("nobody gave up")
+    assert worker.exit_code == -signal.SIGKILL, arena.tell("the worker was not killed")
     write(arena.orders, [])
 
 
@@ -71,10 +71,10 @@ def test_killed_before_and_after_it_is_written(arena: Arena, undisturbed: Callab
     begin(arena)
     killed(arena, "before")
     found = attrs_of(arena)
-    assert not {EARLY_TERMINATION, EXPECTED_GAIN} & found.keys(), "who dies has not judged"
+    assert not {EARLY_TERMINATION, EXPECTED_GAIN} & found.keys(), "a worker that died first stored a decision"
     waiting = [t.number for t in read_trials(arena.storage_url, arena.name) if t.state == "WAITING"]
     assert waiting, "some wait at rungs"
-    killed(arena, "after")  # the next judges again: nothing says that it was judged already
+    killed(arena, "after")  # the next worker decides again: no decision is stored
     found = attrs_of(arena)
     assert found[EARLY_TERMINATION] == expected[EARLY_TERMINATION]
     assert found[EXPECTED_GAIN] == expected[EXPECTED_GAIN], "written together"

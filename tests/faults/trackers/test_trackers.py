@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases beside MLflow, under workers that are killed and an MLflow that goes away."""
+"""TensorBoard and Weights & Biases in addition to MLflow, with killed workers and outages of MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers of journals beside MLflow have of a study, read back from their files."""
+"""Read the records of a study in TensorBoard's and Weights & Biases' files."""
 
 from __future__ import annotations
 

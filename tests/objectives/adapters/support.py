@@ -1,4 +1,4 @@
-"""Runs that are stopped again and again, beside one that nobody disturbed."""
+"""Compare runs that are stopped and resumed repeatedly with an uninterrupted run."""
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ def assert_one_model(model):
 
 
 def assert_resumed_on_two_ranks(objective, folder):
-    """A run of two ranks goes on in new processes as the undisturbed one."""
+    """Assert that a run of two ranks, resumed in new processes, equals the uninterrupted one."""
     (whole, _), (resumed, _) = whole_and_resumed(objective, folder)
     assert whole == resumed
     assert (whole[0], len(whole[1])) == ("completed", 3)

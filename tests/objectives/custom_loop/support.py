@@ -1,4 +1,4 @@
-"""An own loop on ranks, stopped after an epoch and gone on with in new processes."""
+"""A custom loop on ranks, stopped after an epoch and resumed in new processes."""
 
 from hpsearch import load_objective
 from hpsearch.objectives.fit import fit
@@ -10,7 +10,7 @@ EPOCHS = 3
 
 
 def trained(ranks, objective, folder, after=None):
-    """How a run ended on this rank, with its numbers."""
+    """Return the status of a run on this rank, with its metrics."""
     objective = load_objective(objective) if isinstance(objective, str) else objective
     with ranks.fail_together():
         session = Stopped(folder, after) if ranks.is_rank_zero else None
@@ -24,9 +24,9 @@ def _whole_and_stopped(ranks, objective, folder):
 
 
 def whole_and_resumed(objective, folder, world=2):
-    """What an undisturbed run came to on each rank, and one that was stopped after its first epoch.
+    """Return each rank's results of an uninterrupted run, and of a run that was stopped after one epoch and resumed.
 
-    The one that is stopped has the process of another trial, the one that goes on has new ones.
+    The stopped run has the processes of the uninterrupted one, the resumed run has new processes.
     """
     begun = on_ranks(world, _whole_and_stopped, objective, folder)
     assert [(status, len(history)) for _, (status, history) in begun] == [("stopped", 1)] * world

@@ -30,7 +30,7 @@ from tests.objectives.training.support import Memory, exact
 
 
 class Gan(LoopObjective):
-    """Two networks and two optimizers; judged by how far the mean radius of what is drawn is from 1."""
+    """Two networks and two optimizers; the metric is the distance of the mean radius of generated samples from 1."""
 
     metric, direction, epochs = "distance", "minimize", 5
 
@@ -176,7 +176,7 @@ def test_what_a_report_raises_ends_it_whatever_the_loop_makes_of_it():
         for _ in trial.epochs():
             try:
                 trial.report({"distance": 1.0})
-            except Exception:  # as users do who want no trouble
+            except Exception:  # as in some users' code
                 return
 
     with pytest.raises(LostError):

@@ -21,7 +21,7 @@ ASKED = ("score", "latency_ms", "model_mb", "parameters")
 
 
 class Loop(LoopObjective):
-    """Reports what it is told to; measures a model that has batch norm and dropout."""
+    """Reports the given metrics and measures a model with batch norm and dropout."""
 
     metric, direction = "score", "maximize"
 

@@ -128,7 +128,7 @@ def caught(_, trial):
     for _ in trial.epochs():
         try:
             trial.report({"drown": 1.0})
-        except Exception:  # as users do who want no trouble
+        except Exception:  # as in some users' code
             return
 
 
@@ -164,7 +164,7 @@ MISTAKES = {
 
 
 def _mistaken(ranks, folder):
-    """What each mistake was told as, one after the other in the same processes, and that a trial runs thereafter."""
+    """Return the message of each mistake, made one after the other in the same processes, then run a trial in them."""
     told = {}
     for run in MISTAKES:
         try:

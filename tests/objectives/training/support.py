@@ -92,7 +92,7 @@ def weights_of(run):
 
 
 class Memory:
-    """A session that keeps everything in memory and answers as told."""
+    """A session that keeps everything in memory and returns the given verdicts."""
 
     run_dir = shards = curve = None
 
@@ -167,7 +167,7 @@ def raise_died():
 
 
 class Numbers(torch_data.IterableDataset):
-    """Rows of four numbers and whether their sum is positive; drawn anew each time, by numpy's generator."""
+    """Rows of four numbers and whether their sum is positive, drawn by numpy's generator at each iteration."""
 
     def __init__(self, count=None):
         self.count, self.begun, self.epochs = count, 0, []

@@ -110,7 +110,7 @@ def test_layers_thaw_and_a_resumed_run_thaws_them_too(tmp_path):
 
 
 class Prepared(Wine):
-    """Writes how often it was prepared; waits in the middle while a file says so."""
+    """Logs each call of `prepare`; waits in the middle while a certain file exists."""
 
     def prepare(self, folder):
         (folder / "half").touch()

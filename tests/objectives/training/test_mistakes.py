@@ -1,4 +1,4 @@
-"""Mistakes in an objective or in the settings of a run are told before training."""
+"""Mistakes in an objective or in the settings of a run raise an error before training."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a training loop must never do, and where it is caught. The rest is held by the tests named beside each."""
+"""Things that a training loop must never do. Each entry without a test here names the test that checks it."""
 
 import ast
 import re

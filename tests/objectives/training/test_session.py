@@ -88,7 +88,7 @@ def test_a_run_saved_by_the_clock_goes_on_exactly(wine, tmp_path):
 
 
 def test_a_snapshot_can_be_branched_from(wine, tmp_path):
-    """A snapshot is a whole state: put in the place of the last one, the run goes on from it."""
+    """A snapshot is a complete state: copied over the last checkpoint, the run resumes from it."""
 
     def trainer(run_dir, **settings):
         config = TrainConfig(lr=0.02, batch_size=16)

@@ -16,17 +16,17 @@ import pytest
 
 from tests.search.launch.support import HOME, URL, text
 
-# A worker that ends with the code of its place, or waits to be told and then takes a while.
+# A worker that exits with the code of its place, or waits for SIGTERM and then exits after a while.
 _WORKER = """#!/bin/bash
 echo "$@" >> "$TMP_/arguments"
 number=1
 until mkdir "$TMP_/place-$number" 2>/dev/null; do number=$((number + 1)); done
 env -0 > "$TMP_/environment"
-trap 'echo told >> "$TMP_/told"; told=$((told + 1))' TERM
+trap 'echo signalled >> "$TMP_/signals"; signals=$((signals + 1))' TERM
 echo $$ >> "$TMP_/started"
 code=$(cut -d" " -f$number <<< "$CODES")
 if [[ $code == wait ]]; then
-  until ((told >= ${TIMES:-1})); do sleep 0.05; done
+  until ((signals >= ${TIMES:-1})); do sleep 0.05; done
   sleep 0.3
   exit 143
 fi
@@ -106,7 +106,7 @@ def test_gpus_and_what_shares_them(gpus: float, workers: int, found: dict[str, s
     script = text(gpus=gpus, workers=workers)
     assert {name: options(script)[name] for name in found} == found
     assert (" --devices 2 &" in script) == (gpus == 2), "a trial trains on all that its worker has"
-    assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm says which"
+    assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm sets it"
 
 
 @pytest.mark.parametrize("changed", [{}, {"gpus": 0.5}, {"storage_url": URL, "home": HOME}, {"storage_url": None}])
@@ -150,7 +150,7 @@ def test_a_notice_is_handed_on_and_the_script_waits_for_the_worker(
     node.wait("started", 1)
     for number in range(times):
         process.send_signal(signal.SIGTERM)
-        node.wait("told", number + 1)
+        node.wait("signals", number + 1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     assert output == "hpsearch: requeued after exit code 143\n"
@@ -164,7 +164,7 @@ def test_a_notice_reaches_all_that_share_a_gpu(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
-    assert node.said("told") == ["told", "told"]
+    assert node.said("signals") == ["signalled", "signalled"]
 
 
 def test_a_worker_that_ends_with_0_when_it_is_told_is_not_queued_again(tmp_path: Path) -> None:

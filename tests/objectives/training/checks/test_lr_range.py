@@ -108,7 +108,7 @@ class _Even(nn.Module):
 
 
 def _noisy(_self, seed):
-    """Ten values that explain a tenth of what is to be told."""
+    """Ten input columns that explain a tenth of the target's variance."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 13, generator=generator)
     return Splits.make(x, x[:, :10].sum(dim=1) + 9 * torch.randn(400, generator=generator), seed=seed)

@@ -60,7 +60,7 @@ def test_augmentation_differs_by_epoch_and_by_seed_and_spares_validation(objecti
 
 
 def test_loading_draws_nothing_from_the_generators_of_training(objective_with):
-    """Dropout must not change with what the loader draws."""
+    """Dropout must not depend on the loader's random numbers."""
     plain = started(_augmented(objective_with), TrainConfig(num_workers=0, batch_size=16))
     before = torch.get_rng_state()
     for window in plain.batch_source.iterate_steps(0):

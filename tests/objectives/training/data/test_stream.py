@@ -34,7 +34,7 @@ def test_it_is_resumed_to_the_last_bit(workers, tmp_path):
     whole = fit(Sums(), TrainConfig(lr=0.05, batch_size=16))
     assert Trainer(Sums(), config, epochs=5, seed=0, session=Stopped(tmp_path)).fit().status == "stopped"
     resumed = fit(Sums(), config, session=LocalSession(tmp_path))
-    assert exact(resumed.history) == exact(whole.history), "whoever reads it"
+    assert exact(resumed.history) == exact(whole.history), "in this process or in a loader process"
     same_result(resumed, whole)
 
 

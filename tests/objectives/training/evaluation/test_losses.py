@@ -191,7 +191,7 @@ def test_a_loss_over_pairs_is_told_and_trained(objective_with):
 
 
 def test_a_target_that_the_loss_ignores_is_no_class():
-    """Whatever its number: 255 is what segmentation calls pixels that nobody labelled."""
+    """It may be any integer. In segmentation, 255 marks pixels without a label."""
 
     class Unlabelled(Wine):
         def data(self, seed):

@@ -1,4 +1,4 @@
-"""What is measured of a model beside its metrics: what the numbers are, and that nothing of the run changes by them."""
+"""Model metrics such as latency and size: their values, and that measuring them does not change a run."""
 
 import json
 import math
@@ -25,7 +25,7 @@ MEASURES = {"latency_ms", "latency_load", "model_mb", "parameters"}
 
 
 class Noted(nn.Module):
-    """Notes how it is called; in evaluation mode it sleeps for as long as it is told, by the number of the call."""
+    """Records its calls. In evaluation mode it sleeps for `seconds(number of the call)`."""
 
     def __init__(self, seconds=lambda _: 0.0):
         super().__init__()
@@ -232,7 +232,7 @@ class Sometimes:
 def test_a_metric_that_is_asked_for_has_to_be_finite():
     with pytest.raises(NonFiniteError, match="val_extra is inf at epoch 1"):
         fit(asking("extra", metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)
-    fit(asking(metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)  # unless nobody asks for it
+    fit(asking(metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)  # unless it is not requested
 
 
 def test_a_metric_that_is_not_given_any_more():
@@ -313,7 +313,7 @@ def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_bac
         assert then.get("_compiled_call_impl") is now.get("_compiled_call_impl")
     assert model[1][0].weight.is_contiguous(memory_format=torch.channels_last)
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    model(torch.ones(2, 3, 9, 9)).sum().backward()  # weights that inference mode laid out anew could not be trained
+    model(torch.ones(2, 3, 9, 9)).sum().backward()  # tensors created in inference mode could not be trained
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 

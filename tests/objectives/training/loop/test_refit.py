@@ -1,4 +1,4 @@
-"""A refit: trained on all but the test split, for so many epochs, with the weights of the last one kept."""
+"""A refit: trained on all data except the test split for a fixed number of epochs, with the last epoch's weights."""
 
 import numpy as np
 import pytest

@@ -117,7 +117,7 @@ def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undis
 
 
 class Recording(LocalSession):
-    """Answers each epoch as told and notes what it was asked."""
+    """Returns the given verdict for each epoch and records the calls."""
 
     def __init__(self, run_dir, answers=None):
         super().__init__(run_dir)
@@ -214,7 +214,7 @@ def test_resuming_with_other_threads_is_told(tmp_path):
 
 @pytest.mark.usefixtures("no_plots")
 def test_the_record_of_steps_goes_on_as_if_nothing_had_been(tmp_path):
-    """Also where the run died in the midst of what it wrote: a step is there once, by its own number."""
+    """Also if the run died in the middle of a write: the file has each step once, with its own number."""
     config = TrainConfig.from_dict({**CONFIGS["cnn"].to_dict(), "log_every": 5, "validate_every": 8})
     _trainer(config, run_dir=tmp_path / "whole").fit()
     with pytest.raises(DiedError):

@@ -32,7 +32,7 @@ def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine, monkeypat
     assert [record["epoch"] for record in records] == [0, 0, 0, 1]
     for record in records:
         norms = seen[record["step"]]
-        assert set(record["layers"]) == {"1.0 Linear", "1.2 Linear"}, "a place in a sequence tells little"
+        assert set(record["layers"]) == {"1.0 Linear", "1.2 Linear"}, "the name has the layer's type"
         for layer, norm in record["layers"].items():
             name = layer.split()[0]
             assert norm == pytest.approx(math.hypot(norms[f"{name}.weight"], norms[f"{name}.bias"]), rel=1e-5)

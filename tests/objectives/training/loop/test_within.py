@@ -1,4 +1,4 @@
-"""A run that is left in the midst of its epochs and resumed is the run that was never left, to the last bit."""
+"""A run that is stopped in the middle of epochs and resumed is bit-identical to an uninterrupted run."""
 
 import collections
 import itertools
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 class Leaving(LocalSession):
-    """Is to be left after so many steps, whichever epoch they are in."""
+    """Stops the run after `steps` steps, in any epoch."""
 
     def __init__(self, run_dir, steps=1):
         super().__init__(run_dir)
@@ -34,7 +34,7 @@ class Leaving(LocalSession):
 
 
 def in_pieces(make, config, folder, *, steps, **settings):
-    """Train by as many attempts as it takes, each of so many steps; return the last one's result, and their number."""
+    """Train in attempts of `steps` steps until the run ends; return the last result and the number of attempts."""
     settings, attempts, result = {"epochs": 3, "seed": 0, **settings}, 0, None
     while result is None or result.status == "stopped":
         result = Trainer(make(), config, session=Leaving(folder, steps), **settings).fit()
@@ -187,7 +187,7 @@ def test_what_is_kept_within_an_epoch_is_plain_and_told_apart(tmp_path):
 
 
 def test_the_time_that_an_epoch_will_take_is_told(tmp_path, monkeypatch):
-    """By its pace so far; from the second epoch on with what came after the steps of the one before."""
+    """It follows from the pace so far. From the second epoch on, it includes the time after the previous epoch's steps."""
     clock = iter(range(10_000))
     monkeypatch.setattr("hpsearch.objectives.training.trainer.time.perf_counter", lambda: float(next(clock)))
     session = Leaving(tmp_path, math.inf)

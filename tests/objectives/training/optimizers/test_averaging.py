@@ -78,7 +78,7 @@ def test_a_run_is_judged_by_the_mean_from_its_first_epoch_on(objective_with):
         one.metrics["val_loss"] == other.metrics["val_loss"]
         for one, other in zip(averaged.history, plain.history, strict=True)
     ]
-    # The first mean is of one epoch's weights, with batch norm's statistics taken anew.
+    # The first mean is of one epoch's weights, with recomputed statistics of batch norm.
     assert same == [True, True, True, False, False, False]
 
 

@@ -108,7 +108,7 @@ def test_the_gradient_under_loss_scaling_is_the_true_one(wine):
 
 
 def test_scaling_saves_gradients_that_fp16_cannot_hold(objective_with):
-    """Below 6e-8 fp16 knows nothing but zero; the scale lifts them above it."""
+    """fp16 has no positive numbers below 6e-8. Loss scaling lifts the gradients above it."""
 
     class Faint(nn.CrossEntropyLoss):
         def forward(self, output, target):

@@ -225,7 +225,7 @@ def test_linear_and_exponential_follow_their_formulas():
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_no_schedule_touches_what_is_not_the_rate(name):
-    """torch's OneCycleLR cycles the first beta unless told not to."""
+    """torch's OneCycleLR cycles the first beta by default."""
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, betas=(0.85, 0.99))
     schedule = build_schedule(optimizer, TrainConfig(lr=0.1, schedule=name), STEPS)
     for epoch in range(STEPS):

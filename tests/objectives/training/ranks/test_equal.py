@@ -11,7 +11,7 @@ from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ran
 
 
 class Ranked(Sides):
-    """Judged by what needs all scores at once."""
+    """Its metric needs all scores at once."""
 
     metric = "auroc"
 
@@ -34,7 +34,7 @@ class Ignoring(Sides):
 
 
 class Largest:
-    """A metric that knows of one process."""
+    """A metric without support for several processes."""
 
     def __init__(self):
         self.reset()

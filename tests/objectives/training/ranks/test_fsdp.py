@@ -43,7 +43,7 @@ class TiedLayers(nn.Module):
 
 
 class Thawing(WideSides):
-    """The first layer learns from the second epoch on, and the model is told which it is."""
+    """The first layer is trained from the second epoch on, and the model receives the epoch."""
 
     def model(self, config, train):
         made = super().model(config, train)

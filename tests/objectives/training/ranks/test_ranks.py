@@ -1,4 +1,4 @@
-"""Ranks: what they agree on, how they fail together, and how they go on."""
+"""Ranks: their shared values, common failures, and resuming on another number of ranks."""
 
 import math
 import os

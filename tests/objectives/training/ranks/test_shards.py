@@ -20,7 +20,7 @@ LEFT = ("after", "within")
 
 
 class Leaving(LocalSession):
-    """Leaves the run after its second epoch, or in the midst of it."""
+    """Stops the run after its second epoch, or in the middle of it."""
 
     def __init__(self, run_dir, where=None):
         super().__init__(run_dir, synced=False)
@@ -72,7 +72,7 @@ def two(tmp_path_factory, undisturbed):
 
 
 def assert_same(found, expected, where):
-    """In each epoch's numbers and the best weights; of an epoch that was gone on in, not the metrics of training."""
+    """Compare each epoch's metrics and the best weights; skip training metrics of an epoch that was resumed within."""
     assert len(found[0]) == EPOCHS
     for epoch, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
         partly = where == "within" and epoch == 1

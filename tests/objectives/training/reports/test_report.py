@@ -1,4 +1,4 @@
-"""The report of a run says what was trained, what came of it, and what looks wrong."""
+"""The report of a run has its settings, its results and its warnings."""
 
 import json
 import re

@@ -110,7 +110,7 @@ def test_a_run_goes_on_without_the_files_that_cannot_be_written(wine, tmp_path):
                 path = tmp_path / name
                 if not path.is_dir():
                     path.unlink(missing_ok=True)
-                    path.mkdir()  # nobody can write a file here now
+                    path.mkdir()  # no file can be written here now
             return super().report(record)
 
     result = fit(wine, session=Full(), run_dir=tmp_path)
