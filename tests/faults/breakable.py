@@ -58,7 +58,7 @@ class Breakable:
         process.wait()
 
     def away_for_longer_than_a_lease(self, arena: Arena, workers: list[Worker]) -> None:
-        """Kill Postgres, let hanging workers continue, and start it again; all workers must wait for it and exit with 0."""
+        """Kill Postgres, let hanging workers continue, start it again; all workers must wait for it and exit with 0."""
         self.kill()
         try:
             (arena.orders / "open").touch()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalW
 
 
 def study_of(directions: Sequence[str], states: Sequence[TrialState]) -> optuna.Study:
-    """Trials of which each came to another value, and pruned ones with what a study shows of their place."""
+    """Return a study in which each complete trial has another value, and pruned trials have intermediate values."""
     study = optuna.create_study(directions=directions)
     for number, state in enumerate(states):
         x = ((number * 7) % 19) / 19
@@ -59,7 +59,7 @@ def test_a_share_of_the_trials_is_drawn_at_random() -> None:
 
 
 def test_those_that_came_to_their_end_tell_good_from_bad_once_there_are_enough() -> None:
-    """What others left behind is not told, but that they run, diverged, or break a bound for good."""
+    """The sampler ignores the values of other trials, but uses running, diverged and infeasible ones."""
     states = [COMPLETE, PRUNED] * ENOUGH + [RUNNING]
     study = study_of(TWO, states)
     shape = {"state": PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}, "intermediate_values": {0: 0.5}}

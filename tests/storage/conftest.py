@@ -45,7 +45,7 @@ class OrdinaryUser:
 
 @pytest.fixture
 def ordinary_user() -> OrdinaryUser:
-    """The user nobody, where the tests run as root."""
+    """The user `nobody`, if the tests run as root."""
     if os.geteuid() != 0:
         pytest.skip("takes root to become another user")
     setpriv = shutil.which("setpriv")
@@ -60,7 +60,7 @@ def ordinary_user() -> OrdinaryUser:
         user = OrdinaryUser(nobody.pw_uid, nobody.pw_gid, prefix)
         if user.python(_PROBE).returncode == 0:
             return user
-    pytest.skip("the user nobody cannot run this interpreter")
+    pytest.skip("the user `nobody` cannot run this interpreter")
 
 
 Open = Callable[..., PostgresStorage]

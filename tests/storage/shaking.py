@@ -11,7 +11,7 @@ COMPLETE = (TrialState.COMPLETE,)
 
 
 def run_trials(storage: PostgresStorage, study_id: int, trials: int) -> list[int]:
-    """Run trials by all kinds of calls; each step's value tells the trial and the step."""
+    """Run trials by all kinds of calls; each step's value encodes the trial and the step."""
     made = []
     for _ in range(trials):
         trial_id = storage.create_new_trial(study_id)

@@ -24,9 +24,9 @@ PROMOTED = [
 
 
 def kills(quiet: Arena, expected: Sequence[Trial]) -> tuple[list[Order], list[list[str]]]:
-    """Return the orders for a study that ends as `expected` without faults, and the attempts' outcomes with these orders.
+    """Return orders for a study that ends as `expected` without faults, and the attempts' outcomes with these orders.
 
-    Its rungs are after the first epoch, the second and so on, so a trial waited after the last epoch of its first attempt.
+    Its rungs are after the first epoch, the second and so on. So a trial waited after its first attempt's last epoch.
     """
     reported = [event for event in quiet.events("reported") if event["attempt"] == 1]
     first = {event["trial"]: event["epoch"] for event in reported}

@@ -25,7 +25,7 @@ def run_program(source: str, *, cwd: Path) -> str:
 
 
 def run_forked(source: str, *, cwd: Path, stack: StackInfo, zygote: Zygote) -> str:
-    """Run a program on the stack of the tests, where all libraries are loaded already, and return what it says."""
+    """Run a program with the tests' services in a fork with all libraries loaded, and return its output."""
     (cwd / "program.py").write_text(source)
     log = cwd / "said"
     pid = zygote.start(["program.py"], {"HPSEARCH_HOME": str(stack.home)}, log, puppet=False, cwd=cwd)

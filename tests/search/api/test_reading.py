@@ -1,4 +1,4 @@
-"""What a study says of itself, without any training."""
+"""The properties and tables of `Study`, without any training."""
 
 from __future__ import annotations
 

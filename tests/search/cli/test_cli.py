@@ -1,4 +1,4 @@
-"""The command line: every mistake is told in one line with exit code 2."""
+"""The command line: every mistake is an error of one line, with exit code 2."""
 
 from __future__ import annotations
 

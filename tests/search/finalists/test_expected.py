@@ -58,7 +58,7 @@ def test_all_right_is_not_certain() -> None:
     assert found is not None
     assert found.low == pytest.approx(1 - 1.6449 * math.sqrt(21 / 22 / 22 / 20 * (1 / 3 + 1)), rel=1e-3)
     assert estimate_test_score(runs, choice, metric="gain", maximize=True) is None, (
-        "of what is no share nothing is known"
+        "no estimate for a metric that is no share"
     )
 
 

@@ -1,4 +1,4 @@
-"""Finalists of several metrics: the front is trained anew, and what of it no other dominates then."""
+"""Finalists in multi-objective studies: the Pareto front is retrained, and then has a Pareto front of its own."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(s
         None,
     )
     assert chosen.attrs[FOLDER] != study.folder
-    assert [t.state for t in study.trials()] == [TrialState.COMPLETE] * 5, "the search knows nothing of it"
+    assert [t.state for t in study.trials()] == [TrialState.COMPLETE] * 5, "the search itself is unchanged"
     assert load_study(study.storage, "s.finalists").spec == chosen.spec
     assert load_parent_study(chosen).study_id == study.study_id
 

@@ -156,7 +156,7 @@ def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_what_workers_are_forked_from_has_one_thread(tmp_path: Path) -> None:
-    """But for a memory allocator's (pyarrow's jemalloc), which takes care of forks itself."""
+    """Except for a memory allocator's thread (pyarrow's jemalloc), which handles forks itself."""
     start_fork_server(MANY)
     forked = ForkedProcess(
         partial(main, ["--help"]), ["--help"], dict(os.environ), tmp_path / "log"

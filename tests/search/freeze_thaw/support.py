@@ -17,7 +17,7 @@ def curve(x: float, epochs: int = EPOCHS) -> dict[int, float]:
 
 
 def study_of(xs: list[float], *, epochs: int = EPOCHS, sign: float = 1.0, **shape: object) -> optuna.Study:
-    """A study whose trials reported so many epochs and were pruned."""
+    """Return a study whose trials reported `epochs` epochs and were pruned."""
     study = optuna.create_study(direction="minimize" if sign > 0 else "maximize")
     for x in xs:
         values = {step: sign * value for step, value in curve(x, epochs).items()}

@@ -1,4 +1,4 @@
-"""Nothing is foreseen, nor expected to be gained, beyond what a metric can be; and what is told of it tells apart."""
+"""Forecasts and expected gains stay within a metric's range, and are printed with enough digits to differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT = RemainingBudget(trials=500, epochs=4)
 
 
 def searched(best: float, *, direction: str, spread: float = 0.05) -> optuna.Study:
-    """Trials of eight parameters, of which nobody knows enough to say that the best is found; none is beyond `best`."""
+    """Return a study of eight parameters with too few trials to have found the best; no value is better than `best`."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study, random = optuna.create_study(direction=direction), np.random.default_rng(0)
     losses = []

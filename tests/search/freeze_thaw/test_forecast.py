@@ -1,4 +1,4 @@
-"""What is foreseen of trials that run or wait: nine of ten ends are in their bands, and those tell something."""
+"""Forecasts for running and waiting trials: nine of ten final values are in their intervals, which are narrow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def family(seed: int, count: int) -> tuple[list[dict[str, float]], np.ndarray]:
 
 
 def promoted(params: list[dict[str, float]], losses: np.ndarray) -> list[FrozenTrial]:
-    """A study when all trials were begun, and one in three went on from each rung; some of those run."""
+    """Return the trials of a study in which all trials have started and one in three was promoted at each rung."""
     done = np.ones(len(losses), int)
     for rung, following in zip(RUNGS, (*RUNGS[1:], EPOCHS), strict=True):
         there = np.flatnonzero(done == rung)
@@ -53,8 +53,8 @@ def state_after(epochs: int) -> TrialState:
     return TrialState.WAITING if epochs in RUNGS else TrialState.RUNNING
 
 
-def foreseen(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
-    """Of each trial: what was foreseen, its band, how it ended, and how it stood then."""
+def forecasts(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
+    """Yield per trial: the forecast, its interval, the final value, and the value at the time of the forecast."""
     for seed in range(seeds):
         params, losses = family(seed, 60)
         trials = promoted(params, losses)
@@ -66,7 +66,7 @@ def foreseen(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
 
 
 def test_nine_of_ten_ends_are_in_their_bands_and_forecasts_are_better_than_to_stay():
-    value, low, high, end, now = np.array(list(foreseen(6))).T
+    value, low, high, end, now = np.array(list(forecasts(6))).T
     assert len(value) > 200
     assert 0.82 <= np.mean((low <= end) & (end <= high)) <= 0.98
     assert np.median(abs(value - end)) < 0.3 * np.median(abs(now - end))

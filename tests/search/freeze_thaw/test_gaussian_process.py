@@ -1,4 +1,4 @@
-"""The process is what its kernel says, learns what matters, and foresees a trial's end from its beginning."""
+"""The Gaussian process follows its kernel, learns length scales, and predicts final values from first epochs."""
 
 from __future__ import annotations
 

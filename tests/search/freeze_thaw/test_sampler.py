@@ -1,4 +1,4 @@
-"""The sampler learns from what was reported, alike in any process, and leaves nothing to find but its process."""
+"""The sampler learns from reported values, equally in any process, and stores only its hyperparameters."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def told(*studies: list, space: dict = SPACE, epochs: int = EPOCHS) -> WarmStart
 
 
 def warm(xs: list[float], *, flipped: bool = False) -> optuna.Study:
-    """A study without trials that knows of an earlier one; a flipped one was best where this one is worst."""
+    """Return a study without trials that has warm-start data; a flipped earlier study was best where this is worst."""
     study = study_of([])
     trials = study_of([1.4 - x if flipped else x for x in xs]).trials if not flipped else []
     if flipped:
@@ -48,7 +48,7 @@ def test_the_first_configuration_is_chosen_by_what_an_earlier_study_shows():
     assert suggestion(study) == pytest.approx(0.7, abs=0.1)
     assert study._storage.get_study_system_attrs(study._study_id)[HYPERPARAMETERS_KEY]["trials"] == 10
     assert SUGGESTION_REASON_KEY not in study.trials[0].system_attrs, (
-        "without a value of its own nothing is foreseen in its unit"
+        "a study without values of its own has no forecast in its unit"
     )
 
 

@@ -1,4 +1,4 @@
-"""An objective whose steps take as long as the environment says: an engine has time to do something to its workers."""
+"""An objective with steps of STEP_SECONDS, so that an engine has time to kill or stop its workers."""
 
 from __future__ import annotations
 

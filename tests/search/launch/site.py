@@ -1,4 +1,4 @@
-"""Where whoever launches a fleet sits: a study's database, whose password is in a file, and the command line."""
+"""The submit host of a fleet: a study's database, whose password is in a file, and the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 
 
 class Site:
-    """A study's database, the settings of whoever submits, and the command line."""
+    """A study's database, the submitting user's settings, and the command line."""
 
     def __init__(self, folder: Path, url: str, tracking_uri: str) -> None:
         parts = urlsplit(url.replace("+psycopg2", ""))
@@ -41,12 +41,12 @@ class Site:
         return done.stdout
 
     def create(self, name: str, trials: int) -> None:
-        """Make a study whose trials take as long as STEP_SECONDS says."""
+        """Create a study whose steps take STEP_SECONDS."""
         self("run", PACED, "--name", name, "--trials", str(trials), "--sampler", "random", "--pruner", "none",
              "--workers", "0")  # fmt: skip
 
     def values(self, name: str) -> dict[int, tuple[dict[str, object], dict[int, float], float | None]]:
-        """What came of each trial: its parameters, what each epoch reported, its value."""
+        """Return for each trial its parameters, its value of each epoch and its final value."""
         study = optuna.load_study(study_name=name, storage=self.full_url)
         return {t.number: (t.params, t.intermediate_values, t.value) for t in study.get_trials(deepcopy=False)}
 

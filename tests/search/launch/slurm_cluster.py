@@ -149,7 +149,7 @@ def _tried(cluster: Cluster, *command: str) -> str:
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process is a step's, or in one: what a killed daemon left goes on."""
+    """Return whether a process is a Slurm step or in one: these survive a killed daemon."""
     try:
         return process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.pid != os.getpid()
     except psutil.Error:

@@ -13,10 +13,10 @@ HOME = '/srv/it\'s "a" $HOME %i `x` $(x) #home\\'
 
 
 def launch(**changed: Any) -> LaunchConfig:
-    """Four workers under Slurm, but for what is changed."""
+    """Return the configuration of four workers under Slurm, with changes."""
     return LaunchConfig(**{"engine": "slurm", "study": "wine", "workers": 4, "storage_url": AWAY, **changed})
 
 
 def text(**changed: Any) -> str:
-    """What is printed for it."""
+    """Return the printed script."""
     return render_manifest(launch(**changed))

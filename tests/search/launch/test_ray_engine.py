@@ -1,4 +1,4 @@
-"""The printed program under a real Ray: a worker that is killed, and one that is told to go."""
+"""The printed program with a real Ray cluster: killed workers and stopped workers."""
 
 from __future__ import annotations
 

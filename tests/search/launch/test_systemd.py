@@ -1,4 +1,4 @@
-"""The unit for systemd: what systemd itself says of it, when it is started again, and quoting."""
+"""The unit for systemd: validation by systemd itself, restarts and quoting."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Tracked:
         return read_promotions(self.storage.engine, self.stored.study_id)
 
     def told(self) -> list[tuple[int, str, int, str, str, bool]]:
-        """Each promotion: trial, model, version, alias, who, whether it holds."""
+        """Return for each promotion: trial, model, version, alias, author, whether it is current."""
         return [
             (p.trial_number, p.model_name, p.version, p.alias, p.promoted_by, p.ended_at is None)
             for p in self.promotions()
@@ -97,7 +97,7 @@ def unregister(tracking: Tracking, left: Left) -> None:
 
 
 def _leave(tracking: Tracking, run_id: str, name: str, files: Path) -> None:
-    """Log what a trial leaves: its configuration, a checkpoint and a model, whose content nobody looks at here."""
+    """Log the artifacts of a trial: its configuration, a checkpoint and a model, with dummy content."""
     client = tracking.client
     config = files / "config.yaml"
     config.write_text("config: {lr: 0.1}\nseed: 7\nsplit_hash: abc\nenvironment: {git_sha: '123', git_dirty: true}\n")

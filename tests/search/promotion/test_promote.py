@@ -194,7 +194,7 @@ def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> Non
         tracked.version("previous")  # the UI's user moved one alias, and no other moves by that
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
     sync_promotions(tracked.storage, tracked.tracking)
-    assert tracked.told()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "the tag tells of the first time"
+    assert tracked.told()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "the tag is of the first promotion"
     tracked.client.delete_registered_model_alias(tracked.name, "champion")
     sync_promotions(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [False, False, False]
@@ -210,7 +210,7 @@ def test_a_version_that_is_deleted_ends_the_promotion(tracked: Tracked) -> None:
 def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     by = tracked.told()[0][4]
-    with tracked.storage.engine.begin() as connection:  # the alias is set, and the database was never told
+    with tracked.storage.engine.begin() as connection:  # the alias is set, but the promotion is not in the database
         connection.exec_driver_sql("DELETE FROM hpsearch_promotions")
     sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.told() == [(1, tracked.name, 1, "champion", by, True)]

@@ -23,7 +23,7 @@ from tests.search.promotion.support import Tracked
 
 
 def alone(code: str) -> str:
-    """What a Python of the kind that serves says to some code, once it refuses our packages."""
+    """Return the output of code in an isolated Python that blocks hpsearch's packages, as for serving."""
     path = Path(predict_alone.__file__)
     refusing = "sys.meta_path.insert(0, alone['ImportBlocker'](['hpsearch', 'json5']))"
     start = f"import runpy, sys; alone = runpy.run_path({str(path)!r}); {refusing}; "

@@ -1,4 +1,4 @@
-"""Promotion where several metrics are optimised: nobody is chosen for you, and a trial out of bounds only when told."""
+"""Promotion in multi-objective studies: the user chooses the trial; an infeasible trial must be named explicitly."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracke
     candidate = choose_candidate(stored, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, finalists)
     other = choose_candidate(stored, trial=1, unconfirmed=False)
-    assert (other.trial.number, other.finalists) == (1, finalists), "who is named comes before who was promoted"
+    assert (other.trial.number, other.finalists) == (1, finalists), (
+        "the named trial has precedence over the promoted one"
+    )
     opening = record_test_evaluation(
         engine, stored.study_id, trial_number=0, model_sha256="0" * 64, opened_by="me", finalists=finalists
     )

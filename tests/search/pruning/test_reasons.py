@@ -1,4 +1,4 @@
-"""A decision says why, and on what grounds, in a line that a person can read."""
+"""A pruning decision has a readable reason of one line, with the numbers that it depends on."""
 
 from __future__ import annotations
 

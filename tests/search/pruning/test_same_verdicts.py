@@ -179,7 +179,7 @@ class _InMemory(StoredOtherTrials):
     st.booleans(),
 )
 def test_successive_halving_and_hyperband(pruner, direction, history, order, heeded) -> None:
-    """Trials run one after another or side by side; their verdicts are heeded, or they go on all the same."""
+    """Trials run one after another or in parallel, and stop at the pruner's verdicts or continue regardless."""
     spec = spec_of(pruner, direction)
     study = study_of(spec, [])
     judge = JudgeInMemory(spec, study._storage, study._study_id)

@@ -24,7 +24,7 @@ def trial(
     broken: Sequence[str] = (),
     over: Mapping[str, float] | None = None,
 ) -> FrozenTrial:
-    """A trial with such values, whose last epoch has the first of them; `over` is what Optuna knows of constraints."""
+    """Return a trial with these values; its last epoch has the first. `over` is Optuna's constraints attribute."""
     return create_trial(
         state=state,
         values=list(values),

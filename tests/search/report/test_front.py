@@ -1,4 +1,4 @@
-"""What the report of a study of several metrics tells, and of any study what is out of bounds."""
+"""The report of multi-objective studies, and of studies with infeasible trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a study: what it says of every kind of study, and that nothing in it is taken for markup."""
+"""The report of a study: its content for every kind of study, and the escaping of names and texts."""
 
 from __future__ import annotations
 

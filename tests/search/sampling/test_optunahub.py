@@ -1,4 +1,4 @@
-"""A sampler of OptunaHub is the registry's code at one commit; what is not there is told before there is a study."""
+"""An OptunaHub sampler is the registry's code at one commit; a missing one is an error before the study exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No configuration is run twice where another can be had, whoever suggests it, and nothing is left of the others."""
+"""No worker runs a configuration twice while others are untried, and rejected suggestions leave no trace."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_workers_that_suggest_at_the_same_time_do_not_meet(database_url: str) ->
 
 
 def first_suggestion(worker: Worker, number: int) -> optuna.Trial:
-    """Return a trial of a study of its own with what the sampler suggests first for the trial of that number."""
+    """Return a trial of a new study with the sampler's first suggestion for the trial of that number."""
     sampler = make_sampler(worker.spec.sampler, study_seed=worker.spec.seed, trial_number=number, epochs=1)
     trial = optuna.create_study(sampler=sampler).ask()
     worker.objective.space(trial)
@@ -152,7 +152,7 @@ def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
             assert not take_too()
         assert "could not acquire the suggestion lock" in caplog.text
         with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=60.0) as take_too:
-            assert take_too(), "the server takes it from who does nothing with it"
+            assert take_too(), "the server releases the lock of an idle process"
     with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take:
         assert take(), "the turn ends with its block"
 

@@ -1,4 +1,4 @@
-"""A sampler, a pruner, a setting of somebody else's: a class, a class, a field, and all that speaks of them knows."""
+"""Extension points: a registered sampler, pruner or setting works everywhere, and messages list it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings that have other trackers told: what they may be, and what is told where they cannot be."""
+"""The settings of additional trackers: their values and the errors for invalid ones."""
 
 from __future__ import annotations
 

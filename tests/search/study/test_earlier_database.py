@@ -1,4 +1,4 @@
-"""A study made by an earlier version goes on: its database is kept here as that version left it, for good."""
+"""A study of an earlier version continues. The repository contains a dump of that version's database."""
 
 from __future__ import annotations
 

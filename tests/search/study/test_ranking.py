@@ -1,4 +1,4 @@
-"""The order of best first, and who is among the best at its end."""
+"""The order of trials, best first, and whether a trial is among the best when it ends."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_who_leaves_a_model_was_on_the_front_at_its_end() -> None:
     others = [[0.5, 5.0], [0.9, 9.0]]
     maximize = (True, False)
     assert is_on_front([0.6, 4.0], others, maximize)
-    assert is_on_front([0.5, 5.0], others, maximize), "nobody dominates an equal one"
+    assert is_on_front([0.5, 5.0], others, maximize), "equal values do not dominate each other"
     assert not is_on_front([0.4, 5.0], others, maximize)
     assert is_on_front([0.1, 99.0], [], maximize)

@@ -1,4 +1,4 @@
-"""A stored study knows the code that it was created with."""
+"""A stored study has the hash of the code that it was created with."""
 
 from __future__ import annotations
 

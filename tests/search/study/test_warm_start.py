@@ -1,4 +1,4 @@
-"""A study is made with what earlier ones tell, once; what cannot tell anything is refused in one line."""
+"""A study stores the data of earlier studies when it is created, and rejects unusable ones in one line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_the_new_study_knows_its_earlier_ones_whatever_becomes_of_them(storage, 
     second = made(storage, objective, "second", warm_start="first")
     assert second.spec.warm_start == ["first"]
     told = kept(second)
-    assert [number for _, number, *_ in told["trials"]].count(12) == 1, "one that runs counts with what it has reported"
+    assert [number for _, number, *_ in told["trials"]].count(12) == 1, (
+        "a running trial counts with its reported values"
+    )
 
     def suggestions() -> list[float]:
         found = []

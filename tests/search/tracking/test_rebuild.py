@@ -1,4 +1,4 @@
-"""Which trials MLflow lacks: those whose checkpoint is gone are told of, those that arrive meanwhile are not."""
+"""Trials that are missing in MLflow: a lost checkpoint is logged, a trial that arrives meanwhile is skipped."""
 
 from __future__ import annotations
 

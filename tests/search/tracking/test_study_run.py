@@ -32,7 +32,7 @@ def test_another_address_for_browsers_is_taken_over(tracked: Tracked, tracking: 
 def test_who_loses_the_lock_makes_no_second_run(
     tracked: Tracked, tracking: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one who freezes between looking for the run and making it, and wakes up when the lock is another's."""
+    """A process freezes between its search for the run and the creation, and wakes up after it lost the lock."""
     study, runs = tracked.stored, tracking.client.search_runs
     study.set_attr(RUN_ID, None)
 

@@ -111,6 +111,6 @@ class Attempt:
         return self
 
     def restore(self) -> int | None:
-        """The epoch that it goes on after."""
+        """Restore and return the last epoch of the checkpoint."""
         state = self.kept.restore()
         return None if state is None else len(state["history"]) - 1

@@ -122,7 +122,7 @@ def test_a_store_that_is_away_is_not_taken_for_an_empty_one(study: Study, monkey
 
 
 def test_a_thawed_attempt_removes_what_it_put_and_nothing_else(study: Study) -> None:
-    """It was frozen past its lease; the trial has gone on elsewhere, and the new attempt's next file is on its way."""
+    """It was frozen past its lease. Another worker resumed the trial and is uploading its next file."""
     frozen = study.attempt(1).epochs(0)
     second = study.attempt(2, machine="b")
     assert second.restore() == 0
@@ -198,7 +198,7 @@ def test_a_best_that_was_lost_is_written_again(folder_study: Study, caplog: pyte
             first.kept.save(state_after(epoch), best=epoch == 2)
         assert first.kept.pending is None
         assert not first.local.best_path.exists()
-    assert caplog.text.count("No space left on device") == 1, "told once"
+    assert caplog.text.count("No space left on device") == 1, "logged once"
     assert "the trial goes on, and would be resumed after epoch 2" in caplog.text
     first.epochs(5)
     assert checkpoint.read(first.local.best_path)["epoch"] == 4

@@ -35,7 +35,7 @@ def test_the_parts_of_a_checkpoint_come_and_go_with_it(study: Study) -> None:
     assert (folder / "__1_0.distcp").read_text() == "__1_0.distcp after epoch 2"
     assert study.files() == in_parts("0001-1", "0002-1"), "the uncommitted ones are gone, with their parts"
     second.epochs(3, parts=True)
-    assert study.files() == in_parts("0002-1", "0003-2"), "also of what another attempt put"
+    assert study.files() == in_parts("0002-1", "0003-2"), "also the files of another attempt"
     second.epochs(4, 5)
     assert study.files() == ["0000/0004-2.pt", "0000/0005-2.pt"], "and where none are in parts any more"
     assert not second.local.shards.exists()

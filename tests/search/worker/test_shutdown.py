@@ -1,4 +1,4 @@
-"""Until when a worker may stay that is told to go."""
+"""The deadline of a worker that shuts down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of a backup: what is whole is read, and whatever else is told in one line, with nothing written."""
+"""The file of a backup: a complete file is read; any other is an error of one line, and nothing is written."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_what_mlflow_had_a_moment_later_does_no_harm(
     assert deleted == [("later",), ("later finalist",)], "finalists have the same parent run, and numbers of their own"
     first, second = storage.get_all_trials(study_id)
     assert (first.user_attrs[RUN_ID], first.user_attrs[MODEL]) == ("whole", "m-1")
-    assert TRACKING not in first.user_attrs, "it is there: nobody has to send it again"
+    assert TRACKING not in first.user_attrs, "it is there: no worker has to send it again"
     assert TRACKING in second.user_attrs, "it is not: sync makes it from its checkpoint"
     storage.engine.dispose()
 

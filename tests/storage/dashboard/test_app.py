@@ -109,13 +109,13 @@ def test_a_read_only_dashboard_shows_and_changes_nothing(read_only: str, databas
 
 
 def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import optuna_dashboard  # two seconds of whoever collects the tests otherwise
+    import optuna_dashboard  # here because the import takes two seconds of the collection
 
     given: list[object] = []
     monkeypatch.setattr(optuna_dashboard, "wsgi", lambda storage, artifact_store: given.append(storage))
     dashboard._make_app(database_url, None)
     (storage,) = given
-    assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial anew for each request"
+    assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial again for each request"
 
 
 def test_what_is_out_of_bounds_is_neither_best_nor_on_the_front(database_url: str) -> None:

@@ -78,7 +78,7 @@ def test_wrong_password_database_user_and_host(postgres_server: Any, database: s
     url = postgres_server.url
     assert f"rejected the password of user '{WORKER}'" in _refused(url(database, password="wrong"))
     assert "there is no database 'nowhere'" in _refused(url("nowhere"))
-    assert "rejected the password of user 'nobody'" in _refused(url(database, user="nobody"))
+    assert "rejected the password of user 'stranger'" in _refused(url(database, user="stranger"))
     assert "host 'nohost.invalid' is not known" in _refused(url(database).replace("127.0.0.1", "nohost.invalid"))
     assert f"may not connect to database 'mlflow': GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
         url("mlflow")

@@ -290,7 +290,7 @@ class TestAsRoot:
         folder = make_postgres_folder(closed / "home")
         assert folder.parent == outside
         assert (folder / "home").read_text() == f"{closed / 'home'}\n"
-        assert closed.stat().st_mode & 0o777 == 0o700  # nobody's way in was opened
+        assert closed.stat().st_mode & 0o777 == 0o700  # its permissions are unchanged
         assert not (closed / "home" / "postgres").exists()
         server = EmbeddedPostgres(folder, home / "postgres.log")
         try:

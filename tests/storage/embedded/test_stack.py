@@ -1,4 +1,4 @@
-"""The whole embedded stack, with what happens to it in a user's life: two starters, kills, reused ids, lost files."""
+"""The whole embedded stack: concurrent starts, kills, reused process ids, lost files."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_down_and_status_on_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.soak  # a start at each step; others here start and find one
 def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zygote) -> None:
-    """Of a home that nobody has used yet."""
+    """In a new home."""
     for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
         starter = zygote.python(_UP, home)
         wait_for(lambda: starter.poll() is not None or step in starter.log.read_text(), f"{step!r}")  # noqa: B023 called at once

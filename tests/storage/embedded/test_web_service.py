@@ -19,7 +19,7 @@ from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_stat
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
 
-# Answers each request with 200, or tells why it cannot and ends; -S spares the interpreter its packages.
+# Answers each request with 200, or prints an error and exits. -S skips the import of site-packages.
 _PROGRAM = """
 import socket, sys
 if sys.argv[2:]:
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 
 class Small:
-    """Makes the service as each command of a user finds it: anew, with what the last one has written down."""
+    """Creates the service as each command does: a new object with the state file of the previous command."""
 
     def __init__(self, home: Path) -> None:
         self.home = home

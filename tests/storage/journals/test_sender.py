@@ -38,7 +38,7 @@ class NoEnds(TrialOutcomes):
 
 
 class Listener(Consumer):
-    """A reader that keeps what it is told, unless it is told to raise."""
+    """A reader that keeps its records, or raises `error` if it is set."""
 
     def __init__(self, name: str) -> None:
         super().__init__(NoEnds())
@@ -145,7 +145,7 @@ def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
     sender.add(second)
     write(second, 2)
     wait_for(lambda: there.steps == [0, 1, 2, 0, 1], "the second trial")
-    assert box.count_journals() == 2, "the other has yet to be told"
+    assert box.count_journals() == 2, "the other reader still needs it"
     gone.error = None
     gone.hangs.set()
     assert sender.flush(60.0) == 0

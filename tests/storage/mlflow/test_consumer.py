@@ -118,7 +118,7 @@ def post(storage: PostgresStorage, tracking: Tracking, tmp_path: Path) -> Post:
 
 @pytest.fixture
 def sending(post: Post) -> Iterator[Callable[[], int]]:
-    """Sends all that waits, in a thread, and says what is left."""
+    """Return a function that sends all waiting records in a thread and returns the number of remaining journals."""
     senders = []
 
     def send(*, should_retry_rejected: bool = False) -> int:
@@ -185,7 +185,7 @@ def wait_for_a_waiter(database: psycopg2.extensions.connection) -> None:
     waits = "SELECT 1 FROM pg_stat_activity WHERE pg_backend_pid() = ANY(pg_blocking_pids(pid))"
     with database.cursor() as cursor:
         while cursor.execute(waits) or not cursor.fetchall():
-            time.sleep(0.01)  # there is nothing to be told by
+            time.sleep(0.01)  # Postgres has no event for this
 
 
 def test_the_same_data_logged_by_two_at_once_costs_neither_its_files(
@@ -335,7 +335,7 @@ def test_of_an_attempt_before_the_last_what_nobody_reported_again_is_sent(
     if state is not None:
         post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState[state])
     assert sending() == 0
-    assert post.box.count_journals() == (state is None), "until the trial has ended nobody knows whether it is needed"
+    assert post.box.count_journals() == (state is None), "it is kept until the trial has ended"
     if points is None:
         assert RUN_ID not in post.attrs()
     else:

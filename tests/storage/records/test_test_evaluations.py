@@ -1,4 +1,4 @@
-"""The database lets nobody open a test set twice, with whatever program."""
+"""The database prevents a second evaluation of a test set by any program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the places at a rung end is known without counting, and is what counting says."""
+"""The stored cut of a rung equals the one from counting its trials."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_cuts_that_move_are_those_that_are_counted(
 
 RUNGS = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)
 
-# All trials of a study have reached the first rung; a third of them went on, but for a few that are to.
+# All trials of a study have reached the first rung. A third of them were promoted, except for a few that will be next.
 _FILL = """
     UPDATE trials t SET datetime_start = now() WHERE study_id = :study;
     INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss)
@@ -62,7 +62,7 @@ _FILL = """
 
 
 def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engine, trials: int) -> int:
-    """How many rows the server reads for a claim that promotes, in a study of so many trials."""
+    """Return the number of rows that the server reads for a claim with a promotion, in a study of `trials` trials."""
     study_id = storage.create_new_study([optuna.study.StudyDirection.MINIMIZE], f"of {trials}")
     budget(storage, study_id, n_trials=2 * trials)
     storage.import_trials(study_id, [create_trial(state=TrialState.WAITING)] * trials)  # type: ignore[attr-defined]

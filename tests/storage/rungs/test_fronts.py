@@ -1,4 +1,4 @@
-"""Several metrics at rungs: the best are those of the first fronts, in one order, and nobody is given up early."""
+"""Rungs in multi-objective studies: trials are ranked by Pareto fronts, and none is pruned too early."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def come(claims: Claims, claim: Claim, vector: Vector, rung: int = 0) -> RungRan
 
 
 def places(engine: sa.Engine, rung: int = 0) -> list[int]:
-    """The trials of a rung in the order in which they go on."""
+    """Return the trials of a rung in the order of promotion."""
     query = "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id) WHERE rung = :rung ORDER BY loss"
     return [row.number for row in rows(engine, query, rung=rung)]
 
@@ -93,13 +93,13 @@ def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.
 def test_of_equal_ones_the_earlier_goes_on(claims: Claims) -> None:
     first, second = take(claims), take(claims)
     come(claims, second, [0.5, 5.0])
-    assert come(claims, first, [0.5, 5.0]).is_promoted, "whoever came first"
+    assert come(claims, first, [0.5, 5.0]).is_promoted, "the trial with the lower number"
 
 
 def test_nobody_is_given_up_before_the_end(
     claims: Claims, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
-    budget(storage, study_id, n_trials=4)  # two may go on from the rung: with one metric the third never would
+    budget(storage, study_id, n_trials=4)  # two can be promoted at the rung: with one metric the third never would be
     held = [take(claims) for _ in range(4)]
     for claim, vector in zip(held[:3], ([0.9, 1.0], [0.8, 2.0], [0.7, 3.0]), strict=True):
         assert not come(claims, claim, vector).is_promoted
@@ -133,7 +133,7 @@ _FOUR = [[0.5, 5.0], [0.9, 4.0], [0.4, 6.0], [0.6, 1.0]]  # 1 and 3 are the fron
 
 
 def four(claims: Claims) -> list[Claim]:
-    """Let four come to the first rung; return those that go on at once, which are the front."""
+    """Let four trials reach the first rung; return those that are promoted at once, which are the Pareto front."""
     held = [take(claims) for _ in range(4)]
     at_once = [claim for claim, vector in zip(held, _FOUR, strict=True) if come(claims, claim, vector).is_promoted]
     assert [claim.number for claim in at_once] == [1, 3]
@@ -167,7 +167,7 @@ def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(
     assert places(engine) == [3, 0, 2]
     assert rows(engine, "SELECT loss FROM hpsearch_rungs ORDER BY loss") == [(0.0,), (1.0,), (2.0,)]
     assert rows(engine, "SELECT reached, best_loss FROM hpsearch_rung_cuts") == [(3, 0.0)]
-    assert [take(claims).number for _ in range(2)] == [1, 4], "and no other goes on for it"
+    assert [take(claims).number for _ in range(2)] == [1, 4], "and no other trial is promoted instead"
 
 
 def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_any_to(
@@ -233,7 +233,7 @@ def test_eight_at_once_promote_each_trial_once_and_only_who_has_a_place(
     assert [t.number for t in trials] == list(range(n_trials))
     assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
     assert all(t.values == _vector(t.number) for t in trials)
-    assert len(promoted) == len(set(promoted)), "a trial went on twice from a rung"
+    assert len(promoted) == len(set(promoted)), "a trial was promoted twice from a rung"
     reached = [places(engine, rung) for rung in range(2)]
     assert len(reached[0]) == n_trials
     for rung, found in enumerate(reached):

@@ -1,4 +1,4 @@
-"""Trials wait at rungs, and the best go on: once per rung, on whichever worker is free, decided by the rows alone."""
+"""Trials wait at rungs, and the best are promoted: once per rung, on any free worker, decided from the rows only."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_of_equal_values_the_earlier_trial_is_the_better(asha: Asha, storage: Ba
 
 
 def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage, study_id: int) -> None:
-    budget(storage, study_id, n_trials=4)  # of whom 2 go on from rung 0, and 1 from rung 1
+    budget(storage, study_id, n_trials=4)  # 2 of them are promoted at rung 0, and 1 at rung 1
     claims = asha()
     held = [take(claims) for _ in range(3)]
     for claim, value in zip(held, (0.3, 0.2, 0.1), strict=True):
@@ -219,7 +219,7 @@ def test_a_trial_that_loses_its_worker_after_its_promotion_comes_first_and_is_no
     kill(engine, take(claims))
     again = take(asha())
     assert (again.number, again.attempt) == (0, 3)
-    assert claims.report_rung(again, 0, 0.9).is_promoted  # it reports again where it went on from
+    assert claims.report_rung(again, 0, 0.9).is_promoted  # it reports the rung again from which it was promoted
     assert promotions(engine) == [(0, 0)]
 
 
@@ -352,7 +352,7 @@ def test_many_processes_promote_each_trial_once_and_only_from_the_best(
     for rung, found in enumerate(reached):
         promoted = [row.loss for row in found if row.promoted_at is not None]
         best = sorted(row.loss for row in found)[: len(found) // 3]
-        assert set(best) <= set(promoted), f"who is among the best third of rung {rung} has gone on"
+        assert set(best) <= set(promoted), f"a trial of the best third of rung {rung} was not promoted"
         if rung < 2:
             assert len(reached[rung + 1]) == len(promoted)
     live = "SELECT count(*) FROM hpsearch_attempts WHERE ended_at IS NULL"

@@ -120,7 +120,7 @@ def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[Embedd
 
 
 class LosesReplies:
-    """A relay before a Postgres that, when told to, passes a statement on and cuts the line instead of its reply."""
+    """A relay to Postgres that can forward a statement and then cut the connection instead of sending the reply."""
 
     def __init__(self, port: int) -> None:
         self.upstream = port

@@ -140,7 +140,7 @@ def test_readers_never_see_half_of_a_finished_trial(ours: Callable[[], PostgresS
                     storage.set_trial_intermediate_value(trial_id, step, float(step))
                     storage.set_trial_user_attr(trial_id, "last", step)
                 storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.0])
-        except BaseException as error:  # a thread has nobody to raise to
+        except BaseException as error:  # the main thread raises it
             errors.append(error)
 
     writers = [threading.Thread(target=write, args=(s,)) for s in (ours(), ours(), theirs)]
@@ -262,7 +262,7 @@ def test_the_dashboard_and_the_command_line_read_a_live_study(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import optuna_dashboard  # two seconds of whoever collects the tests otherwise
+    import optuna_dashboard  # here because the import takes two seconds of the collection
 
     storage = ours()
     study = optuna.create_study(storage=storage, study_name="live", direction="maximize")

@@ -66,7 +66,7 @@ def test_a_report_and_a_renewal_keep_a_lease(engine: sa.Engine, join: Join) -> N
     holder = join(lease=0.1)
     claim = take(holder)
     expire(engine)
-    assert holder.renew(claim), "an attempt that nobody took over is still live"
+    assert holder.renew(claim), "an expired attempt that no worker took over is still live"
     later = join(lease=60.0)
     later.report(claim, 0, 0.5)
     expires = rows(engine, "SELECT expires_at > now() + interval '50 seconds' AS far FROM hpsearch_attempts")

@@ -82,7 +82,7 @@ def test_a_process_of_another_user_that_proc_hides_may_live() -> None:
 
 
 def in_namespaces(*options: str) -> list[str]:
-    """What a process says of this one, where it has namespaces of its own: whether it has ended; and its own name."""
+    """Return whether this process has ended, as seen from a process in other namespaces, and that process's name."""
     source = "from hpsearch.storage.trials.process_identity import *; "
     said = f"{source}print(has_ended({current_process()!r}), current_process())"
     command = ["unshare", *options, sys.executable, "-c", said]
@@ -94,7 +94,7 @@ def in_namespaces(*options: str) -> list[str]:
 
 
 def test_a_container_that_sees_anothers_processes_judges_nobody() -> None:
-    """Nor is it judged: what it says of its start would be another's."""
+    """Nor is it judged itself: its start time would be that of another process."""
     judged, name = in_namespaces("--pid", "--fork")
     assert judged == "False"
     assert name.endswith("/1/unknown"), "it is the first process of its namespace, and /proc shows the machine's"

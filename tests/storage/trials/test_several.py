@@ -1,4 +1,4 @@
-"""Trials of several metrics: all values of an epoch, of an end, and what becomes of them when a trial starts anew."""
+"""Multi-objective trials: the values of epochs and of complete trials, also when a trial restarts from scratch."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_trial_that_is_retried_keeps_what_its_checkpoint_has_and_nothing_else(
     assert known(engine) == ([] if from_start else [(0, 0, [0.5, 0.0])])
     again = take(claims)
     claims.report(again, 1, 0.5, metrics=[0.5, 7.0])
-    assert known(engine)[-1] == (0, 1, [0.5, 7.0]), "its next epoch is written anew"
+    assert known(engine)[-1] == (0, 1, [0.5, 7.0]), "its next epoch is written again"
 
 
 def test_the_values_of_a_study_are_told_by_trial_and_epoch(

@@ -1,4 +1,4 @@
-"""Budgets in epochs and in seconds are kept exactly, whoever reports at the same moment and whoever dies."""
+"""Budgets in epochs and in seconds are exact, also when workers report at the same moment or die."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_epoch_is_begun_that_another_trial_has_the_room_for(
     spend(epochs=2)
     first, second = take(claims), take(claims)
     assert claims.claim() == NoTrialAvailable(running=2)
-    assert not claims.report(first, 0, 0.5).has_room  # the other epoch is the second's, who trains it now
+    assert not claims.report(first, 0, 0.5).has_room  # the other epoch belongs to the second trial, which trains it now
     claims.finish_attempt(first, Outcome.RELEASED)
     assert claims.claim() == NoTrialAvailable(running=1)
     claims.finish_attempt(second, Outcome.FAILED)  # it had no use for it
@@ -270,7 +270,7 @@ def test_many_processes_some_of_them_killed_spend_exactly_the_budget(
     command = [sys.executable, "-c", WORKER_PROGRAM, database_url, str(study_id)]
     workers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(5)]
     begin_at_once(workers)
-    for worker in workers[:2]:  # in the midst
+    for worker in workers[:2]:  # while it runs
         assert worker.stdout is not None
         for _ in range(10):
             assert worker.stdout.readline() == "reported\n"

@@ -187,7 +187,7 @@ def test_what_is_kept_within_an_epoch_is_plain_and_told_apart(tmp_path):
 
 
 def test_the_time_that_an_epoch_will_take_is_told(tmp_path, monkeypatch):
-    """It follows from the pace so far. From the second epoch on, it includes the time after the previous epoch's steps."""
+    """It follows from the pace so far and, from the second epoch on, from the time after the previous epoch's steps."""
     clock = iter(range(10_000))
     monkeypatch.setattr("hpsearch.objectives.training.trainer.time.perf_counter", lambda: float(next(clock)))
     session = Leaving(tmp_path, math.inf)

@@ -19,7 +19,7 @@ def test_studies_and_a_trial_fit_80_columns(say: Say, stored, monkeypatch: pytes
     claims.report(claim, 0, 0.5)
     claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
     listed = say("studies")
-    assert listed.split("\n", 1)[0].split() == ["study", "objective", "trials", "complete", "best"], "what nobody has"
+    assert listed.split("\n", 1)[0].split() == ["study", "objective", "trials", "complete", "best"], "no empty columns"
     assert "…" not in listed, "nothing is cut"
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     assert re.search(rf"^  1 +vm:16392 +{time} +{time} +complete$", say("show", "s", "--trial", "0"), re.MULTILINE)

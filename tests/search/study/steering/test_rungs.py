@@ -49,7 +49,7 @@ def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, stor
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
         claims.report_rung(claim, 0, value)
-    take(claims)  # trial 0 goes on
+    take(claims)  # trial 0 is promoted
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in shown
     assert "paused at rung 0, epoch 1: rank 3 of 3 then" in shown
@@ -88,7 +88,7 @@ def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: Po
 
 @pytest.fixture
 def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
-    """Ten trials at the first rung; the first and best of them went on, and is near its end."""
+    """Ten trials reached the first rung; the first and best of them was promoted and is near its end."""
     stored = load_study(storage, "s")
     stored.set_attr(SPEC, {**stored.spec.model_dump(), "n_trials": 10})
     held = [take(claims) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""What a study says of the devices that its trials were trained on."""
+"""The devices of trials in `show` and in the report."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say:
     stopped = claims.claim()
     assert isinstance(stopped, StudyStopped)
     assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.reason)
-    assert stopped.reason in say("stop", "s"), "the second one says who was first"
+    assert stopped.reason in say("stop", "s"), "the second `stop` prints the author of the first"
     assert stopped.reason in say("show", "s")
     assert "s (stopped)" in say("studies")
 

@@ -1,4 +1,4 @@
-"""A study stops early where the rest of its budget is not worth it: once, whoever decides; and goes on when told to."""
+"""Early termination: one worker stops a study whose remaining budget gains too little; `start` continues it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
         line,
     ]
     assert line in say("show", "s", "--all")
-    # Wherever the budget is told it is the whole one.
+    # All outputs have the whole budget.
     assert "21/100 trials, stopped early: 21 complete" in say("top", "s", "--once")
     listed = say("studies").splitlines()[-1].split()
     assert listed[:5] == ["s", "(stopped", "early)", "digits", "21/100"]
@@ -104,7 +104,7 @@ def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
     study: optuna.Study, stored: StoredStudy
 ) -> None:
     random = np.random.default_rng(0)
-    for _ in range(FIRST):  # of eight parameters nobody knows more than some values
+    for _ in range(FIRST):  # eight parameters, and few trials
         params = {f"x{place}": float(random.random()) for place in range(8)}
         value = -sum((x - 0.5) ** 2 for x in params.values())
         kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}

@@ -101,7 +101,7 @@ def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hpara
 
 
 def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: Path) -> None:
-    """It tells its epochs from before the checkpoint again, with their times, and one that it trained anew."""
+    """It sends its epochs before the checkpoint again, with their times, and one epoch that it trained again."""
     first = post.open()
     log(first, range(3))
     post.consume(reader_of(post, root), first)
@@ -127,7 +127,7 @@ for step in range(3):
         files.add(make_scalars({"loss/val": step / 10}), step=step, at=float(step))
         files.flush()
 with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
-    file.write(b"torn in the midst of an eve")
+    file.write(b"torn in the middle of an eve")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 """

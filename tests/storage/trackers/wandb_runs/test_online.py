@@ -1,4 +1,4 @@
-"""What the offline mode cannot show: a run goes on where its server has it, and is told once that is back."""
+"""Tests that need a server: a run is resumed on its server, and is sent after an outage of the server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
 def test_a_trial_that_is_taken_up_goes_on_in_its_run(
     post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer]
 ) -> None:
-    """All processes of the first attempt are killed when the server has its epochs; the second tells them again."""
+    """All processes of the first attempt are killed when the server has its epochs; the second sends them again."""
     first = post.open()
     log(first, range(3))
     assert not post.consume(new_reader(), first)
@@ -105,7 +105,7 @@ def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
         with pytest.raises(WandbUnavailableError) as told:
             post.consume(reader, journal)
     assert reader.classify_error(told.value).is_transient
-    assert journal.cursors["wandb"].position.offset == 0, "none of it counts as told"
+    assert journal.cursors["wandb"].position.offset == 0, "no record counts as sent"
     server.away = False
     ship_at_last(post, reader, journal)
     assert run.steps == [0, 1, 2, 3]

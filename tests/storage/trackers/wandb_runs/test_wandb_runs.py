@@ -158,7 +158,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
 
 @pytest.mark.parametrize("victim", ["process", "service"])
 def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers: Readers, victim: str) -> None:
-    """What the package starts beside it may be killed too: the run is told anew, but for what its files have."""
+    """The package's own service may be killed too: the run is sent again, except for the records in its files."""
     before = children()
     reader, journal = readers.new(), post.open()
     log(journal, range(3))
