@@ -172,12 +172,17 @@ def restore(
             dashboard=DASHBOARD_COMMAND,
             progress=tell,
         )
+    at = ("--home", home) if home else ()
     typer.echo(f"restored {_counted(done.manifest)}, as they were at {done.manifest.made_at}")
     for study, url in done.checkpoints:
         typer.echo(f"the checkpoints of {study} are not in it, but in {url}")
+    for study in done.unsent:
+        typer.echo(
+            f"{study}: some trials had not reached MLflow; rebuild them with: {format_command('sync', study, *at)}"
+        )
     if done.left_out:
         typer.echo(f"{done.left_out} files of artifacts are not in it: they have to be where MLflow looks for them")
-    typer.echo(f"go on with: {format_command('studies', *(('--home', home) if home else ()))}")
+    typer.echo(f"continue with: {format_command('studies', *at)}")
 
 
 def _counted(manifest: Manifest) -> str:

@@ -80,12 +80,14 @@ class RestoreResult:
         tracking_uri: address of the MLflow server that has the runs now; None if unknown.
         checkpoints: studies with another checkpoint URL, which is not part of the backup: name and URL.
         left_out: number of artifact files that are in the index only.
+        unsent: studies with complete trials whose records were not in MLflow yet; `sync STUDY` rebuilds them.
     """
 
     manifest: Manifest
     tracking_uri: str | None
     checkpoints: Sequence[tuple[str, str]]
     left_out: int
+    unsent: Sequence[str]
 
 
 def restore(  # noqa: PLR0913 a keyword for each flag
@@ -134,7 +136,7 @@ def restore(  # noqa: PLR0913 a keyword for each flag
                 with services() as (locations, held):
                     if held is not None:
                         held.stop_services()
-                    external_checkpoints = _restore_all(unpacked, locations, programs, progress)
+                    external_checkpoints, unsent = _restore_all(unpacked, locations, programs, progress)
         except OSError as error:
             raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is incomplete") from None
     if owner_url is None:
@@ -143,7 +145,8 @@ def restore(  # noqa: PLR0913 a keyword for each flag
     if tracking_uri is not None:
         with _open_cursors(locations) as (studies, mlflow):
             rewrite_mlflow_urls(studies, mlflow, tracking_uri=tracking_uri, ui_url=ui_url or tracking_uri)
-    return RestoreResult(manifest, tracking_uri, external_checkpoints, sum(not entry.held for entry in unpacked.index))
+    left_out = sum(not entry.held for entry in unpacked.index)
+    return RestoreResult(manifest, tracking_uri, external_checkpoints, left_out, unsent)
 
 
 def _parse_major_version(version: str) -> int:
@@ -211,8 +214,8 @@ def _is_partial_restore(cursor: Any) -> bool:
 
 def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: Progress
-) -> Sequence[tuple[str, str]]:
-    """Restore files, then databases; return the studies with other checkpoint URLs: name and URL."""
+) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
+    """Restore files, then databases; return the fields `checkpoints` and `unsent` of the result."""
     with open_session(*locations.studies) as cursor:
         again = _is_partial_restore(cursor)
         cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
@@ -238,9 +241,10 @@ def _restore_all(
         release_trials(studies)
         if mlflow is not None:
             reconcile(studies, mlflow)
+        unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
         external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
         studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
-    return external_checkpoints
+    return external_checkpoints, unsent
 
 
 def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
@@ -348,6 +352,20 @@ def reconcile(studies: Any, mlflow: Any) -> None:
     )
     keys = {"tracking": TRACKING, "pending": PENDING, "run_id": RUN_ID, "model": MODEL}
     studies.execute(_NOTE_ARRIVED, {"runs": json.dumps(finished), **keys})
+
+
+def find_studies_with_unsent_trials(studies: Any) -> list[str]:
+    """Return the studies with COMPLETE trials whose records MLflow lacks: the machine that sends them is elsewhere."""
+    studies.execute(
+        """
+        SELECT DISTINCT s.study_name
+          FROM trials t JOIN studies s USING (study_id) JOIN trial_user_attributes a USING (trial_id)
+         WHERE t.state = 'COMPLETE' AND a.key = %s AND starts_with(a.value_json::jsonb #>> '{}', %s)
+         ORDER BY s.study_name
+        """,
+        (TRACKING, PENDING),
+    )
+    return [str(name) for (name,) in studies.fetchall()]
 
 
 def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:

@@ -194,7 +194,8 @@ def main() -> None:
     with ProcessPoolExecutor(given.processes) as pool:
         found = simulate([replace(each, way=way) for each in every for way in given.peers], pool)
         most = {
-            each: max(found[replace(each, way=way)].worth.max_volume(each.budget) for way in given.peers) for each in every
+            each: max(found[replace(each, way=way)].worth.max_volume(each.budget) for way in given.peers)
+            for each in every
         }
         found |= simulate([replace(each, way=way, enough=most[each]) for each in every for way in given.ways], pool)
     print(f"seeds {seeds.start} to {seeds.stop - 1}, {given.workers} workers, {given.budget} epochs\n")

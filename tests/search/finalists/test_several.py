@@ -155,7 +155,7 @@ def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> No
 
 def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match="no other finalist of 's' dominates trials 0, 2: choose one with --trial"):
+    with pytest.raises(SearchError, match="no finalist of 's' dominates trials 0, 2: choose one with --trial"):
         choose_candidate(study, trial=None, unconfirmed=False)
     with pytest.raises(SearchError, match="dominates trials 0, 2"):
         choose_candidate(study, trial=1, unconfirmed=False)
@@ -184,7 +184,7 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
 
 def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no other finalist of 's' dominates trials 0, 2: choose one with --trial"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates trials 0, 2: choose one with --trial"):
         make_or_join_refit(study, seeds=None)
     with pytest.raises(SearchError, match="dominates trials 0, 2"):
         make_or_join_refit(study, seeds=None, trial=1)

@@ -82,7 +82,9 @@ def test_what_is_replaced_can_be_gone_back_to(tracked: Tracked) -> None:
 
 def test_what_mlflow_refuses_is_told_before_anything_is_done(tracked: Tracked) -> None:
     for setting in ({"alias": "two words"}, {"model": "a/b"}):
-        with pytest.raises(StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*: choose another"):
+        with pytest.raises(
+            StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*(use letters|slash|characters|name)"
+        ):
             promote(tracked.stored, tracked.tracking, **setting)
     assert tracked.client.search_registered_models(f"name = '{tracked.name}'") == []
     assert tracked.told() == []

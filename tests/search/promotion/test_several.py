@@ -98,7 +98,7 @@ def test_a_trial_out_of_bounds_is_promoted_only_when_told(several: Tracked) -> N
 def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracked) -> None:
     stored, engine = several.stored, several.storage.engine
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match="no other finalist of 'several-promoted' dominates trials 1, 0"):
+    with pytest.raises(SearchError, match="no finalist of 'several-promoted' dominates trials 1, 0"):
         choose_candidate(stored, trial=None, unconfirmed=False)
     assert promote(stored, several.tracking, trial=0).unconfirmed == "the test set was not opened for it"
     (finalists,) = read_finalist_studies(engine, stored.study_id)

@@ -179,7 +179,7 @@ def test_options_without_a_name_are_those_of_the_usual_kind_or_of_the_study_that
     assert "sampler.random_fraction: tpe has no such option" in refused(
         database_url, name="t", sampler={"random_fraction": 0.1}
     )
-    assert "curves has no such option" in refused(database_url, name="u", sampler={"multivariate": True})
+    assert "freeze_thaw has no such option" in refused(database_url, name="u", sampler={"multivariate": True})
 
 
 def test_a_pruner_may_name_a_metric_that_the_objective_has(database_url: str) -> None:

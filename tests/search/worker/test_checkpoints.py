@@ -91,7 +91,7 @@ def test_without_a_usable_checkpoint_the_trial_starts_anew(study: Study, caplog:
         study.replace(name, None)
     second = study.attempt(2, machine="b")
     assert second.restore() is None
-    assert "starting from its beginning" in caplog.text
+    assert "starting from the first epoch" in caplog.text
     second.epochs(0, 1)
     assert study.pointers() == ["0000/0001-2.pt", "0000/0000-2.pt"]
     assert study.files() == ["0000/0000-2.pt", "0000/0001-2.pt"]

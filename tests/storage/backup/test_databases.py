@@ -312,6 +312,7 @@ def test_what_mlflow_had_a_moment_later_does_no_harm(
         psycopg2.connect(target.replace("+psycopg2", "")) as theirs,
     ):
         adapt.reconcile(ours.cursor(), theirs.cursor())
+        assert adapt.find_studies_with_unsent_trials(ours.cursor()) == ["wine"]
     ours.close()
     theirs.close()
     deleted = execute(target, "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'deleted' ORDER BY run_uuid")

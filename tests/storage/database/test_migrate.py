@@ -82,7 +82,7 @@ def test_tables_of_an_older_optuna_are_upgraded(owner_url: str) -> None:
     with engine.begin() as connection:  # as Optuna 3.1 left it
         connection.exec_driver_sql("DROP INDEX ix_trials_study_id")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'v3.0.0.d'")
-    with pytest.raises(StorageError, match=r"schema v3\.0\.0\.d, this one needs v3\.2\.0\.a"):
+    with pytest.raises(StorageError, match=r"schema v3\.0\.0\.d, required v3\.2\.0\.a"):
         check_database(owner_url)
 
     logger = logging.getLogger("somebody.else")
