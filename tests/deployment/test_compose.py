@@ -27,14 +27,14 @@ def test_the_files_are_valid() -> None:
 
 
 @pytest.mark.parametrize("missing", PASSWORDS)
-def test_a_missing_password_is_told_with_its_remedy(missing: str) -> None:
+def test_a_missing_password_is_an_error_with_a_remedy(missing: str) -> None:
     rest = {name: "x" for name in PASSWORDS if name != missing}
     done = tool("docker-compose", "--env-file", os.devnull, "config", **rest)
     assert done.stdout == ""
     assert f"required variable {missing} is missing a value: run ./hpsearch secrets > .env" in done.stderr
 
 
-def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
+def test_services_have_restart_policies_limits_and_health_checks(services: dict[str, Any]) -> None:
     assert {name for name, service in services.items() if "profiles" not in service} == {"postgres", *OURS}
     assert {name: service["profiles"] for name, service in services.items() if "profiles" in service} == {
         "pgbouncer": ["pgbouncer"],
@@ -73,7 +73,7 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
     )
 
 
-def test_passwords_reach_only_whom_they_belong_to() -> None:
+def test_each_service_receives_only_its_own_passwords() -> None:
     """Each service is given files of the secrets that it needs, and no password stands anywhere else."""
     given = {name: f"{name}-value" for name in (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD")}
     model = compose(**given)
@@ -108,7 +108,7 @@ def status(url: str, host: str) -> int:
 
 
 @pytest.mark.e2e
-def test_the_commands_of_the_services_make_a_search(machine: Machine) -> None:
+def test_the_commands_of_the_services_run_a_search(machine: Machine) -> None:
     with pytest.raises(psycopg2.OperationalError, match="password authentication failed"):
         machine.connect("postgres", "wrong", "postgres")
     machine.finish("migrate")
@@ -144,7 +144,7 @@ def test_the_commands_of_the_services_make_a_search(machine: Machine) -> None:
         assert not [secret for secret in machine.secrets.values() if secret in machine.log(name)], f"{name} logs one"
 
 
-def test_the_image_is_made_of_what_the_dockerfile_copies() -> None:
+def test_the_image_builds_from_the_files_that_the_dockerfile_copies() -> None:
     """Everything the build needs passes .dockerignore, and nothing else does."""
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)

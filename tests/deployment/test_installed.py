@@ -183,7 +183,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(installed: In
     assert "hpsearch = hpsearch.__main__:main" in wheel.read(points).decode()
 
 
-def test_a_project_with_packages_of_the_usual_names(installed: Installed) -> None:
+def test_a_project_may_have_packages_of_the_same_names(installed: Installed) -> None:
     name = "own-packages"
     marker = installed.project / "storage" / "loaded"
     installed("run", "mine.py", "--name", name, "--trials", "3", "--workers", "2", "--pruner", "none")
@@ -199,7 +199,7 @@ def test_a_project_with_packages_of_the_usual_names(installed: Installed) -> Non
 
 
 @pytest.mark.parametrize("name", ["search", "objectives", "storage"])
-def test_outside_the_project_nothing_has_these_names(installed: Installed, name: str, tmp_path: Path) -> None:
+def test_top_level_package_names_are_not_installed(installed: Installed, name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [installed.python, "-c", f"import {name}"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -207,7 +207,7 @@ def test_outside_the_project_nothing_has_these_names(installed: Installed, name:
 
 
 @pytest.mark.parametrize("command", ["run mine.py", "up", "serve mlflow", "serve dashboard"])
-def test_services_without_their_packages_are_refused_in_one_line(installed: Installed, command: str) -> None:
+def test_services_without_the_server_extra_are_rejected_in_one_line(installed: Installed, command: str) -> None:
     said = installed(*command.split(), code=2, environment=installed.alone)
     line = said.splitlines()[-1]
     assert line.startswith("hpsearch: the package mlflow is not installed")
@@ -215,7 +215,7 @@ def test_services_without_their_packages_are_refused_in_one_line(installed: Inst
     assert "Traceback" not in said
 
 
-def test_it_says_its_version(installed: Installed) -> None:
+def test_version_prints_the_version(installed: Installed) -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
     assert installed("--version") == f"hpsearch {version[1]}\n"

@@ -72,7 +72,9 @@ def proxied(machine: Machine) -> Iterator[Machine]:
     (machine.folder / "proxy.log").write_text(machine.log("proxy")[-20_000:])
 
 
-def test_behind_the_proxy(proxied: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_require_the_login_and_work_behind_the_proxy(
+    proxied: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     authority = proxied.folder / "data" / "caddy" / "pki" / "authorities" / "local" / "root.crt"
     trusting = ssl.create_default_context(cafile=str(authority))
     password = proxied.secrets["HPSEARCH_LOGIN_PASSWORD"]

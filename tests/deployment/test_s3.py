@@ -20,7 +20,7 @@ def test_the_file_is_valid() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_store_is_there_before_whom_it_serves() -> None:
+def test_services_wait_for_the_object_store() -> None:
     given = {name: f"{name}-value" for name in SECRETS}
     model = compose(*FILES, **given)
     assert not [name for name, value in given.items() if value in json.dumps(model)]
@@ -41,7 +41,7 @@ def test_the_store_is_there_before_whom_it_serves() -> None:
     assert "ports" not in services["s3"]
 
 
-def test_a_missing_key_is_told_with_its_remedy() -> None:
+def test_a_missing_key_is_an_error_with_a_remedy() -> None:
     rest = dict.fromkeys(PASSWORDS, "x")
     done = tool("docker-compose", "--env-file", "/dev/null", *(f"--file={file}" for file in FILES), "config", **rest)
     assert done.stdout == ""
@@ -50,7 +50,7 @@ def test_a_missing_key_is_told_with_its_remedy() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
-def test_checkpoints_and_artifacts_lie_in_the_bucket(machine: Machine) -> None:
+def test_checkpoints_and_artifacts_are_in_the_bucket(machine: Machine) -> None:
     machine.model = compose(*FILES, **machine.secrets, HPSEARCH_TRIALS="1")
     port = machine.ports[8333] = free_port()
     machine.replaced["http://s3:"] = "http://127.0.0.1:"

@@ -46,7 +46,7 @@ def imported() -> None:
     [*CASES.items(), *(pytest.param(*case, marks=_WITH_DEEPSPEED) for case in ZERO.items())],
     ids=[*CASES, *ZERO],
 )
-def test_on_two_ranks_it_is_resumed(title: str, text: str, tmp_path: Path) -> None:
+def test_an_example_resumes_on_two_ranks(title: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "example.py"
     path.write_text(text)
     whole, resumed = whole_and_resumed(f"{path}:main", tmp_path)
@@ -70,7 +70,7 @@ def _after_a_failure(ranks, failing, whole, folder):
 
 @pytest.mark.slow
 @_WITH_DEEPSPEED
-def test_deepspeed_trains_in_a_process_whose_ranks_have_met_anew(tmp_path: Path) -> None:
+def test_deepspeed_trains_after_the_ranks_reconnected(tmp_path: Path) -> None:
     whole, failing = tmp_path / "whole.py", tmp_path / "failing.py"
     whole.write_text(EXAMPLES["DeepSpeed"])
     failing.write_text(EXAMPLES["DeepSpeed"].replace("        engine.eval()\n", "        1 / 0\n"))
@@ -80,7 +80,7 @@ def test_deepspeed_trains_in_a_process_whose_ranks_have_met_anew(tmp_path: Path)
 
 
 @pytest.mark.parametrize("title", CHANGES)
-def test_a_script_becomes_a_trial_by_few_lines(title: str) -> None:
+def test_a_script_becomes_a_trial_with_few_changed_lines(title: str) -> None:
     lines, kept = CHANGES[title].splitlines(), re.split(r"\n\s*", EXAMPLES[title])
     added, removed = ([line[1:].strip() for line in lines if line[0] == sign] for sign in "+-")
     assert len(added) <= 15

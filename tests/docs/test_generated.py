@@ -11,7 +11,7 @@ def test_pages_are_up_to_date() -> None:
     assert behind == [], "run .venv/bin/python -m docs.tools.generate"
 
 
-def test_a_page_that_is_behind_is_brought_up_to_date_and_stays_so() -> None:
+def test_generating_an_outdated_page_updates_it_once() -> None:
     page = "before\n\n<!-- generated: samplers -->\nold\n<!-- end -->\n\nafter\n"
     once = generated(page)
     assert "old" not in once
@@ -21,7 +21,7 @@ def test_a_page_that_is_behind_is_brought_up_to_date_and_stays_so() -> None:
     assert generated(once) == once
 
 
-def test_no_page_with_marks_is_forgotten() -> None:
+def test_every_page_with_marks_is_generated() -> None:
     marked = [path for path in (ROOT / "docs").rglob("*.md") if "<!-- generated: " in path.read_text()]
     assert {path.relative_to(ROOT / "docs").as_posix() for path in marked} == set(PAGES)
 

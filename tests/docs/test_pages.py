@@ -32,7 +32,7 @@ def test_every_setting_of_compose_is_in_its_header_or_a_page() -> None:
     assert sorted(used - set(re.findall(r"^#   (\w+) ", header, re.MULTILINE)) - set(SETTING.findall(TEXT))) == []
 
 
-def test_every_verb_is_in_a_how_to_page_and_no_other_is_named() -> None:
+def test_pages_name_every_command_and_no_other() -> None:
     shown = set(re.findall(r"(?:\./hpsearch|`hpsearch) ([a-z-]+)", TEXT))
     assert sorted(shown - WRAPPERS - set(VERBS)) == []
     told = "\n".join(path.read_text() for path in PAGES if path.parent.name == "how-to" or path.name == "tutorial.md")
@@ -40,7 +40,7 @@ def test_every_verb_is_in_a_how_to_page_and_no_other_is_named() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_are_such_as_the_command_line_takes(path: Path) -> None:
+def test_commands_in_pages_are_valid(path: Path) -> None:
     for words in commands(path):
         if "./hpsearch" not in words[:2]:
             continue
@@ -52,12 +52,12 @@ def test_commands_are_such_as_the_command_line_takes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_page_points_to_is_there(path: Path) -> None:
+def test_links_in_pages_have_existing_targets(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-def test_the_files_on_the_way_of_a_trial_exist() -> None:
+def test_the_files_in_the_path_of_a_trial_exist() -> None:
     way = (ROOT / "docs" / "architecture.md").read_text().partition("## The path of a trial")[2].partition("\n## ")[0]
     named = set(re.findall(r"(?:search|objectives|storage)/[\w/]+\.py", way))
     assert len(named) > 10
@@ -76,7 +76,7 @@ def test_every_guarantee_names_its_tests() -> None:
     assert [text.splitlines()[0] for text in guarantees if "- `tests/" not in text] == []
 
 
-def test_every_table_of_ours_is_described() -> None:
+def test_every_table_of_hpsearch_is_described() -> None:
     made = set()
     for path in (ROOT / "storage" / "database" / "migrations" / "versions").glob("*.py"):
         made |= set(re.findall(r'create_table\(\s*"(\w+)"', path.read_text()))

@@ -28,7 +28,7 @@ def test_a_recipe_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("title", DIFFS)
-def test_a_script_becomes_an_objective_by_few_lines(title: str) -> None:
+def test_a_script_becomes_an_objective_with_few_changed_lines(title: str) -> None:
     lines = DIFFS[title].splitlines()
     added = [line[1:].strip() for line in lines if line.startswith("+")]
     assert len(lines) <= 15

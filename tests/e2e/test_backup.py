@@ -54,7 +54,7 @@ def as_undisturbed(study: optuna.Study, undisturbed: optuna.Study) -> bool:
     return values(study) == values(undisturbed)
 
 
-def test_a_search_goes_on_elsewhere_from_a_backup_taken_while_it_ran(
+def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     here: Cli, undisturbed: optuna.Study, homes: tuple[Path, Path], tmp_path: Path
 ) -> None:
     gate, file = tmp_path / "gate", tmp_path / "backup.tar"
@@ -125,7 +125,7 @@ def assert_runs_are_whole(there: Cli, before: list[optuna.trial.FrozenTrial]) ->
     assert {"report.md", "config.yaml", "checkpoints"} <= names
 
 
-def test_a_damaged_file_is_told_in_one_line_and_changes_nothing(
+def test_a_damaged_backup_is_an_error_of_one_line_and_changes_nothing(
     here: Cli, homes: tuple[Path, Path], tmp_path: Path
 ) -> None:
     file, home = tmp_path / "backup.tar", tmp_path / "home"

@@ -25,9 +25,7 @@ def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Se
 
 
 @pytest.mark.soak  # needs MLflow's pages; test_search.py checks that the links exist and work
-def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_trials(
-    page: Page, search: Search
-) -> None:
+def test_the_note_in_the_dashboard_links_to_the_study_in_mlflow(page: Page, search: Search) -> None:
     page.goto(address(search.output, "Optuna dashboard") + "/note")
     page.get_by_role("link", name="The study in MLflow").click()
     page.wait_for_url(f"**/runs/{search.parent}*")
@@ -41,7 +39,7 @@ def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_
 
 
 @pytest.mark.soak  # needs MLflow's pages; test_search.py registers and loads the model
-def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
+def test_the_page_of_the_best_run_links_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
     best = search.study.best_trial
     page.goto(address(search.output, "MLflow, best trial"))
     # The table of logged models. The same name next to each metric only opens a note.
@@ -70,7 +68,7 @@ def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, widt
     page.emulate_media(color_scheme="light")
 
 
-def test_the_reports_table_sorts_by_pointer_and_by_keyboard(page: Page, cli: Cli, search: Search) -> None:
+def test_the_table_of_the_report_sorts_by_pointer_and_by_keyboard(page: Page, cli: Cli, search: Search) -> None:
     page.goto((cli.stack.home / "reports" / f"{search.name}.html").as_uri())
     values = [trial.value for trial in search.study.trials]
 
@@ -87,7 +85,7 @@ def test_the_reports_table_sorts_by_pointer_and_by_keyboard(page: Page, cli: Cli
 
 
 @pytest.mark.soak  # MLflow's pages, half a minute of them; what we make of it: search/promotion/test_promote.py
-def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cli, search: Search) -> None:
+def test_a_promotion_in_the_mlflow_ui_is_shown_in_the_study(page: Page, cli: Cli, search: Search) -> None:
     """The user's way: the study's run, its children by the metric, the best one, Register model, the alias."""
     model = "promoted-by-hand"
     page.set_viewport_size({"width": 1500, "height": 1000})
@@ -139,7 +137,7 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
 
 
 @pytest.mark.soak  # test_promotion.py checks that the dashboard serves the files
-def test_the_dashboard_shows_what_a_trial_left(page: Page, search: Search) -> None:
+def test_the_dashboard_shows_the_artifacts_of_a_trial(page: Page, search: Search) -> None:
     page.goto(address(search.output, "Optuna dashboard") + "/trials?numbers=0")
     expect(page.get_by_role("img", name="curves.png").first).to_be_visible(timeout=PATIENCE)
     keep(page, "dashboard-artifacts")

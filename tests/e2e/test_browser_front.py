@@ -59,7 +59,7 @@ def broken(front: Front) -> list[int]:
     return [trial.number for trial in front.trials if trial.params["width"] > 100]
 
 
-def test_the_dashboard_plots_the_front(page: Page, two: Front) -> None:
+def test_the_dashboard_plots_the_pareto_front(page: Page, two: Front) -> None:
     page.set_viewport_size({"width": 1300, "height": 1000})
     page.goto(address(two.output, "Optuna dashboard"))
     expect(page.get_by_text("Pareto Front").first).to_be_visible(timeout=PATIENCE)
@@ -73,7 +73,7 @@ def test_the_dashboard_plots_the_front(page: Page, two: Front) -> None:
 
 
 @pytest.mark.parametrize("width", [1300, 400])
-def test_the_report_draws_the_front(page: Page, cli: Cli, two: Front, width: int) -> None:
+def test_the_report_draws_the_pareto_front(page: Page, cli: Cli, two: Front, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 1000})
     open_report(page, cli, two)
     expect(page.locator(".figure svg")).to_have_count(6, timeout=PATIENCE)
@@ -114,7 +114,7 @@ def test_each_metric_is_sorted_in_its_own_direction(page: Page, cli: Cli, two: F
         assert [float(text) for text in shown] == [float(f"{value:.4g}") for value in values]
 
 
-def test_of_three_metrics_two_are_chosen(page: Page, cli: Cli, three: Front) -> None:
+def test_two_of_three_metrics_can_be_selected_for_the_plot(page: Page, cli: Cli, three: Front) -> None:
     open_report(page, cli, three)
     before = page.locator("#front .path.best").get_attribute("d", timeout=PATIENCE)
     page.locator("#up").select_option("energy")

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 STARTED = f"{CHEAP}:Started"
 
 
-def test_the_default_and_a_file_come_first_and_an_extension_brings_its_own(cli: Cli, tmp_path: Path) -> None:
+def test_the_default_and_enqueued_configurations_run_first_also_in_an_extension(cli: Cli, tmp_path: Path) -> None:
     file, deaths = tmp_path / "mine.csv", tmp_path / "deaths"
     deaths.mkdir()
     file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n")
@@ -42,7 +42,7 @@ def test_the_default_and_a_file_come_first_and_an_extension_brings_its_own(cli: 
     assert found[5].params == {"lr": 0.03, "width": 24, "kind": "b"}
 
 
-def test_without_a_default_and_with_a_wrong_file(cli: Cli, tmp_path: Path) -> None:
+def test_a_search_without_a_default_configuration_and_with_an_invalid_file(cli: Cli, tmp_path: Path) -> None:
     cli("run", STARTED, "--name", "no.default", "--no-default-first", "--trials", "2", "--workers", "0")
     assert cli.study("no.default").trials == []
     file = tmp_path / "wrong.csv"

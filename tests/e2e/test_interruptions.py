@@ -58,7 +58,7 @@ def assert_as_undisturbed(cli: Cli, name: str, undisturbed: optuna.Study) -> Non
         assert sorted(points) == sorted(trial.intermediate_values.items())
 
 
-def test_a_killed_worker_costs_nothing(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+def test_a_killed_worker_changes_no_result(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
     process = start(cli, "killed-worker", tmp_path)
     os.kill(reached(tmp_path)[0], signal.SIGKILL)
     (tmp_path / "open").touch()
@@ -69,7 +69,7 @@ def test_a_killed_worker_costs_nothing(cli: Cli, tmp_path: Path, undisturbed: op
     assert outcomes(cli, "killed-worker") == ["lost", "complete"]
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+def test_an_interrupted_run_resumes_where_it_stopped(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
     """A signal stops the run in its first trial, and another signal stops it in its second."""
     name = "interrupted"
     log = cli.stack.home / "logs" / name / "worker-0.log"
@@ -118,7 +118,7 @@ def test_a_study_with_dead_workers_can_be_deleted(cli: Cli, tmp_path: Path) -> N
     assert "no study 'deleted'" in cli("show", "deleted", code=2)
 
 
-def test_workers_of_a_killed_fleet_leave_and_its_trials_are_taken_up(
+def test_workers_of_a_killed_fleet_exit_and_its_trials_are_resumed(
     cli: Cli, tmp_path: Path, undisturbed: optuna.Study
 ) -> None:
     process = start(cli, "killed-fleet", tmp_path)
@@ -132,7 +132,7 @@ def test_workers_of_a_killed_fleet_leave_and_its_trials_are_taken_up(
     assert_as_undisturbed(cli, "killed-fleet", undisturbed)
 
 
-def test_a_worker_joins_by_name_and_url_alone(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+def test_a_worker_joins_with_study_name_and_url_only(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
     cli("run", GATED, "--name", "joined", "--workers", "0", *PLAIN)
     assert cli.study("joined").trials == []
     environment = {"HPSEARCH_STORAGE_URL": cli.stack.storage_url, "HPSEARCH_HOME": str(tmp_path / "elsewhere")}
@@ -157,14 +157,14 @@ def test_a_trial_failed_in_the_dashboard_is_cancelled(cli: Cli, tmp_path: Path) 
     assert run.info.status == "KILLED"
 
 
-def test_a_mistake_is_told_before_there_is_a_study(cli: Cli) -> None:
+def test_a_mistake_is_reported_before_the_study_is_created(cli: Cli) -> None:
     output = cli("run", BROKEN, "--name", "mistake", code=2, BREAK="everywhere")
     assert "broken.py:30: KeyError" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert "no study 'mistake'" in cli("show", "mistake", code=2)
 
 
-def test_a_bug_ends_the_run_before_the_budget_is_burnt(cli: Cli) -> None:
+def test_a_bug_ends_the_run_before_the_budget_is_spent(cli: Cli) -> None:
     output = cli("run", BROKEN, "--name", "bug", "--workers", "2", code=1, BREAK="in workers")
     assert "Traceback" not in output
     assert "no such layer" in output
@@ -178,13 +178,13 @@ def test_a_bug_ends_the_run_before_the_budget_is_burnt(cli: Cli) -> None:
         assert client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"]).info.status == "FAILED"
 
 
-def test_an_objective_that_exits_fails_its_trial_only(cli: Cli) -> None:
+def test_an_objective_that_exits_fails_only_its_trial(cli: Cli) -> None:
     cli("run", BROKEN, "--name", "exit", "--workers", "1", "--trials", "1", code=1, BREAK="exit")
     trial = cli.study("exit").trials[0]
     assert (trial.state, trial.user_attrs["hpsearch:reason"]) == (TrialState.FAIL, "SystemExit: 3")
 
 
-def test_a_diverging_trial_is_infeasible_and_says_why(cli: Cli) -> None:
+def test_a_diverging_trial_is_infeasible_with_a_reason(cli: Cli) -> None:
     output = cli("run", BROKEN, "--name", "diverging", "--workers", "1", "--trials", "2", code=1, BREAK="inf")
     assert "2 infeasible" in output
     study = cli.study("diverging")
@@ -197,7 +197,7 @@ def test_a_diverging_trial_is_infeasible_and_says_why(cli: Cli) -> None:
         assert (run.info.status, run.data.tags["hpsearch.state"]) == ("FAILED", "infeasible")
 
 
-def test_killed_services_are_started_again_and_nothing_is_lost(
+def test_killed_services_restart_without_losses(
     cli: Cli, own_stack: embedded.StackInfo, tmp_path: Path, undisturbed: optuna.Study
 ) -> None:
     broken = Cli(own_stack, cli.cwd, cli.zygote)

@@ -22,7 +22,7 @@ from tests.faults.harness import Zygote
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("backup")]
 
 
-def test_a_home_of_before_the_namespace_opens_and_resumes(
+def test_a_home_from_before_version_0_1_opens_and_resumes(
     guarded_homes: Callable[[], AbstractContextManager[Path]], zygote: Zygote, tmp_path: Path
 ) -> None:
     backup = tmp_path / "home.tar"

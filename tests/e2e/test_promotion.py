@@ -28,7 +28,7 @@ def promoted(cli: Cli, search: Search) -> str:
     return cli("promote", search.name, "--model", MODEL)
 
 
-def test_the_best_trial_is_promoted_and_the_study_says_so(cli: Cli, search: Search, promoted: str) -> None:
+def test_the_best_trial_is_promoted_and_the_study_shows_it(cli: Cli, search: Search, promoted: str) -> None:
     best = search.study.best_trial
     assert promoted.startswith(f"trial {best.number} of {search.name} is models:/{MODEL}@champion (version 1)\n")
     assert "unconfirmed: no finalists were trained" in promoted
@@ -41,7 +41,7 @@ def test_the_best_trial_is_promoted_and_the_study_says_so(cli: Cli, search: Sear
 
 
 @pytest.mark.soak  # the tutorial runs serve-check too, and the next test compares the scores
-def test_it_reproduces_its_value_in_a_process_without_our_code(cli: Cli, search: Search, promoted: str) -> None:
+def test_a_promoted_model_reproduces_its_value_without_hpsearch(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("serve-check", f"{MODEL}@champion")
     values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))
     assert abs(float(values["recorded"]) - search.study.best_value) < 1e-6
@@ -49,7 +49,7 @@ def test_it_reproduces_its_value_in_a_process_without_our_code(cli: Cli, search:
     assert "reproduced, in a process without this project's code" in said
 
 
-def test_a_model_that_is_not_the_trials_is_found_out(cli: Cli, search: Search) -> None:
+def test_a_model_with_other_weights_is_detected(cli: Cli, search: Search) -> None:
     complete = search.study.get_trials(states=(TrialState.COMPLETE,))
     worst = min(complete, key=lambda trial: trial.value)
     assert worst.value < search.study.best_value
@@ -87,7 +87,7 @@ def test_the_dashboard_shows_the_curves_of_a_trial(cli: Cli, search: Search) -> 
         assert reply.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-def test_nothing_of_the_search_goes_that_somebody_needs(cli: Cli, search: Search, promoted: str) -> None:
+def test_cleanup_keeps_everything_that_is_still_needed(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("gc", search.name, "--keep-top", "1", input="n\n")
     best = search.study.best_trial.number
     (models,) = [line for line in said.splitlines() if "beyond the best 1" in line]
@@ -123,7 +123,7 @@ class Branching(Objective):
 """
 
 
-def test_a_model_that_cannot_be_exported_is_its_checkpoint(cli: Cli, search: Search, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, search: Search, tmp_path: Path) -> None:
     """It can be promoted all the same, is said to need its code, and scores by that what was recorded."""
     path = tmp_path / "branching.py"
     path.write_text(BRANCHING)
@@ -157,7 +157,7 @@ class Wine(Objective):
 """
 
 
-def test_a_trial_that_left_no_model_gets_one_when_it_is_promoted(cli: Cli, search: Search, tmp_path: Path) -> None:
+def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, tmp_path: Path) -> None:
     """It is that of its best epoch, whole, linked to that epoch's metrics; unless its checkpoint was tidied away."""
     path, rates = tmp_path / "worse.py", tmp_path / "rates.csv"
     path.write_text(WINE)

@@ -25,7 +25,7 @@ GRID = "search_space={lr: [1e-2, 0.1], width: [8, 16], kind: [a, b]}"
         ("brute_force", [], None),
     ],
 )
-def test_a_search_by_each_kind_of_sampler_though_workers_are_killed(
+def test_each_kind_of_sampler_works_while_workers_are_killed(
     cli: Cli, tmp_path: Path, sampler: str, options: list[str], trials: int | None
 ) -> None:
     given = [part for option in options for part in ("--sampler-option", option)]
@@ -51,7 +51,7 @@ def test_a_search_by_each_kind_of_sampler_though_workers_are_killed(
         assert "the budget is spent" in cli(*command)  # joined: what was counted is the study's
 
 
-def test_a_grid_that_does_not_fit_is_refused_before_there_is_a_study(cli: Cli) -> None:
+def test_a_grid_that_is_too_large_is_rejected_before_the_study_is_created(cli: Cli) -> None:
     option = "search_space={lr: [5.0], width: [8], kind: [a]}"
     refused = cli("run", CHEAP + ":Cheap", "--name", "no.grid", "--sampler", "grid", "--sampler-option", option, code=2)
     assert "sampler.search_space.lr: 5.0 is not in [0.01, 1.0]" in refused

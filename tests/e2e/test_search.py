@@ -34,7 +34,7 @@ def test_the_budget_is_spent_exactly(search: Search) -> None:
     assert len({t.user_attrs["hpsearch:worker"] for t in trials}) == 3
 
 
-def test_there_is_one_parent_with_a_child_for_each_trial(search: Search) -> None:
+def test_mlflow_has_one_parent_run_with_a_child_for_each_trial(search: Search) -> None:
     runs = {run.info.run_id: run for run in children(search)}
     assert len(runs) == 12
     for trial in search.study.trials:
@@ -46,7 +46,7 @@ def test_there_is_one_parent_with_a_child_for_each_trial(search: Search) -> None
     assert len(same_name) == 13
 
 
-def test_runs_say_how_their_trials_ended(search: Search) -> None:
+def test_runs_have_the_states_and_reasons_of_their_trials(search: Search) -> None:
     status = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "KILLED"}
     for trial in search.study.trials:
         run = run_of(search, trial)
@@ -70,12 +70,12 @@ def test_metrics_of_each_epoch_equal_the_intermediate_values(search: Search) -> 
         assert len(train) == len(points)
 
 
-def test_the_value_is_the_best_epochs(search: Search) -> None:
+def test_the_value_of_a_trial_is_that_of_its_best_epoch(search: Search) -> None:
     for trial in search.study.get_trials(states=(TrialState.COMPLETE,)):
         assert trial.value == max(trial.intermediate_values.values())
 
 
-def test_each_full_run_has_its_artifacts_and_the_best_a_model(search: Search) -> None:
+def test_each_complete_run_has_artifacts_and_the_best_ones_have_models(search: Search) -> None:
     complete = search.study.get_trials(states=(TrialState.COMPLETE,))
     ranked = [trial.number for trial in rank_trials(complete, [True])]
     for trial in search.study.trials:
@@ -95,7 +95,7 @@ def test_each_full_run_has_its_artifacts_and_the_best_a_model(search: Search) ->
             assert not models
 
 
-def test_the_best_model_registers_loads_and_scores_what_was_recorded(search: Search) -> None:
+def test_the_best_model_registers_loads_and_reproduces_its_score(search: Search) -> None:
     best = search.study.best_trial
     run = run_of(search, best)
     version = mlflow.register_model(f"models:/{run.outputs.model_outputs[0].model_id}", "end-to-end-digits")
@@ -109,7 +109,7 @@ def test_the_best_model_registers_loads_and_scores_what_was_recorded(search: Sea
     assert np.array_equal(served.predict(val.x.numpy()).argmax(axis=1), predicted.numpy())
 
 
-def test_the_summary_names_the_winner_and_its_addresses_answer(search: Search) -> None:
+def test_the_summary_names_the_best_trial_and_its_links_work(search: Search) -> None:
     best = search.study.best_trial
     assert f"study {search.name}: 12 of 12 trials" in search.output
     assert f"best: trial {best.number}, val accuracy {best.value:.4f}" in search.output
@@ -120,13 +120,13 @@ def test_the_summary_names_the_winner_and_its_addresses_answer(search: Search) -
             assert reply.status == 200
 
 
-def test_a_spent_budget_runs_nothing_more(cli: Cli, search: Search) -> None:
+def test_a_study_with_a_spent_budget_runs_no_more_trials(cli: Cli, search: Search) -> None:
     output = cli("run", "digits", "--name", search.name)
     assert "the budget is spent" in output
     assert len(cli.study(search.name).trials) == 12
 
 
-def test_joining_with_another_spec_is_refused_with_the_difference(cli: Cli, search: Search) -> None:
+def test_other_settings_are_rejected_with_the_difference(cli: Cli, search: Search) -> None:
     output = cli("run", "digits", "--name", search.name, "--trials", "50", "--pruner", "none", code=2)
     message = output.splitlines()[-1]
     assert message.startswith("hpsearch: ")
@@ -135,7 +135,7 @@ def test_joining_with_another_spec_is_refused_with_the_difference(cli: Cli, sear
         assert words in message
 
 
-def test_show_and_studies_tell_of_it(cli: Cli, search: Search) -> None:
+def test_show_and_studies_list_the_study(cli: Cli, search: Search) -> None:
     best = search.study.best_trial
     assert re.search(rf"{search.name} +digits +12/12 .*accuracy {best.value:.4f}", cli("studies"))
     shown = cli("show", search.name)
@@ -144,7 +144,7 @@ def test_show_and_studies_tell_of_it(cli: Cli, search: Search) -> None:
     assert f"best: trial {best.number}" in shown
 
 
-def test_the_report_stands_alone_and_is_logged(cli: Cli, search: Search) -> None:
+def test_the_report_is_self_contained_and_logged(cli: Cli, search: Search) -> None:
     path = cli.cwd / "report.html"
     cli("report", search.name, "--output", str(path))
     page = path.read_text()
@@ -157,7 +157,7 @@ def test_the_report_stands_alone_and_is_logged(cli: Cli, search: Search) -> None
     assert {f"{search.name}.html", "report.html"} <= artifacts
 
 
-def test_the_dashboards_note_links_to_mlflow(cli: Cli, search: Search) -> None:
+def test_the_note_in_the_dashboard_has_a_working_link_to_mlflow(cli: Cli, search: Search) -> None:
     study = cli.study(search.name)
     attrs = study._storage.get_study_system_attrs(study._study_id)
     note = "".join(value for key, value in sorted(attrs.items()) if key.startswith("dashboard:note_str"))

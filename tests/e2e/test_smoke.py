@@ -12,7 +12,7 @@ from tests.e2e.support import BROKEN, Cli, Search
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
 
-def test_a_search_keeps_its_smoke_test(search: Search, cli: Cli) -> None:
+def test_a_search_stores_the_result_of_its_smoke_test(search: Search, cli: Cli) -> None:
     told = search.study.user_attrs["hpsearch:smoke"]
     assert re.fullmatch(r"passed: one batch of 32 samples fitted, loss \S+ -> 0\.00\d+", told)
     files = {file.path for file in search.client.list_artifacts(search.parent)}
@@ -22,7 +22,7 @@ def test_a_search_keeps_its_smoke_test(search: Search, cli: Cli) -> None:
     assert "Smoke test passed: one batch of 32 samples fitted" in page
 
 
-def test_a_model_that_cannot_fit_a_batch_is_told_and_the_test_is_not_run_again(cli: Cli) -> None:
+def test_a_failed_smoke_test_is_logged_and_not_repeated(cli: Cli) -> None:
     arguments = ("run", BROKEN, "--name", "unfit", "--workers", "0")
     warning = r"warning: smoke test failed: .* is (inf|nan) at epoch .*; look closer with: \S+ smoke \S+broken\.py"
     assert re.search(warning, cli(*arguments, BREAK=""))

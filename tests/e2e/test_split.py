@@ -12,7 +12,7 @@ from tests.e2e.support import Search
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
 
-def test_every_trial_has_the_studys_split_and_a_seed_of_its_own(search: Search) -> None:
+def test_trials_share_the_split_of_the_study_and_have_different_seeds(search: Search) -> None:
     kept = []
     for trial in search.study.trials:
         run_id = trial.user_attrs["hpsearch:mlflow_run_id"]

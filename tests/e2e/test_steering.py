@@ -56,7 +56,7 @@ def test_a_running_study_is_stopped_and_started(cli: Cli, say: Say, tmp_path: Pa
     assert states(cli, name) == [TrialState.COMPLETE] * 2
 
 
-def test_a_study_is_extended_while_it_runs_and_when_it_is_done(cli: Cli, say: Say, tmp_path: Path) -> None:
+def test_a_study_is_extended_while_it_runs_and_after_its_end(cli: Cli, say: Say, tmp_path: Path) -> None:
     name = "extended"
     process = cli.start("run", GATED, "--name", name, "--workers", "1", "--trials", "1", *PLAIN, GATE=str(tmp_path))
     wait_for(lambda: list(tmp_path.glob("reached-*")), "the worker to arrive at the gate")
@@ -77,7 +77,7 @@ def test_a_study_is_extended_while_it_runs_and_when_it_is_done(cli: Cli, say: Sa
     assert (parent.info.status, parent.data.tags["hpsearch.trials"]) == ("FINISHED", "3 of 3")
 
 
-def test_a_failed_trial_is_tried_again_in_its_own_run(cli: Cli, say: Say) -> None:
+def test_a_failed_trial_is_retried_in_its_own_run(cli: Cli, say: Say) -> None:
     name = "retried"
     arguments = ("run", BROKEN, "--name", name, "--workers", "1")
     cli(*arguments, "--trials", "1", BREAK="in workers", code=1)

@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.timeout(900)  # seventeen commands, one after the other
-def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_print_the_quoted_output(cli: Cli, tmp_path: Path) -> None:
     """Run all commands in their order and compare their output with the tutorial."""
     here = dataclasses.replace(cli, cwd=tmp_path)
     said = {}
@@ -64,17 +64,17 @@ def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> Non
         assert expected[line.split()[1]] in output, line
 
 
-def test_the_tutorial_shows_the_script_that_a_test_runs() -> None:
+def test_the_tutorial_quotes_the_tested_notebook_script() -> None:
     code = (ROOT / "docs" / "notebook.py").read_text().split('"""', 2)[2].strip()
     assert f"```python\n{code}\n```" in TUTORIAL.read_text()
 
 
-def test_the_readmes_commands_are_the_tutorials_or_run_elsewhere() -> None:
+def test_each_command_of_the_readme_is_tested() -> None:
     run = {shlex.join(words) for words in commands(TUTORIAL)} | set(ELSEWHERE)
     assert sorted({shlex.join(words) for words in commands(README)} - run) == []
 
 
-def test_what_is_run_elsewhere_is_still_there() -> None:
+def test_commands_that_other_tests_run_are_still_in_the_pages() -> None:
     written = {shlex.join(words) for page in (TUTORIAL, README) for words in commands(page)}
     assert sorted(set(ELSEWHERE) - written) == []
     named = [name.split("::") for names in ELSEWHERE.values() for name in names]

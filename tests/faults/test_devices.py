@@ -78,7 +78,7 @@ KILLS = [
 ]
 
 
-def test_any_process_is_killed_at_any_point(arena: Arena, together: dict[int, Values]) -> None:
+def test_a_kill_of_any_rank_at_any_point_changes_no_result(arena: Arena, together: dict[int, Values]) -> None:
     arena.create(len(KILLS), KILLS)
     work(arena)
     assert all(arena.obeyed(number) for number in range(len(KILLS)))
@@ -96,7 +96,7 @@ KILLS_IN_PARTS = [
 ]
 
 
-def test_any_process_is_killed_while_a_checkpoint_is_written_in_parts(
+def test_a_kill_of_any_rank_during_a_sharded_checkpoint_changes_no_result(
     arena: Arena, together_in_parts: dict[int, Values]
 ) -> None:
     arena.create(len(KILLS_IN_PARTS), KILLS_IN_PARTS)
@@ -107,9 +107,7 @@ def test_any_process_is_killed_while_a_checkpoint_is_written_in_parts(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS_IN_PARTS)
 
 
-def test_a_part_that_was_torn_meanwhile_costs_its_checkpoint_alone(
-    arena: Arena, together_in_parts: dict[int, Values]
-) -> None:
+def test_a_torn_shard_invalidates_only_its_checkpoint(arena: Arena, together_in_parts: dict[int, Values]) -> None:
     arena.create(1, [Order("training", "kill", trial=0, epoch=2)])
     first = arena.start(HPSEARCH_DEVICES="2", **IN_PARTS)
     wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
@@ -126,9 +124,7 @@ def test_a_part_that_was_torn_meanwhile_costs_its_checkpoint_alone(
     assert trial.outcomes == ["lost", "complete"]
 
 
-def test_a_process_dies_while_rank_0_has_not_yet_said_what_is_trained(
-    arena: Arena, together: dict[int, Values]
-) -> None:
+def test_a_rank_dies_before_rank_0_broadcasts_the_trial(arena: Arena, together: dict[int, Values]) -> None:
     arena.create(1, [Order("suggest", "hang", trial=0)])
     worker = arena.start(HPSEARCH_DEVICES="2")
     wait_for(lambda: arena.obeyed(0), "rank 0 to suggest")
@@ -143,7 +139,9 @@ def test_a_process_dies_while_rank_0_has_not_yet_said_what_is_trained(
     assert (trial.state, trial.outcomes[-1]) == ("COMPLETE", "complete"), arena.tell("")
 
 
-def test_what_one_process_raises_ends_the_trial_on_all_by_its_reason(arena: Arena, together: dict[int, Values]) -> None:
+def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
+    arena: Arena, together: dict[int, Values]
+) -> None:
     """And the worker continues, with the same processes."""
     orders = [
         Order("training", "raise", trial=0, epoch=1, rank=1),
@@ -163,16 +161,14 @@ def test_what_one_process_raises_ends_the_trial_on_all_by_its_reason(arena: Aren
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_a_process_that_answers_no_more_is_ended_with_the_others(
-    arena: Arena, together: dict[int, Values], rank: int
-) -> None:
+def test_a_frozen_rank_is_killed_with_the_others(arena: Arena, together: dict[int, Values], rank: int) -> None:
     arena.create(1, [Order("training", "freeze", trial=0, epoch=1, nth=2, rank=rank)])
     work(arena, HPSEARCH_COLLECTIVE_TIMEOUT="8")
     (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
     assert trial.outcomes == ["lost", "complete"]
 
 
-def test_a_worker_that_lost_its_trial_lets_go_of_it_on_all_processes(arena: Arena, together: dict[int, Values]) -> None:
+def test_a_worker_that_lost_its_trial_abandons_it_on_all_ranks(arena: Arena, together: dict[int, Values]) -> None:
     """Its rank 0 is frozen beyond its lease while the other waits for it."""
     arena.create(1, [Order("report", "freeze", trial=0, nth=2)])
     first = arena.start(HPSEARCH_DEVICES="2")
@@ -191,7 +187,7 @@ def test_a_worker_that_lost_its_trial_lets_go_of_it_on_all_processes(arena: Aren
 @pytest.mark.parametrize(
     "told", [pytest.param("worker", marks=pytest.mark.soak), pytest.param("rank 0", marks=pytest.mark.soak), "rank 1"]
 )
-def test_all_processes_leave_after_the_same_epoch_when_one_is_told(
+def test_all_ranks_stop_after_the_same_epoch_if_one_gets_a_signal(
     arena: Arena, together: dict[int, Values], told: str
 ) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
@@ -213,7 +209,7 @@ def test_all_processes_leave_after_the_same_epoch_when_one_is_told(
     assert trial.outcomes == ["released", "complete"]
 
 
-def test_a_verdict_reaches_all_processes_after_the_same_epoch(arena: Arena) -> None:
+def test_a_verdict_reaches_all_ranks_after_the_same_epoch(arena: Arena) -> None:
     arena.create(3, [], settings="--pruner threshold --pruner-option upper=0.0 --pruner-option n_warmup_steps=1")
     work(arena)
     trials = read_trials(arena.storage_url, arena.name)
@@ -223,7 +219,7 @@ def test_a_verdict_reaches_all_processes_after_the_same_epoch(arena: Arena) -> N
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
-def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena, strategy: str) -> None:
+def test_a_trial_resumes_on_another_number_of_devices(arena: Arena, strategy: str) -> None:
     """Released in mid-epoch by two devices, killed on one, completed on four: equal to one device up to rounding."""
     more = {"DROPOUT": "0", "STRATEGY": strategy}  # dropout is drawn on each device apart
     arena.create(1, [Order("training", "kill", trial=0, attempt=2, epoch=2)])
@@ -290,7 +286,7 @@ def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) ->
 
 
 @pytest.mark.parametrize("how", ["failed in the dashboard", pytest.param("study stopped", marks=pytest.mark.soak)])
-def test_all_processes_leave_a_trial_that_is_ended_from_outside(arena: Arena, how: str) -> None:
+def test_all_ranks_leave_a_trial_that_is_ended_externally(arena: Arena, how: str) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
     worker = arena.start(HPSEARCH_DEVICES="2")
     wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "both to be in mid-epoch")
@@ -317,7 +313,7 @@ def test_all_processes_leave_a_trial_that_is_ended_from_outside(arena: Arena, ho
 @pytest.mark.parametrize(
     "title", [title if title == "Accelerate" else pytest.param(title, marks=pytest.mark.soak) for title in EXAMPLES]
 )
-def test_a_loop_of_anybodys_is_killed_on_two_devices(arena: Arena, title: str) -> None:
+def test_a_killed_custom_loop_on_two_devices_resumes(arena: Arena, title: str) -> None:
     """It resumes from the state that its library saved. A search of two trials gives the results without faults."""
     if title == "DeepSpeed":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed: the extra of this name has it")

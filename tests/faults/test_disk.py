@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 
-def test_a_full_disk_costs_checkpoints_and_no_trial(
+def test_a_full_disk_costs_checkpoints_but_no_trial(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """Trial 0 never has room again; trial 1 has in its third epoch, and is killed in its fourth."""
@@ -41,7 +41,7 @@ def test_a_full_disk_costs_checkpoints_and_no_trial(
     assert log.count("File too large; the trial goes on") == 3, "each worker logs it once"
 
 
-def test_a_trial_goes_on_on_another_machine(
+def test_a_trial_resumes_on_another_machine(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], tmp_path: Path
 ) -> None:
     """Another home, with nothing in common but the URL that the study names; with the study, its checkpoints go."""
@@ -68,7 +68,7 @@ def test_a_trial_goes_on_on_another_machine(
 
 
 @pytest.mark.parametrize("how", ["torn", "gone"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+def test_a_trial_resumes_from_the_checkpoint_before_a_damaged_one(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], how: str
 ) -> None:
     arena.create(1, [Order("training", "kill", trial=0, epoch=3)])

@@ -26,7 +26,7 @@ POINTS = [
 ]
 
 
-def test_the_frozen_can_change_nothing_when_they_wake_up(
+def test_frozen_workers_write_nothing_after_they_wake_up(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """Some wake up while the trial's next attempt is in mid-run, the others when the study is over."""
@@ -65,7 +65,7 @@ def test_the_frozen_can_change_nothing_when_they_wake_up(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
 
 
-def test_a_worker_that_freezes_within_a_claim_holds_up_nobody(
+def test_a_worker_that_freezes_during_a_claim_blocks_no_other(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """It has the lock that every claim takes: the server ends its transaction, and it claims again when it wakes up."""
@@ -86,7 +86,7 @@ def test_a_worker_that_freezes_within_a_claim_holds_up_nobody(
     assert [t.outcomes for t in trials] == [["complete"]] * 3
 
 
-def test_a_lease_is_kept_while_an_epoch_takes_longer_than_it(
+def test_a_lease_is_renewed_during_an_epoch_longer_than_the_lease(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     arena.create(2, [Order("training", "sleep", trial=0, epoch=1)])
@@ -96,7 +96,7 @@ def test_a_lease_is_kept_while_an_epoch_takes_longer_than_it(
     assert (trials[0].attempts[0].ended - trials[0].attempts[0].started).total_seconds() > LEASE
 
 
-def test_a_workers_clock_may_be_wrong(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+def test_a_wrong_clock_of_a_worker_is_harmless(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
     """Leases, and the times of attempts, are the database's: a clock that is off takes no trial from anybody.
 
     One worker is an hour behind, one an hour ahead, one has the time; each has a trial whose epoch outlasts a lease.

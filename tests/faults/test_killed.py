@@ -62,7 +62,7 @@ SENDING_MODELS = [
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 
-def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+def test_a_kill_at_every_step_changes_no_result(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
     killed = [*LOST, *([point] for point in FREE)]
     orders = [
         Order(point, "kill", trial=number, attempt=attempt, when=when, epoch=epoch)
@@ -82,7 +82,9 @@ def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[li
     assert_tracked(arena.tracking_uri, arena.name, trials)
 
 
-def test_the_sender_is_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+def test_a_kill_of_the_sender_at_every_step_loses_and_duplicates_nothing(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
     """It is killed while it sends: nothing is missing or duplicated in MLflow, and a trial has one model.
 
     For each trial the sender is killed three times: early, again where the next sender continues, and at the end.

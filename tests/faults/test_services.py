@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 
-def test_postgres_is_killed_and_away_for_longer_than_a_lease(
+def test_an_outage_of_postgres_longer_than_a_lease_changes_no_result(
     broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """One worker is in mid-epoch, one about to settle; no attempt is lost over it."""
@@ -30,7 +30,7 @@ def test_postgres_is_killed_and_away_for_longer_than_a_lease(
     assert [t.outcomes for t in trials] == [["complete"]] * 4
 
 
-def test_connections_that_are_cut_again_and_again_lose_nothing(
+def test_repeatedly_lost_connections_lose_nothing(
     broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     arena, cut = broken_arena, 0
@@ -51,7 +51,7 @@ def test_connections_that_are_cut_again_and_again_lose_nothing(
     assert cut > 8, "two for each trial, at the least"
 
 
-def test_mlflow_goes_away_and_comes_back(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+def test_an_outage_of_mlflow_loses_nothing(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
     """In the middle of a trial: the trial continues, and MLflow has all records after it is back."""
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
@@ -70,7 +70,7 @@ def test_mlflow_goes_away_and_comes_back(arena: Arena, undisturbed: Callable[[in
     assert_tracked(direct, arena.name, trials)
 
 
-def test_what_ends_while_mlflow_is_away_waits_and_is_sent_later(
+def test_trials_that_end_during_an_outage_of_mlflow_are_sent_later(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     with wire(arena.tracking_uri) as (line, uri):

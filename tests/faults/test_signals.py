@@ -15,7 +15,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 
-def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
+def test_a_worker_completes_its_epoch_after_sigterm_or_is_killed_in_it(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """Trial 0's worker has the time to end its epoch, trial 1's is killed before it is over."""
@@ -40,7 +40,7 @@ def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
     assert [t.outcomes for t in trials] == [["released", "complete"], ["lost", "complete"]]
 
 
-def test_a_worker_that_trains_again_what_was_reported_leaves_when_told(
+def test_a_worker_that_retrains_reported_epochs_stops_at_sigterm(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """Its checkpoints are gone: it starts from scratch, and exits although the study has its next epochs already."""
@@ -65,7 +65,7 @@ def test_a_worker_that_trains_again_what_was_reported_leaves_when_told(
     assert trial.outcomes == ["lost", "released", "complete"]
 
 
-def test_what_user_code_does_ends_its_trial_and_no_other(
+def test_a_failure_of_user_code_ends_only_its_trial(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     actions = [("raise", "FAIL"), ("exit", "FAIL"), ("allocate", "PRUNED"), ("input/output error", "FAIL")]
@@ -79,7 +79,7 @@ def test_what_user_code_does_ends_its_trial_and_no_other(
     assert all(len(t.attempts) == 1 for t in trials)
 
 
-def test_a_trial_that_kills_every_worker_is_failed_and_costs_no_other(
+def test_a_trial_that_kills_its_workers_fails_without_harm_to_others(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     arena.create(3, [Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.xdist_group("tra
 
 
 @pytest.mark.parametrize("asha", [False, True], ids=["to the end", "paused at rungs"])
-def test_a_fleet_in_a_storm_loses_nothing(
+def test_a_fleet_under_random_faults_loses_nothing(
     broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]], asha: bool
 ) -> None:
     with wire(broken_arena.tracking_uri) as (line, broken_arena.tracking_uri):

@@ -49,7 +49,7 @@ def server(own_stack: embedded.StackInfo, arena: Arena) -> Iterator[Server]:
 
 
 @pytest.mark.soak  # by a cut line in test_services.py, killed in e2e/test_interruptions.py
-def test_the_server_is_killed_for_the_middle_half_of_a_search(
+def test_an_outage_of_mlflow_during_half_of_a_search_loses_nothing(
     arena: Arena, server: Server, undisturbed: Undisturbed
 ) -> None:
     """Every metric of every epoch is there once, and each trial has its model."""
@@ -97,7 +97,7 @@ def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
 
 # By `sync` too where a search began without MLflow, below; what both call is the same.
 @pytest.mark.parametrize("by", [pytest.param("sync", marks=pytest.mark.soak), "worker"])
-def test_a_winner_whose_machine_is_gone_has_a_model(arena: Arena, undisturbed: Undisturbed, by: str) -> None:
+def test_the_best_trial_of_a_lost_machine_gets_a_model(arena: Arena, undisturbed: Undisturbed, by: str) -> None:
     """Its worker dies with its trial settled and nothing sent; the machine and its outbox are never seen again."""
     arena.models = None
     orders = [
@@ -125,7 +125,7 @@ def test_a_winner_whose_machine_is_gone_has_a_model(arena: Arena, undisturbed: U
     assert_tracked(arena.tracking_uri, arena.name, found, models=range(trials))
 
 
-def test_a_search_begins_without_mlflow_and_tells_it_later(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Arena, undisturbed: Undisturbed) -> None:
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
         line.cut()
@@ -145,7 +145,7 @@ def test_a_search_begins_without_mlflow_and_tells_it_later(arena: Arena, undistu
     assert_tracked(direct, arena.name, trials, models=range(2))
 
 
-def test_workers_that_start_at_once_have_one_parent(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_workers_that_start_together_create_one_parent_run(arena: Arena, undisturbed: Undisturbed) -> None:
     """Their study was made while MLflow was away, and so has no run yet."""
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
@@ -160,7 +160,7 @@ def test_workers_that_start_at_once_have_one_parent(arena: Arena, undisturbed: U
     assert_tracked(direct, arena.name, trials)
 
 
-def test_the_outbox_has_no_room(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_full_outbox_costs_no_trial(arena: Arena, undisturbed: Undisturbed) -> None:
     """Its disk is full when two of the epochs are logged: they arrive all the same, by way of memory."""
     orders = []
     for nth in (3, 5):  # after the journal's head and the parameters come the epochs

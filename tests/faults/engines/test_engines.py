@@ -25,7 +25,7 @@ LOADING = str(Path(__file__).with_name("loading.py"))
 
 
 @pytest.mark.parametrize(("objective", "passing"), [("Loading", {"epoch": 1}), ("OwnLoop", {"nth": 2})])
-def test_a_signal_to_a_whole_job_ends_no_loader(
+def test_a_signal_to_all_processes_of_a_job_ends_no_loader(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], objective: str, passing: dict[str, int]
 ) -> None:
     """The worker's child processes get the signal too and continue: the epoch completes, the trial is released."""
@@ -50,7 +50,7 @@ def test_a_signal_to_a_whole_job_ends_no_loader(
     assert trial.outcomes == ["released", "complete"]
 
 
-def test_loaders_of_a_killed_worker_are_gone(arena: Arena) -> None:
+def test_loaders_of_a_killed_worker_exit(arena: Arena) -> None:
     """Also while they load. These two loaders never finish."""
     arena.create(1, [Order("loading", "hang", trial=0)], objective=f"{LOADING}:OwnLoop")
     worker = arena.start()
@@ -61,7 +61,7 @@ def test_loaders_of_a_killed_worker_are_gone(arena: Arena) -> None:
     wait_for(lambda: not any(one.is_running() for one in loaders), "the loaders to be gone")
 
 
-def test_preemptions_cost_no_retries_while_a_trial_gets_on(
+def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """Trial 0 is preempted in each of its epochs, and once more; trial 1 never gets beyond its second."""
@@ -78,7 +78,9 @@ def test_preemptions_cost_no_retries_while_a_trial_gets_on(
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.001, 0.02])
-def test_sigterm_may_come_again(arena: Arena, undisturbed: Callable[[int], list[list[float]]], apart: float) -> None:
+def test_repeated_sigterm_is_harmless(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], apart: float
+) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
@@ -123,7 +125,7 @@ sys.exit(len(lost))
 """
 
 
-def test_sigterm_may_come_again_at_any_line_of_its_handler(zygote: Zygote) -> None:
+def test_sigterm_during_any_line_of_its_handler_is_harmless(zygote: Zygote) -> None:
     asked = zygote.python(_IN_THE_HANDLER)
     said, _ = asked.communicate()
     assert asked.poll() == 0, said
@@ -131,7 +133,7 @@ def test_sigterm_may_come_again_at_any_line_of_its_handler(zygote: Zygote) -> No
     assert sum(len(line) == 2 for line in met) >= 5, said
 
 
-def test_a_second_ctrl_c_ends_a_worker_now(arena: Arena) -> None:
+def test_a_second_ctrl_c_ends_a_worker_at_once(arena: Arena) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
@@ -142,7 +144,7 @@ def test_a_second_ctrl_c_ends_a_worker_now(arena: Arena) -> None:
     assert worker.exit_code == 128 + 2
 
 
-def test_the_exit_code_says_whether_there_is_work_left(arena: Arena) -> None:
+def test_the_exit_code_depends_on_whether_work_is_left(arena: Arena) -> None:
     """No work is left after a signal in the last epoch, nor in a stopped study, for running and for new workers."""
     arena.create(2, [Order("training", "hang", trial=0, epoch=3), Order("training", "hang until mended", trial=1)])
     arena.run("extend", arena.name, "--trials", "1")
@@ -180,7 +182,7 @@ sys.exit(codes[0])
 """
 
 
-def test_a_worker_may_be_a_thread(arena: Arena, zygote: Zygote) -> None:
+def test_a_worker_can_run_in_a_thread(arena: Arena, zygote: Zygote) -> None:
     """As in an actor of Ray, which leaves no signals to it."""
     arena.create(1, [])
     where = [arena.name, arena.storage_url, arena.tracking_uri, "", str(arena.home)]
@@ -239,7 +241,7 @@ def open_for_a_reader(pipe: Path, writers: list[int]) -> bool:
     return bool(writers)
 
 
-def test_a_command_bears_connections_that_are_cut_while_it_opens_a_study(arena: Arena) -> None:
+def test_a_command_tolerates_lost_connections_while_it_opens_a_study(arena: Arena) -> None:
     """At its first word, and in the middle of making a study."""
     with wire(arena.storage_url) as (line, through):
         arena.storage_url, there = through, arena.storage_url

@@ -21,7 +21,7 @@ def worker(arena: Arena, *options: str) -> tuple[str, ...]:
     return ("worker", "--study", arena.name, *options)
 
 
-def test_a_worker_leaves_when_only_others_have_trials(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_worker_exits_if_only_other_workers_have_trials(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     first = arena.start()
     wait_for(lambda: arena.obeyed(0), "the first worker to be in mid-epoch")
@@ -33,7 +33,7 @@ def test_a_worker_leaves_when_only_others_have_trials(arena: Arena, undisturbed:
     assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
 
 
-def test_a_worker_leaves_after_so_many_trials_and_says_that_there_is_work_left(arena: Arena) -> None:
+def test_a_worker_exits_after_n_trials_with_the_code_for_remaining_work(arena: Arena) -> None:
     arena.create(3, [])
     arena.run(*worker(arena, "--max-trials", "2"), code=128 + 15)
     assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE"] * 2
@@ -41,13 +41,15 @@ def test_a_worker_leaves_after_so_many_trials_and_says_that_there_is_work_left(a
     assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE"] * 3
 
 
-def test_a_worker_whose_time_is_up_takes_nothing_more(arena: Arena) -> None:
+def test_a_worker_claims_no_trial_after_its_time_limit(arena: Arena) -> None:
     arena.create(1, [])
     arena.run(*worker(arena, "--max-time", "0"), code=128 + 15)
     assert read_trials(arena.storage_url, arena.name) == []
 
 
-def test_a_worker_that_hangs_says_where_and_its_trial_goes_on(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_hanging_worker_logs_its_stack_and_exits_and_its_trial_is_resumed(
+    arena: Arena, undisturbed: Undisturbed
+) -> None:
     """Its lease is given up with it, and the attempt counts as lost: a trial that hangs each time fails at last."""
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)], retries=1)
     first = arena.start(*worker(arena, "--stall-factor", "3"), STALL_LEAST="1", HPSEARCH_LEASE="600")
@@ -61,7 +63,7 @@ def test_a_worker_that_hangs_says_where_and_its_trial_goes_on(arena: Arena, undi
     assert trial.outcomes == ["lost", "complete"]
 
 
-def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
+def test_a_worker_touches_its_progress_file(arena: Arena) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     alive = arena.folder / "probe" / "alive"
     first = arena.start(*worker(arena, "--heartbeat", str(alive)))
@@ -81,12 +83,12 @@ def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
         (("--save-every", "nan"), "--save-every is nan: it must be a finite number"),
     ],
 )
-def test_what_a_worker_cannot_do_is_told(arena: Arena, options: tuple[str, ...], message: str) -> None:
+def test_impossible_worker_options_are_rejected(arena: Arena, options: tuple[str, ...], message: str) -> None:
     arena.create(1, [])
     assert message in arena.run(*worker(arena, *options), code=2)
 
 
-def test_a_final_exit_code_may_be_another(arena: Arena) -> None:
+def test_the_final_exit_code_is_configurable(arena: Arena) -> None:
     """For engines that start again on all but one; what is no final code stays."""
     arena.create(3, [])
     final = ("--final-exit-code", "0")

@@ -27,7 +27,7 @@ def row(arena: Arena, worker: Worker) -> dict[str, Any]:
     return dict(found)
 
 
-def test_it_tells_what_workers_are_at_and_how_they_left(arena: Arena) -> None:
+def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=1), Order("training", "hang until mended", trial=1)])
     first = arena.start(SLURM_JOB_ID="78", SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="3")
     wait_for(lambda: arena.obeyed(0), "the first worker to be in its second epoch")

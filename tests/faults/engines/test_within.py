@@ -44,7 +44,7 @@ def failures(arena: Arena) -> int:
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
+def test_an_epoch_that_exceeds_the_grace_period_is_saved_mid_epoch(
     arena: Arena, undisturbed: Undisturbed, epoch: int
 ) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=epoch, nth=2)], retries=0)
@@ -67,7 +67,7 @@ def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
 
 
 @pytest.mark.soak  # the test above stops a worker once
-def test_a_fleet_that_is_told_to_go_three_times_trains_no_step_twice(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_fleet_that_is_stopped_three_times_trains_no_step_twice(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(6, [], retries=0)
     told = []
 
@@ -91,7 +91,7 @@ def test_a_fleet_that_is_told_to_go_three_times_trains_no_step_twice(arena: Aren
     assert len(found) == 6 * STEPS
 
 
-def test_a_long_epoch_is_saved_in_its_midst_each_so_often(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_long_epoch_has_periodic_mid_epoch_checkpoints(arena: Arena, undisturbed: Undisturbed) -> None:
     """Each attempt but the last is killed at its second step, where one death is borne: each got on by a step."""
     kills = [Order("training", "kill", trial=0, attempt=attempt, nth=2) for attempt in range(1, 6)]
     arena.create(1, kills, retries=1)
@@ -110,7 +110,9 @@ KILLED = [
 ]
 
 
-def test_killed_at_each_step_of_saving_within_an_epoch(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_kill_at_each_step_of_a_mid_epoch_checkpoint_changes_no_result(
+    arena: Arena, undisturbed: Undisturbed
+) -> None:
     orders = [
         Order(point, "kill", trial=number, when=when, epoch=1, nth=2) for number, (point, when) in enumerate(KILLED)
     ]
@@ -121,7 +123,9 @@ def test_killed_at_each_step_of_saving_within_an_epoch(arena: Arena, undisturbed
     assert [trial.outcomes for trial in trials] == [["lost", "complete"]] * len(orders)
 
 
-def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_worker_that_froze_before_a_mid_epoch_checkpoint_writes_nothing(
+    arena: Arena, undisturbed: Undisturbed
+) -> None:
     orders = [
         Order("record mid-epoch checkpoint", "freeze", trial=0, epoch=1, nth=2),
         Order("training", "hang", trial=0, attempt=2, epoch=2),
@@ -146,7 +150,7 @@ def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, u
 
 
 @pytest.mark.soak
-def test_a_minute_of_an_epoch_with_ten_seconds_of_grace(arena: Arena) -> None:
+def test_a_grace_period_of_ten_seconds_suffices_for_an_epoch_of_a_minute(arena: Arena) -> None:
     """The next worker claims the trial within 15 s after the signal and resumes at the step."""
     objective = Longer()
     sampled = optuna.create_study(sampler=make_sampler(Random(), study_seed=0, trial_number=0, epochs=1))

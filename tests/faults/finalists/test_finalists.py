@@ -155,7 +155,7 @@ def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> N
 
 
 @pytest.mark.parametrize("study", [1], indirect=True)
-def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStudy) -> None:
+def test_the_command_finalists_starts_its_own_workers(arena: Arena, study: StoredStudy) -> None:
     said = arena.run("finalists", NAME, "--top", "1", "--seeds", "1", "--workers", "1")
     found = table(study)
     assert (found.pending, len(found.rows)) == (0, 1)
@@ -164,7 +164,7 @@ def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStud
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)
-def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: StoredStudy, tmp_path: Path) -> None:
+def test_other_weights_do_not_open_the_test_set(arena: Arena, study: StoredStudy, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(arena.tracking_uri)
     runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in study.trials()]
     other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
@@ -180,7 +180,7 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: Store
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)
-def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study: StoredStudy) -> None:
+def test_an_evaluation_that_died_before_its_scores_can_be_completed(arena: Arena, study: StoredStudy) -> None:
     write(arena.orders, [Order("evaluate test set", "kill", trial=OUTSIDE, attempt=0)])
     arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
     write(arena.orders, [])

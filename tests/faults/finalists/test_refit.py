@@ -53,7 +53,7 @@ def found(study: StoredStudy) -> Refit:
     return read_refit(study)[1]
 
 
-def test_the_winner_is_refitted_promoted_and_served(arena: Arena, study: StoredStudy) -> None:
+def test_the_winner_is_refit_promoted_and_served(arena: Arena, study: StoredStudy) -> None:
     train(arena, Order("report", "kill", trial=1, when="after"))
     assert arena.obeyed(0)
     assert outcomes(study, MADE) == ["complete"] * 3 + ["lost"]

@@ -47,7 +47,7 @@ def check(arena: Arena, undisturbed: list[list[float]], budget: int) -> list[Tri
     return trials
 
 
-def test_killed_on_the_way_and_where_the_budget_ends_and_extended(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_kills_keep_an_epoch_budget_exact_also_after_an_extension(arena: Arena, undisturbed: Undisturbed) -> None:
     budget = 2 * EPOCHS + 2
     orders = [
         Order("report", "kill", trial=0, epoch=1),
@@ -76,7 +76,7 @@ def test_killed_on_the_way_and_where_the_budget_ends_and_extended(arena: Arena, 
     assert f"{budget + EPOCHS} of {budget + EPOCHS} epochs" in arena.run("show", arena.name)
 
 
-def test_several_workers_on_one_budget(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_several_workers_spend_an_epoch_budget_exactly(arena: Arena, undisturbed: Undisturbed) -> None:
     """With the pruner that pauses, too: who waits when the budget is spent is pruned."""
     budget = 3 * EPOCHS + 1
     settings = f"--budget-epochs {budget} --pruner asha --pruner-option reduction_factor=2"
@@ -85,7 +85,7 @@ def test_several_workers_on_one_budget(arena: Arena, undisturbed: Undisturbed) -
     check(arena, undisturbed(20), budget)
 
 
-def test_seconds_end_a_search_after_the_epochs_they_end_in(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_time_budget_ends_a_search_after_the_running_epochs(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(N_TRIALS, [], settings="--budget-seconds 0.001")
     arena.work(2, codes=(-signal.SIGKILL,))
     trials = read_trials(arena.storage_url, arena.name)

@@ -22,7 +22,9 @@ N_TRIALS = 6
 Undisturbed = Callable[[int], list[list[float]]]
 
 
-def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
+    arena: Arena, undisturbed: Undisturbed
+) -> None:
     """One worker after the other, so that decisions are made in one order: they are those of the quiet study."""
     quiet = arena.quiet()
     quiet.create(N_TRIALS, [], settings=ASHA)
@@ -41,7 +43,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
     assert_tracked(arena.tracking_uri, arena.name, trials)
 
 
-def test_the_frozen_promote_nobody_when_they_wake_up(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_frozen_workers_promote_no_trial_after_they_wake_up(arena: Arena, undisturbed: Undisturbed) -> None:
     """Workers freeze before and after they reach a rung. Meanwhile other workers take and continue their trials."""
     points = [("reach rung", "before"), ("reach rung", "after"), ("report", "after")]
     orders = [Order(point, "freeze", trial=number, when=when) for number, (point, when) in enumerate(points)]
@@ -66,7 +68,7 @@ def test_the_frozen_promote_nobody_when_they_wake_up(arena: Arena, undisturbed: 
     read_promotions(arena.storage_url, arena.name, 2)
 
 
-def test_postgres_is_killed_while_a_trial_comes_to_a_rung_and_one_is_promoted(
+def test_a_kill_of_postgres_while_a_trial_reaches_a_rung_and_one_is_promoted(
     broken_arena: Arena, breakable: Breakable, undisturbed: Undisturbed
 ) -> None:
     arena = broken_arena
@@ -80,7 +82,7 @@ def test_postgres_is_killed_while_a_trial_comes_to_a_rung_and_one_is_promoted(
     read_promotions(arena.storage_url, arena.name, 2)
 
 
-def test_a_study_is_stopped_while_trials_wait_and_goes_on_with_them(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_stopped_study_continues_with_its_waiting_trials(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(N_TRIALS, [Order("training", "hang", trial=4, epoch=0)], settings=ASHA)
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "some trials to wait")

@@ -73,7 +73,9 @@ def assert_values(arena: Arena, losses: list[list[float]]) -> None:
         assert values == (min(known) if state == "COMPLETE" else known[-1])
 
 
-def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
+    arena: Arena, undisturbed: Undisturbed
+) -> None:
     """One worker after the other, so that decisions are made in one order: they are those of the quiet study."""
     quiet = arena.quiet()
     quiet.create(N_TRIALS, [], settings=ASHA, objective=OBJECTIVE)
@@ -99,7 +101,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
     assert sorted(tagged_front(arena)) == sorted(tagged_front(quiet)) == front(*both[0])
 
 
-def test_one_of_three_workers_is_killed(arena: Arena, undisturbed: Undisturbed) -> None:
+def test_a_kill_of_one_of_three_workers(arena: Arena, undisturbed: Undisturbed) -> None:
     n_trials = 9
     orders = [
         Order("reach rung", "kill", trial=3, when="after"),
@@ -120,7 +122,7 @@ def test_one_of_three_workers_is_killed(arena: Arena, undisturbed: Undisturbed) 
     assert sorted(tagged_front(arena)) == front(arena.storage_url, arena.name)
 
 
-def test_digits_by_three_workers_of_whom_one_is_killed(arena: Arena) -> None:
+def test_digits_with_three_workers_one_of_which_is_killed(arena: Arena) -> None:
     n_trials, epochs = 8, 3
     ways = "--directions accuracy=maximize,parameters=minimize"
     arena.create(n_trials, [], objective="digits", settings=f"--epochs {epochs} {ways} --pruner asha")

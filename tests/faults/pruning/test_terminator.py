@@ -60,7 +60,9 @@ def killed(arena: Arena, when: str) -> None:
     write(arena.orders, [])
 
 
-def test_killed_before_and_after_it_is_written(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+def test_a_kill_before_and_after_the_write_of_early_termination(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
     quiet = arena.quiet()
     begin(quiet)
     quiet.work(1)

@@ -57,7 +57,7 @@ def test_a_trial_killed_three_times_has_one_run_and_one_history_in_each_tracker(
     assert not list((arena.home / "outbox").glob("*/*")), "all of it has arrived everywhere"
 
 
-def test_mlflow_is_cut_off_and_the_other_readers_do_not_notice(
+def test_an_outage_of_mlflow_does_not_affect_other_trackers(
     arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:
     with wire(arena.tracking_uri) as (line, uri):
@@ -81,7 +81,7 @@ def test_mlflow_is_cut_off_and_the_other_readers_do_not_notice(
 
 
 @pytest.mark.soak  # as above, by a server that is killed
-def test_mlflow_is_killed_for_the_middle_half_of_a_search(
+def test_all_trackers_are_complete_after_mlflow_is_killed_for_half_of_a_search(
     own_stack: embedded.StackInfo, arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:
     arena.tracking_uri = own_stack.tracking_uri
@@ -114,7 +114,7 @@ def test_mlflow_is_killed_for_the_middle_half_of_a_search(
     assert_told(trials, events, arena.home)
 
 
-def test_weights_and_biases_does_not_answer_and_is_told_later(
+def test_records_for_unreachable_weights_and_biases_are_sent_later(
     arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:
     """Nothing listens on port 9 of this machine."""
@@ -134,7 +134,7 @@ def test_weights_and_biases_does_not_answer_and_is_told_later(
     assert_told(trials, events, arena.home)
 
 
-def test_a_study_is_neither_made_nor_joined_where_a_reader_cannot_be_told(arena: Arena, events: Path) -> None:
+def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena, events: Path) -> None:
     """One line for each: it names the setting, its value and what would do."""
     arena.settings |= {"WANDB_MODE": "online", "NETRC": str(arena.folder / "netrc")}
     with pytest.raises(
