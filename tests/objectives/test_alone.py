@@ -92,7 +92,7 @@ def _normal(name: str) -> str:
 
 @pytest.mark.soak  # an environment of its own
 @pytest.mark.slow
-def test_objectives_run_with_torch_numpy_scikit_learn_and_pydantic_alone(tmp_path: Path) -> None:
+def test_objectives_need_only_torch_numpy_scikit_learn_and_pydantic(tmp_path: Path) -> None:
     allowed = _modules_of("torch", "numpy", "scikit-learn", "pydantic") | {"hpsearch"}
     assert {"torch", "sklearn", "scipy", "sympy"} <= allowed
     assert not {"torchmetrics", "pytorch_optimizer", "matplotlib", "yaml", "optuna", "mlflow"} & allowed

@@ -23,7 +23,7 @@ def _trials(objective, count):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_configuration_of_the_space_builds_and_gives_outputs(name):
+def test_every_configuration_of_the_space_builds_and_returns_outputs(name):
     objective = load_objective(name)
     train = objective.data(0).train
     for _, config in _trials(objective, 25):
@@ -52,12 +52,12 @@ def test_a_fixed_trial_gives_the_same_configuration():
         assert objective.configure(optuna.trial.FixedTrial(trial.params)) == config
 
 
-def test_suggest_must_give_a_configuration(objective_with):
+def test_suggest_must_return_a_configuration(objective_with):
     with pytest.raises(ObjectiveError, match=r"Changed\.suggest must return a TrainConfig, not dict"):
         objective_with(suggest=lambda _self, _trial: {"lr": 0.1}).configure(None)
 
 
-def test_digits_are_all_there_with_their_labels():
+def test_digits_has_all_samples_with_their_labels():
     splits = load_objective("digits").data(0)
     raw = load_digits()
     assert [len(part) for _, part in splits.parts()] == [1077, 360, 360]
@@ -76,14 +76,14 @@ def test_malignant_is_the_positive_class():
         assert float(part.y.float().mean()) == pytest.approx(0.37, abs=0.02)
 
 
-def test_the_columns_are_the_groups_that_the_code_says():
+def test_the_columns_of_breast_cancer_are_in_the_documented_groups():
     names = list(load_breast_cancer().feature_names)
     assert all(name.endswith(" error") for name in names[ERROR])
     assert all(name.startswith("mean ") for name in names[:10])
     assert all(name.startswith("worst ") for name in names[20:])
 
 
-def test_scaling_is_fitted_on_training_data_and_kept_as_buffers():
+def test_scaling_is_fitted_on_training_data_and_stored_in_buffers():
     objective = load_objective("breast_cancer")
     train, val = objective.data(0).train, objective.data(0).val
     scaling = GroupedScaling.fit(train.x)
@@ -118,7 +118,7 @@ def test_the_default_configuration_of_breast_cancer_is_good():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batch_norm_and_biases_escape_decay(name):
+def test_batch_norm_and_biases_have_no_weight_decay(name):
     objective = load_objective(name)
     model = objective.model(objective.default_config(), objective.data(0).train)
     decay, plain = parameter_groups(model, TrainConfig())
@@ -143,7 +143,7 @@ def _exported(name, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("digits", "cnn"), ("digits", "mlp"), ("breast_cancer", "mlp+")])
-def test_the_exported_model_scores_what_was_recorded_from_raw_inputs(tmp_path, name, kind):
+def test_the_exported_model_reproduces_the_score_from_raw_inputs(tmp_path, name, kind):
     objective, config, result, program = _exported(name, kind)
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
@@ -160,7 +160,7 @@ def test_the_exported_model_scores_what_was_recorded_from_raw_inputs(tmp_path, n
 
 
 @pytest.mark.parametrize(("name", "kind"), [("digits", "cnn"), ("digits", "mlp"), ("breast_cancer", None)])
-def test_a_model_is_initialised_on_purpose_and_keeps_its_loss_outside(name, kind):
+def test_a_model_has_an_explicit_initialisation_and_no_loss_inside(name, kind):
     """He's scale before a ReLU, even odds at the start, and not a default of torch's layers."""
     objective = load_objective(name)
     train = objective.data(0).train

@@ -43,7 +43,7 @@ def _with_splits(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "gan"])
-def test_every_configuration_of_the_space_gives_finite_outputs(name):
+def test_every_configuration_of_the_space_returns_finite_outputs(name):
     objective = load_objective(name)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     for _ in range(6):
@@ -85,7 +85,7 @@ def test_no_scaffold_and_no_molecule_is_in_two_splits():
     assert len(set.union(*seen)) == sum(map(len, seen)), "a scaffold is in two splits"
 
 
-def test_the_text_that_is_validated_comes_after_all_that_is_trained_on():
+def test_validation_text_comes_after_all_training_text():
     splits, text = _splits("language"), corpus()
     assert len(set(text.split("\n\n"))) == len(text.split("\n\n")) > 1000, "no paragraph stands twice"
     pieces = [torch.cat([part.x, part.y[:, -1:]], dim=1).flatten() for _, part in splits.parts()]
@@ -96,7 +96,7 @@ def test_the_text_that_is_validated_comes_after_all_that_is_trained_on():
         assert torch.equal(part.x[:, 1:], part.y[:, :-1])
 
 
-def test_no_week_is_forecast_in_two_splits_and_none_is_known_before():
+def test_no_forecast_week_is_in_two_splits_or_in_earlier_inputs():
     values, last = weekly(), -1
     for _, part in _splits("series").parts():
         first = int(part.rows[0])
@@ -109,7 +109,7 @@ def test_no_week_is_forecast_in_two_splits_and_none_is_known_before():
     assert last == len(values) - 1
 
 
-def test_the_noise_that_is_judged_is_the_same_for_every_trial():
+def test_the_validation_noise_is_the_same_for_every_trial():
     one, two = _splits("denoise"), load_objective("denoise").data(0)
     assert one.hash() == two.hash()
     assert float((one.val.x - one.val.y).std()) == pytest.approx(4.0, rel=0.02)
@@ -127,7 +127,7 @@ LEARNED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_it_beats_its_baseline_and_its_export_scores_what_was_recorded(name):
+def test_an_objective_beats_its_baseline_and_its_export_reproduces_the_score(name):
     epochs, baseline = LEARNED[name]
     objective = _with_splits(name)
     result = fit(objective, objective.default_config(), RunPlan(epochs, 0, 0), device="cpu")
@@ -156,7 +156,7 @@ SCORES = {
 }
 
 
-def test_the_frechet_distance_is_that_of_normal_features():
+def test_the_frechet_distance_is_exact_for_normal_features():
     real, other = images(0).train.x, images(0).val.x
     assert distance(real, real, 0) == pytest.approx(0, abs=1e-4)
     assert distance(real, other, 0) == pytest.approx(distance(other, real, 0), rel=1e-4)
@@ -173,7 +173,7 @@ class _Stops(LocalSession):
 
 
 @pytest.mark.slow
-def test_a_gan_learns_and_resumes_to_the_last_bit(tmp_path):
+def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
     gan = load_objective("gan")
     plan = RunPlan(8, 0, 0)
     whole = fit(gan, gan.default_config(), plan, device="cpu")
@@ -193,7 +193,7 @@ def test_a_gan_learns_and_resumes_to_the_last_bit(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "package"), [("molecules", "rdkit"), ("series", "statsmodels")])
-def test_a_package_that_is_missing_is_named_with_what_installs_it(name, package, monkeypatch):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(name, package, monkeypatch):
     if name == "molecules":  # not what was read before
         monkeypatch.setattr(module_of_molecules, "molecules", module_of_molecules.molecules.__wrapped__)
     for module in [module for module in sys.modules if module.split(".")[0] == package]:

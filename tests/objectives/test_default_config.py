@@ -36,7 +36,7 @@ def test_every_middle_is_in_its_range():
 
 
 @pytest.mark.slow
-def test_what_is_read_from_the_configuration_is_there(objective_with):
+def test_a_model_may_use_parameters_of_the_default_configuration(objective_with):
     def suggest(_self, trial):
         return TrainConfig(lr=0.02, model={"width": trial.suggest_int("width", 4, 64)})
 
@@ -48,6 +48,6 @@ def test_what_is_read_from_the_configuration_is_there(objective_with):
     assert fit(objective, objective.default_config(), epochs=1).history
 
 
-def test_a_space_that_fails_is_told(objective_with):
+def test_an_error_in_the_search_space_is_reported(objective_with):
     with pytest.raises(ObjectiveError, match=r"Changed.suggest: .*test_default_config.py:\d+: ZeroDivisionError"):
         objective_with(suggest=lambda *_: 1 / 0).default_config()

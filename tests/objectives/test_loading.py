@@ -73,7 +73,7 @@ def test_a_module_of_the_current_directory_loads(write):
     assert objective_reference("pack.inner:Inner") == "pack.inner:Inner"
 
 
-def test_a_file_may_import_its_neighbour_and_hides_no_package(write):
+def test_a_file_may_import_a_file_in_its_folder_without_hiding_packages(write):
     write("helper_of_mine.py", "WIDTH = 7")
     write("numpy.py", "raise RuntimeError('this is not numpy')")
     write("mine.py", "import numpy, helper_of_mine\nassert helper_of_mine.WIDTH == 7\n" + GOOD.format(name="Mine"))
@@ -83,7 +83,7 @@ def test_a_file_may_import_its_neighbour_and_hides_no_package(write):
     assert "nn" in vars(sys.modules["torch"])
 
 
-def test_a_file_finds_its_neighbours_before_those_of_the_working_folder(write, monkeypatch):
+def test_the_folder_of_a_file_has_precedence_over_the_working_folder(write, monkeypatch):
     write("common_name/__init__.py", "raise RuntimeError('of the working folder, such as a clone')")
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
     write("project/common_name/__init__.py", "WIDTH = 7")
@@ -91,7 +91,7 @@ def test_a_file_finds_its_neighbours_before_those_of_the_working_folder(write, m
     assert type(load_objective("project/mine.py")).__name__ == "Mine"
 
 
-def test_each_objective_has_the_packages_of_its_own_folder(write):
+def test_each_objective_imports_packages_of_its_own_folder(write):
     data = "import common_pack.inner as inner; return inner.WIDTH"
     text = "import common_pack, common_pack.inner\n" + GOOD.format(name="Mine").replace("...", data, 1)
     for number, folder in enumerate(("first", "second")):
@@ -105,12 +105,12 @@ def test_each_objective_has_the_packages_of_its_own_folder(write):
     assert load_objective("first/mine.py").data(0) == 0
 
 
-def test_an_imported_objective_is_not_one_of_the_file(write):
+def test_an_imported_objective_does_not_belong_to_the_file(write):
     write("mine.py", "from hpsearch.objectives.builtin.digits import Digits\n" + GOOD.format(name="Mine"))
     assert type(load_objective("mine.py")).__name__ == "Mine"
 
 
-def test_a_base_class_with_an_underscore_is_passed_over(write):
+def test_a_base_class_with_an_underscore_is_skipped(write):
     write("mine.py", GOOD.format(name="_Base") + "\nclass Mine(_Base): pass\n")
     assert type(load_objective("mine.py")).__name__ == "Mine"
 
@@ -146,7 +146,7 @@ def test_a_base_class_with_an_underscore_is_passed_over(write):
         ("none.py:Mine", "none.py has no 'Mine'; it defines no Objective"),
     ],
 )
-def test_what_cannot_be_found_is_told_with_a_remedy(write, reference, message):
+def test_an_objective_that_is_not_found_is_an_error_with_a_remedy(write, reference, message):
     write("mine.py", GOOD.format(name="Mine"))
     write("two.py", GOOD.format(name="First") + GOOD.format(name="Second"))
     write("none.py", "x = 1")
@@ -170,7 +170,7 @@ def test_what_cannot_be_found_is_told_with_a_remedy(write, reference, message):
     ],
 )
 @pytest.mark.parametrize("reference", ["mine.py", "mine:Mine"])
-def test_an_error_in_the_users_file_has_its_file_and_line(write, text, message, reference):
+def test_an_error_in_a_file_of_the_user_has_file_and_line(write, text, message, reference):
     write("wrong_neighbour.py", "\nx = = 1\n")
     write("mine.py", text)
     assert _refused(reference).startswith(message)
@@ -187,7 +187,7 @@ def test_an_error_in_the_users_file_has_its_file_and_line(write, text, message, 
     ],
 )
 @pytest.mark.parametrize("wrapper", ["./hpsearch", None])
-def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypatch, text, package, wrapper):
+def test_a_module_that_is_not_installed_is_reported_with_its_package(write, monkeypatch, text, package, wrapper):
     if wrapper:
         monkeypatch.setenv("HPSEARCH_COMMAND", wrapper)
     else:
@@ -202,7 +202,7 @@ def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypa
 
 @pytest.mark.parametrize("in_clone", [True, False])
 @pytest.mark.parametrize("name", ["search", "objectives", "storage"])
-def test_a_package_called_as_one_of_hpsearch_is_told_with_both_remedies(write, monkeypatch, in_clone, name):
+def test_a_package_with_a_name_of_hpsearch_is_reported_with_both_remedies(write, monkeypatch, in_clone, name):
     """It may be meant as hpsearch's, or as one of the user's project."""
     path = write("project/mine.py", f"import {name}\n" + GOOD.format(name="Mine"))
     clone = Path(__file__).parents[2]
@@ -218,14 +218,14 @@ def test_a_package_called_as_one_of_hpsearch_is_told_with_both_remedies(write, m
     assert type(load_objective(str(path))).__name__ == "Mine"
 
 
-def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
+def test_an_error_in_an_installed_objective_has_its_line(write, tmp_path, monkeypatch):
     monkeypatch.setattr("hpsearch.objectives.errors._LIBRARY_FOLDERS", (tmp_path,))
     write("deeper.py", "def f():\n    raise KeyError('x')\n")
     write("mine.py", "import deeper\n\ndeeper.f()\n")
     assert _refused("mine:Mine") == "mine.py:3: KeyError: 'x'"
 
 
-def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
+def test_an_error_in_a_file_elsewhere_has_the_full_path(write, monkeypatch):
     path = write("mine.py", "x\n")
     monkeypatch.chdir("/usr")
     assert _refused(str(path)) == f"{path}:1: NameError: name 'x' is not defined"
@@ -244,7 +244,7 @@ def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
         ("n_trials = 2.5", "Mine.n_trials must be an integer of at least 1, not 2.5"),
     ],
 )
-def test_an_objective_that_cannot_be_used_is_told(write, body, message):
+def test_an_unusable_objective_is_reported(write, body, message):
     text = GOOD.format(name="Mine")
     if body == "pass":
         text = "from hpsearch import Objective\nclass Mine(Objective):\n    pass\n"

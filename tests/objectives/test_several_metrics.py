@@ -11,7 +11,7 @@ ERRORS = {"error": "minimize", "model_mb": "minimize"}
 SEVERAL = {"macro_f1": "maximize", "latency_ms": "minimize"}
 
 
-def test_the_first_is_the_metric_by_which_the_best_epoch_is_chosen():
+def test_the_first_metric_selects_the_best_epoch():
     class Several(Wine):
         directions = SEVERAL
 
@@ -48,7 +48,7 @@ def test_the_first_is_the_metric_by_which_the_best_epoch_is_chosen():
         ),
     ],
 )
-def test_directions_that_are_none_are_refused_where_the_class_is_made(attributes, said):
+def test_invalid_directions_are_rejected_in_the_class_definition(attributes, said):
     with pytest.raises(ObjectiveError) as error:
         type("Several", (Wine,), attributes)
     assert str(error.value).startswith(said)
@@ -56,7 +56,7 @@ def test_directions_that_are_none_are_refused_where_the_class_is_made(attributes
 
 
 @pytest.mark.parametrize("constraints", ["['model_mb']", "{'model_mb': 10}"])
-def test_constraints_that_are_none_are_refused_at_load(tmp_path, constraints):
+def test_invalid_constraints_are_rejected_at_load(tmp_path, constraints):
     file = tmp_path / "several.py"
     file.write_text(
         "from tests.objectives.training.support import Wine\n\n\n"
@@ -66,7 +66,7 @@ def test_constraints_that_are_none_are_refused_at_load(tmp_path, constraints):
         load_objective(str(file))
 
 
-def test_a_function_has_them_as_attributes(tmp_path):
+def test_a_function_has_metrics_and_directions_as_attributes(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(
         "def main(trial):\n    pass\n\n\n"
@@ -77,7 +77,7 @@ def test_a_function_has_them_as_attributes(tmp_path):
     assert found.constraints == {"model_mb": "<= 10"}
 
 
-def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
+def test_requested_metrics_are_stored_once_without_the_objective_metric(wine):
     wine.set_reported_metrics(["accuracy", "latency_ms", "macro_f1", "latency_ms", "loss"])
     assert wine.reported == ("latency_ms", "macro_f1", "loss")
     assert Wine.reported == ()
@@ -86,7 +86,7 @@ def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
 @pytest.mark.parametrize(
     ("name", "near"), [("macro_f2", "'macro_f1'"), ("latency", "'latency_ms'"), ("rmse", "accuracy, "), ("auroc", "")]
 )
-def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
+def test_a_metric_that_no_built_in_set_has_is_rejected_at_once(wine, name, near):
     with pytest.raises(MetricError) as error:
         wine.set_reported_metrics([name])
     assert f"metric {name!r} is not reported with accuracy; " in str(error.value)
@@ -94,7 +94,7 @@ def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
     assert "\n" not in str(error.value)
 
 
-def test_what_nobody_can_know_yet_is_not_refused(objective_with):
+def test_metrics_that_cannot_be_checked_yet_are_accepted(objective_with):
     own = objective_with(metrics=lambda self, train: None)
     own.set_reported_metrics(["whatever"])
     measuring = objective_with(measures=lambda self, model, config: {})
@@ -103,7 +103,7 @@ def test_what_nobody_can_know_yet_is_not_refused(objective_with):
 
 
 @pytest.mark.parametrize("name", MODEL_METRICS)
-def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
+def test_a_model_metric_cannot_select_the_best_epoch(wine, name):
     with pytest.raises(MetricError, match="cannot select the best epoch"):
         wine.set_metric(name, "minimize")
 

@@ -7,7 +7,7 @@ from hpsearch.objectives.template import write_template
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["my_objective.py", "wine-2.py", "2.py", "objective.py", "with space.py", "class.py"])
-def test_what_init_writes_runs_as_it_is(tmp_path, name):
+def test_the_template_of_init_runs_unchanged(tmp_path, name):
     path = tmp_path / name
     write_template(path)
     text = path.read_text()
@@ -22,7 +22,7 @@ def test_what_init_writes_runs_as_it_is(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_short_search_of_it_finds_a_good_model(tmp_path):
+def test_a_short_search_with_the_template_finds_a_good_model(tmp_path):
     write_template(tmp_path / "a.py")
     objective = load_objective(str(tmp_path / "a.py"))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), direction=objective.direction)
@@ -34,7 +34,7 @@ def test_a_short_search_of_it_finds_a_good_model(tmp_path):
     assert study.best_value > 0.95
 
 
-def test_a_file_that_exists_is_kept(tmp_path, monkeypatch):
+def test_init_does_not_overwrite_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.write_text("precious")
@@ -46,7 +46,7 @@ def test_a_file_that_exists_is_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"), [("mine.txt", "must end in .py"), ("nowhere/mine.py", "cannot be written: No such file")]
 )
-def test_a_place_that_does_not_serve_is_refused(tmp_path, name, message):
+def test_init_rejects_an_unusable_path(tmp_path, name, message):
     with pytest.raises(ObjectiveError, match=message):
         write_template(tmp_path / name)
     assert list(tmp_path.iterdir()) == []

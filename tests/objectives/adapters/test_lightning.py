@@ -103,13 +103,13 @@ def made(**parts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [{}, {"workers": 1}, {"scheduler": "cycle"}], ids=["plateau", "loader", "cycle"])
-def test_it_is_resumed_to_the_last_bit(parts, tmp_path):
+def test_a_resumed_run_is_bit_identical(parts, tmp_path):
     whole = assert_resumed_exactly(made(**parts), tmp_path)
     rates = [record.metrics["lr"] for record in whole.history]
     assert rates[-1] < rates[0], "the rate followed its schedule"
 
 
-def test_each_epoch_is_reported_by_the_names_of_its_metrics():
+def test_each_epoch_is_reported_with_the_names_of_its_metrics():
     result = trained(made(), Memory())
     assert {"val_accuracy", "val_loss", "train_loss", "lr"} <= set(result.history[0].metrics)
     assert len(result.history) == 5
@@ -117,7 +117,7 @@ def test_each_epoch_is_reported_by_the_names_of_its_metrics():
 
 
 @pytest.mark.parametrize(("verdict", "status"), [(Verdict.PRUNE, "pruned"), (Verdict.STOP, "stopped")])
-def test_the_answer_to_a_report_ends_it(verdict, status):
+def test_the_verdict_on_a_report_ends_the_loop(verdict, status):
     result = trained(made(), Memory({1: verdict}))
     assert (result.status, len(result.history)) == (status, 2)
 
@@ -128,7 +128,7 @@ def test_a_loop_that_lightning_ends_early_is_complete():
     assert (result.status, len(result.history)) == ("completed", 2)
 
 
-def test_sigterm_is_left_to_the_worker(monkeypatch):
+def test_lightning_does_not_handle_sigterm(monkeypatch):
     """Lightning would leave the epoch in its middle."""
     heard = []
 
@@ -157,7 +157,7 @@ def test_sigterm_is_left_to_the_worker(monkeypatch):
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(parts, message, tmp_path):
+def test_mistakes_are_errors_of_one_line(parts, message, tmp_path):
     with pytest.raises(ObjectiveError, match=message):
         trained(made(**parts), LocalSession(tmp_path))
 
@@ -173,5 +173,5 @@ class OnRanks(Wines):
 
 
 @pytest.mark.slow
-def test_it_is_resumed_on_two_ranks(tmp_path):
+def test_a_run_resumes_on_two_ranks(tmp_path):
     assert_resumed_on_two_ranks(OnRanks(), tmp_path)

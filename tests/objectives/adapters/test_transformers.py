@@ -57,7 +57,7 @@ def made(**parts):
 
 
 @pytest.mark.slow
-def test_it_is_resumed_to_the_last_bit(tmp_path):
+def test_a_resumed_run_is_bit_identical(tmp_path):
     whole = assert_resumed_exactly(made(), tmp_path)
     assert {"val_accuracy", "val_loss", "train_loss", "lr"} == set(whole.history[0].metrics) - {"epoch_seconds"}
     assert not list(tmp_path.glob("*/checkpoint-*")), "its checkpoints are in the trial's"
@@ -87,7 +87,7 @@ def test_another_seed_is_another_order_of_the_same_data():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verdict", "status"), [(Verdict.PRUNE, "pruned"), (Verdict.STOP, "stopped")])
-def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
+def test_the_verdict_on_a_report_ends_the_loop(verdict, status, tmp_path):
     result = trained(made(), Memory({1: verdict}))
     assert (result.status, len(result.history)) == (status, 2)
 
@@ -102,7 +102,7 @@ def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(parts, message, tmp_path, monkeypatch):
+def test_mistakes_are_errors_of_one_line(parts, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ObjectiveError, match=message):
         trained(made(**parts), LocalSession(tmp_path))
@@ -119,5 +119,5 @@ class OnRanks(Sums):
 
 
 @pytest.mark.slow
-def test_it_is_resumed_on_two_ranks(tmp_path):
+def test_a_run_resumes_on_two_ranks(tmp_path):
     assert_resumed_on_two_ranks(OnRanks(), tmp_path)

@@ -103,7 +103,7 @@ def _numbers(result):
 
 
 @pytest.mark.slow
-def test_it_repeats_and_each_epoch_is_reported_once():
+def test_a_run_is_repeatable_and_reports_each_epoch_once():
     session = Memory()
     result = _fit(session=session)
     assert _numbers(result) == _numbers(_fit())
@@ -115,7 +115,7 @@ def test_it_repeats_and_each_epoch_is_reported_once():
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_it_is_the_undisturbed_run_to_the_last_bit(tmp_path):
+def test_a_killed_and_resumed_run_is_bit_identical(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_fit, args=(Killed(), LocalSession(tmp_path)))
     process.start()
     process.join()
@@ -127,7 +127,7 @@ def test_killed_and_resumed_it_is_the_undisturbed_run_to_the_last_bit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verdict", "status"), [(Verdict.PRUNE, "pruned"), (Verdict.STOP, "stopped")])
-def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
+def test_the_verdict_on_a_report_ends_the_loop(verdict, status, tmp_path):
     session = Memory({2: verdict})
     result = _fit(session=session)
     assert (result.status, len(result.history)) == (status, 3)
@@ -141,7 +141,7 @@ def test_a_last_epoch_that_the_budget_does_not_count_does_not_complete_the_trial
 
 
 @pytest.mark.slow
-def test_a_run_that_was_done_is_not_trained_again(tmp_path):
+def test_a_completed_run_is_not_trained_again(tmp_path):
     whole = _fit(session=LocalSession(tmp_path))
     again = _fit(type("Gan", (Gan,), {"run": lambda *_: 1 / 0})(), session=LocalSession(tmp_path))
     assert (again.status, _numbers(again)) == ("completed", _numbers(whole))
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
         _fit(session=LocalSession(tmp_path), epochs=6)
 
 
-def test_a_loop_that_ends_by_itself_is_complete(tmp_path):
+def test_a_loop_that_returns_early_is_complete(tmp_path):
     def run(self, trial):
         for epoch in trial.epochs():
             trial.report({"distance": 1.0})
@@ -164,7 +164,7 @@ def test_a_loop_that_ends_by_itself_is_complete(tmp_path):
     assert (result.status, len(result.history)) == ("completed", 2)
 
 
-def test_what_a_report_raises_ends_it_whatever_the_loop_makes_of_it():
+def test_an_exception_of_report_ends_the_run_even_if_the_loop_catches_it():
     class LostError(Exception):
         pass
 
@@ -228,13 +228,13 @@ def _reporting(*reports, outside=False):
         (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
     ],
 )
-def test_mistakes_are_told(objective, message):
+def test_mistakes_have_clear_errors(objective, message):
     with pytest.raises((ObjectiveError, NonFiniteError), match=message) as told:
         _fit(objective())
     assert "\n" not in str(told.value)
 
 
-def test_the_best_is_tested_and_exported(tmp_path):
+def test_the_best_model_is_tested_and_exported(tmp_path):
     result = _fit(session=LocalSession(tmp_path))
     kept = checkpoint.read(tmp_path / "best.pt")
     restored = restore_model(Gan(), kept)
@@ -263,7 +263,7 @@ class Settings:
     depth: int = 2
 
 
-def test_a_configuration_may_be_a_dataclass_of_ones_own(tmp_path):
+def test_a_configuration_may_be_a_custom_dataclass(tmp_path):
     seen = []
 
     class Typed(Gan):
@@ -307,7 +307,7 @@ def bare():
 """
 
 
-def test_a_function_is_an_objective(tmp_path):
+def test_a_function_can_be_an_objective(tmp_path):
     path = tmp_path / "own_script.py"
     path.write_text(FUNCTION)
     objective = load_objective(f"{path}:main")
@@ -325,7 +325,7 @@ def test_a_function_is_an_objective(tmp_path):
         load_objective(f"{path}:bare")
 
 
-def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path):
+def test_the_report_lists_metrics_and_what_a_custom_loop_does_not_check(tmp_path):
     fit(Gan(), {"lr": 1e-2}, RunPlan(3, 4, 4), run_dir=tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# Gan: completed, best distance ")
@@ -341,7 +341,7 @@ def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path
     assert "curves.png" not in (tmp_path / "pruned" / "report.md").read_text()
 
 
-def test_the_curves_of_many_numbers_begin_with_the_metric():
+def test_the_curves_of_many_metrics_start_with_the_objective_metric():
     names = {f"val_{letter}": 1.0 for letter in "abcdefghij"}
     history = [EpochRecord(0, 0.0, {"lr": 1.0, "train_loss": 1.0, **names, "epoch_seconds": 1.0})]
     assert select_plotted_metrics(history, "c") == ["c", "loss", "a", "b", "d", "e", "f", "g"]

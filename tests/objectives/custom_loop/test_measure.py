@@ -53,7 +53,7 @@ def done(objective, epochs=3, **settings):
     return fit(objective, objective.default_config(), RunPlan(epochs, 7, 7), device="cpu", **settings)
 
 
-def test_what_is_measured_is_what_a_study_reads():
+def test_size_and_latency_of_a_model_are_measured():
     metrics = done(asked(*ASKED), epochs=1).history[0].metrics
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
     assert {name: get_metric_value(metrics, name) for name in ("model_mb", "parameters")} == measure_size(model)
@@ -61,7 +61,7 @@ def test_what_is_measured_is_what_a_study_reads():
     assert get_metric_value(metrics, "latency_load") >= 0
 
 
-def test_it_stays_in_a_trial_that_is_resumed(tmp_path):
+def test_measured_metrics_are_kept_when_a_trial_resumes(tmp_path):
     objective = asked(*ASKED)
     assert done(objective, session=Stopped(tmp_path, 0)).status == "stopped"
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
@@ -79,14 +79,14 @@ def test_it_stays_in_a_trial_that_is_resumed(tmp_path):
         (("peak_memory_mb",), "known: score, sparsity"),
     ],
 )
-def test_what_is_asked_for_and_not_reported_is_told(names, said):
+def test_a_requested_metric_that_is_not_reported_is_an_error(names, said):
     objective = asked(*names, measured=lambda self, trial, model: {"sparsity": 0.5})
     with pytest.raises(MetricError) as error:
         done(objective)
     assert str(error.value) == f"metric {names[0]!r} is required by the study but not reported; {said}"
 
 
-def test_what_is_asked_for_has_to_be_finite():
+def test_a_requested_metric_must_be_finite():
     def measured(self, trial, model):
         return {"sparsity": math.nan}
 
@@ -95,13 +95,13 @@ def test_what_is_asked_for_has_to_be_finite():
     assert done(asked(measured=measured)).status == "completed"
 
 
-def test_what_is_reported_under_its_whole_name_is_found():
+def test_a_metric_reported_under_its_full_name_is_found():
     objective = asked("train_loss", "extra", measured=lambda self, trial, model: {"train_loss": 2.0, "val_extra": 3.0})
     metrics = done(objective, epochs=1).history[0].metrics
     assert [get_metric_value(metrics, name) for name in objective.reported] == [2.0, 3.0]
 
 
-def test_a_model_that_does_not_take_the_inputs():
+def test_measuring_a_model_that_rejects_the_inputs_is_an_error():
     objective = asked(measured=lambda self, trial, model: trial.measure(model, torch.ones(1, 5)))
     with pytest.raises(ObjectiveError, match=r"Asked\.run: .*test_measure\.py:\d+: RuntimeError"):
         done(objective)
@@ -115,7 +115,7 @@ def _wrapped(ranks, folder):
 
 
 @pytest.mark.slow
-def test_ranks_measure_a_model_once(tmp_path):
+def test_only_one_rank_measures_a_model(tmp_path):
     first, second = on_ranks(2, _wrapped, tmp_path)
     assert first == second
     assert len({get_metric_value(numbers, "latency_ms") for _, numbers in first[1]}) == 1

@@ -52,7 +52,7 @@ def _seen(ranks, folder, after=None):
 
 
 @pytest.mark.slow
-def test_what_rank_0_reports_counts_and_is_what_one_process_reports(tmp_path):
+def test_the_report_of_rank_0_counts_and_equals_that_of_one_process(tmp_path):
     alone = trained(SINGLE_PROCESS, Drawn(), tmp_path / "alone")
     (first, seen), (second, others) = on_ranks(2, _seen, tmp_path / "ranks")
     assert first == second == alone
@@ -66,7 +66,7 @@ def test_what_rank_0_reports_counts_and_is_what_one_process_reports(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_state_of_rank_0_reaches_all(tmp_path):
+def test_all_ranks_receive_the_state_of_rank_0(tmp_path):
     on_ranks(2, _seen, tmp_path, 0)
     (first, seen), (second, others) = on_ranks(2, _seen, tmp_path)
     assert first == second
@@ -81,7 +81,7 @@ def _pruned(ranks):
 
 
 @pytest.mark.slow
-def test_the_answer_to_a_report_ends_all_ranks():
+def test_the_verdict_on_a_report_ends_all_ranks():
     first, second = on_ranks(2, _pruned)
     assert first[:3] == second[:3] == ("pruned", 2, first[2])
     assert (first[3], second[3]) == (["of rank 0"] * 2, []), "files of rank 0 alone"
@@ -96,7 +96,7 @@ def _told_to_go(ranks):
 
 
 @pytest.mark.slow
-def test_rank_0_hears_at_a_report_that_another_is_told_to_go():
+def test_rank_0_stops_at_a_report_if_another_rank_got_a_signal():
     heard, others = on_ranks(2, _told_to_go)
     assert (set(heard), others) == ({0}, [])
 
@@ -175,7 +175,7 @@ def _mistaken(ranks, folder):
 
 
 @pytest.mark.slow
-def test_mistakes_end_all_ranks_and_are_told(tmp_path):
+def test_mistakes_end_all_ranks_with_clear_errors(tmp_path):
     for told, after in on_ranks(2, _mistaken, tmp_path):
         assert told.keys() == {run.__name__ for run in MISTAKES}
         assert [
@@ -207,7 +207,7 @@ class Folders(Drawn):
 
 
 @pytest.mark.slow
-def test_what_all_ranks_wrote_is_there_when_the_trial_goes_on(tmp_path):
+def test_files_of_all_ranks_are_there_when_the_trial_resumes(tmp_path):
     whole, resumed = whole_and_resumed(Folders(), tmp_path)
     assert whole == resumed
     assert not list(tmp_path.glob("*/checkpoint")), "it is in the trial's"
@@ -231,7 +231,7 @@ def _saves(folder, killed):
     return trained(SINGLE_PROCESS, Saving(), folder)
 
 
-def test_a_folder_of_one_process_that_was_killed_is_as_it_was_kept(tmp_path):
+def test_the_folder_of_a_killed_process_is_restored(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_saves, args=(tmp_path / "killed", True))
     process.start()
     process.join()
@@ -240,7 +240,7 @@ def test_a_folder_of_one_process_that_was_killed_is_as_it_was_kept(tmp_path):
     assert _saves(tmp_path / "killed", False) == _saves(tmp_path / "whole", False)
 
 
-def test_a_folder_of_the_users_own_is_kept_and_stays(tmp_path):
+def test_a_folder_of_the_user_is_saved_and_not_removed(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "weights").write_text("1.0")
@@ -256,7 +256,7 @@ def test_a_folder_of_the_users_own_is_kept_and_stays(tmp_path):
     assert checkpoint.read(tmp_path / "run" / "last.pt")["folder"].keys() == {"weights"}
 
 
-def test_a_state_that_names_a_file_elsewhere_is_refused(tmp_path):
+def test_a_state_with_a_file_outside_its_folder_is_rejected(tmp_path):
     _saves(tmp_path, False)
     last = checkpoint.read(tmp_path / "last.pt")
     last["folder"] = {"../elsewhere": torch.zeros(1, dtype=torch.uint8)}
@@ -289,12 +289,12 @@ def _accelerated(ranks):
 
 
 @pytest.mark.slow
-def test_a_trial_does_not_inherit_what_libraries_keep_of_the_one_before():
+def test_a_trial_does_not_inherit_the_library_state_of_the_previous_trial():
     for first, second in on_ranks(2, _accelerated):
         assert "ZeroDivisionError" in first
         assert second == "completed"
 
 
-def test_a_local_session_of_one_process_is_told_nothing(tmp_path):
+def test_a_single_process_trains_with_a_local_session(tmp_path):
     result = fit(Drawn(), {"lr": 0.1}, RunPlan(2, 7, 7), session=LocalSession(tmp_path), device="cpu")
     assert (result.status, result.best) == ("completed", {"rank": 0})

@@ -84,26 +84,26 @@ def test_the_model_settings_are_a_copy():
         ({"model": [1]}, "model must be a dictionary"),
     ],
 )
-def test_a_bad_value_is_refused_in_one_line(values, message):
+def test_a_bad_value_is_rejected_in_one_line(values, message):
     with pytest.raises(ObjectiveError, match=message) as caught:
         TrainConfig(**values)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("made", [TrainConfig.from_dict, lambda values: TrainConfig(**values)])
-def test_an_unknown_setting_is_refused_with_the_nearest_name(made):
+def test_an_unknown_setting_is_rejected_with_the_nearest_name(made):
     with pytest.raises(ObjectiveError, match="unknown training setting 'batchsize': did you mean 'batch_size'"):
         made({"batchsize": 8})
 
 
-def test_former_names_are_read_from_what_was_stored():
+def test_former_names_of_stored_settings_are_read():
     named = TrainConfig(gradient_accumulation_steps=3, shard_checkpoint_above_gib=1.0)
     assert TrainConfig.from_dict({"accumulate": 3, "shard_above": 1.0}) == named
     with pytest.raises(ObjectiveError, match="unknown training setting 'accumulate'"):
         TrainConfig.from_dict({**named.to_dict(), "accumulate": 3})
 
 
-def test_a_changed_copy_is_validated_and_itself_does_not_change():
+def test_replacing_a_setting_validates_a_copy():
     config = TrainConfig(lr=0.3)
     assert dataclasses.replace(config, patience=4) == TrainConfig(lr=0.3, patience=4)
     with pytest.raises(ObjectiveError, match="lr must be above 0, not -1"):
@@ -112,7 +112,7 @@ def test_a_changed_copy_is_validated_and_itself_does_not_change():
         config.lr = 0.1
 
 
-def test_a_setting_from_outside_is_one_field_which_is_checked_and_described(monkeypatch):
+def test_a_custom_setting_is_validated_and_described(monkeypatch):
     """Type, range, default and words stand in one place; messages and `objective show` read them there."""
 
     @pydantic.dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ def _order(sampler, epoch=0, samples=100, **settings):
     return list(EpochOrder(samples, TrainConfig(batch_size=10, **settings), 0, sampler).iterate_steps(epoch, CPU))
 
 
-def test_a_weighted_sampler_draws_by_its_weights_anew_each_epoch():
+def test_a_weighted_sampler_draws_by_its_weights_in_each_epoch():
     weights = torch.cat([torch.zeros(50), torch.ones(50)])
     found = [_order(WeightedRandomSampler(weights, 100), epoch) for epoch in (0, 0, 1)]
     rows = [torch.cat([row for window in order for row in window]) for order in found]
@@ -32,7 +32,7 @@ def test_a_weighted_sampler_draws_by_its_weights_anew_each_epoch():
     )
 
 
-def test_batches_by_length_pad_little_and_take_each_sample_once():
+def test_length_batches_have_little_padding_and_each_sample_once():
     lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
     found = _order(LengthGroupedSampler(lengths, 10), samples=1000, gradient_accumulation_steps=3)
     batches = [rows for window in found for rows in window]
@@ -53,7 +53,7 @@ def test_a_run_is_trained_in_the_order_of_its_sampler(objective_with):
     assert result.best_metrics["val_accuracy"] < 0.6
 
 
-def test_groups_of_ones_own_are_trained_at_their_rates(objective_with):
+def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
     def groups(_self, model, config):
         return [{"params": model[1][0].parameters(), "lr": 0.1 * config.lr}, {"params": model[1][2].parameters()}]
 
@@ -72,7 +72,7 @@ def test_groups_of_ones_own_are_trained_at_their_rates(objective_with):
         ),
     ],
 )
-def test_parameters_that_nobody_trains_are_told(objective_with, make, message):
+def test_invalid_parameter_groups_are_an_error(objective_with, make, message):
     with pytest.raises(ObjectiveError, match=message):
         fit(objective_with(parameter_groups=lambda _self, model, _config: make(model)))
 
@@ -90,7 +90,7 @@ class Thawing(Wine):
             model[1][0].requires_grad_(True)
 
 
-def test_layers_thaw_and_a_resumed_run_thaws_them_too(tmp_path):
+def test_layers_are_unfrozen_also_in_a_resumed_run(tmp_path):
     config, firsts = TrainConfig(lr=0.02, batch_size=32), []
 
     class Watched(Memory):
@@ -126,7 +126,7 @@ def _ask():
     assert (Prepared().prepared / "whole").exists()
 
 
-def test_preparation_is_done_once_on_a_machine_whoever_asks_and_whoever_is_killed(tmp_path, monkeypatch):
+def test_prepare_completes_once_per_machine_also_after_kills(tmp_path, monkeypatch):
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
     (tmp_path / "wait").touch()
     fork = multiprocessing.get_context("fork")
@@ -153,7 +153,7 @@ def _until(holds):
         time.sleep(0.01)
 
 
-def test_a_preparation_that_fails_is_told(objective_with, tmp_path, monkeypatch):
+def test_an_error_in_prepare_is_reported(objective_with, tmp_path, monkeypatch):
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
     objective = objective_with(prepare=lambda *_: 1 / 0)
     with pytest.raises(ObjectiveError, match=r"Changed.prepare: .*test_hooks.py:\d+: ZeroDivisionError"):

@@ -51,7 +51,7 @@ NET = nn.Linear(13, 3)
         ({"direction": "minimize"}, "direction = 'minimize' does not fit accuracy; set direction = 'maximize'"),
     ],
 )
-def test_a_mistake_in_the_objective_is_told_before_training(objective_with, tmp_path, replaced, message):
+def test_a_mistake_in_the_objective_is_reported_before_training(objective_with, tmp_path, replaced, message):
     session = Memory()
     with pytest.raises(ObjectiveError, match=message) as caught:
         fit(objective_with(**replaced), session=session)
@@ -60,7 +60,7 @@ def test_a_mistake_in_the_objective_is_told_before_training(objective_with, tmp_
     assert not session.reported
 
 
-def test_auroc_on_a_split_of_one_class_is_refused_before_training():
+def test_auroc_on_a_split_of_one_class_is_rejected_before_training():
     good = load_objective("breast_cancer")
 
     class OneClass(type(good)):
@@ -81,11 +81,11 @@ def test_auroc_on_a_split_of_one_class_is_refused_before_training():
         ({"device": "toaster"}, "device 'toaster' cannot be used"),
     ],
 )
-def test_bad_settings_of_a_run_are_refused(wine, settings, message):
+def test_bad_settings_of_a_run_are_rejected(wine, settings, message):
     with pytest.raises(ObjectiveError, match=message):
         fit(wine, **settings)
 
 
-def test_a_configuration_must_be_one(wine):
+def test_a_configuration_must_be_a_train_config(wine):
     with pytest.raises(ObjectiveError, match="must be a TrainConfig, not dict"):
         Trainer(wine, {"lr": 0.1}, epochs=1, seed=0)

@@ -13,10 +13,10 @@ from hpsearch.objectives.training.reproducibility import checkpoint
 
 SOURCES = sorted((Path(__file__).parents[3] / "objectives").rglob("*.py"))
 
-# fit on validation data: test_trainer::test_the_model_sees_training_data_alone
-# evaluate without eval(): test_metrics::test_a_loss_is_the_mean_over_samples_whatever_the_batches
-# swallow a NaN: test_guards::test_a_non_finite_step_ends_the_epoch_before_the_optimizer
-# step the schedule unconditionally: test_precision::test_a_step_that_loss_scaling_skips_moves_nothing
+# fit on validation data: test_trainer::test_the_model_receives_only_training_data
+# evaluate without eval(): test_metrics::test_a_loss_is_the_mean_over_samples_for_any_batch_size
+# swallow a NaN: test_guards::test_a_non_finite_step_ends_the_epoch_before_the_optimizer_step
+# step the schedule unconditionally: test_precision::test_a_step_that_loss_scaling_skips_changes_no_state
 FORBIDDEN = {
     "DataParallel": "one process drives one device",
     "cuda.amp": "deprecated: torch.amp",
@@ -27,7 +27,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("name", sorted(FORBIDDEN))
-def test_no_source_uses(name):
+def test_no_source_file_uses_forbidden_calls(name):
     def used(path):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
@@ -38,7 +38,7 @@ def test_no_source_uses(name):
     assert found == [], FORBIDDEN[name]
 
 
-def test_every_load_is_of_weights_only():
+def test_every_load_is_weights_only():
     calls = [
         node
         for path in SOURCES
@@ -50,7 +50,7 @@ def test_every_load_is_of_weights_only():
         assert "weights_only=True" in ast.unparse(call)
 
 
-def test_a_checkpoint_holds_no_module(wine, tmp_path):
+def test_a_checkpoint_contains_no_module(wine, tmp_path):
     Trainer(wine, TrainConfig(ema_decay=0.9), epochs=1, seed=0, run_dir=tmp_path).fit()
 
     def values(item):
@@ -68,7 +68,7 @@ def test_a_checkpoint_holds_no_module(wine, tmp_path):
         assert kinds <= {torch.Tensor, int, float, str, bool, type(None)}, name
 
 
-def test_the_best_epoch_is_not_chosen_by_the_training_loss(objective_with):
+def test_the_training_loss_cannot_select_the_best_epoch(objective_with):
     """Validation labels are shuffled, so that fitting better on the training split helps nothing there."""
     wine = objective_with()
 
@@ -97,7 +97,7 @@ def test_the_best_epoch_is_not_chosen_by_the_training_loss(objective_with):
         ({"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64}, "cycles 3 is more than the 2 steps"),
     ],
 )
-def test_a_recipe_that_does_not_fit_the_data_is_told_before_training(objective_with, settings, message):
+def test_an_incompatible_recipe_is_reported_before_training(objective_with, settings, message):
     def model(_self, _config, _train):
         net = nn.Linear(13, 3)
         net.register_forward_hook(lambda *_: pytest.fail("it trained"))
@@ -107,7 +107,7 @@ def test_a_recipe_that_does_not_fit_the_data_is_told_before_training(objective_w
         Trainer(objective_with(model=model), TrainConfig(**settings), epochs=2, seed=0).fit()
 
 
-def test_a_batch_larger_than_the_data_is_told_and_takes_them_all(wine, tmp_path):
+def test_a_batch_larger_than_the_data_is_reported_and_contains_all(wine, tmp_path):
     result = Trainer(wine, TrainConfig(batch_size=500), epochs=1, seed=0, run_dir=tmp_path).fit()
     assert "batch_size 500 exceeds the 106 training samples" in (tmp_path / "train.log").read_text()
     assert result.history[0].metrics["train_loss"] > 0

@@ -26,14 +26,14 @@ def _epochs(folder):
         (3, {"last.pt": 4, "previous-2.pt": 2, "previous.pt": 3}),
     ],
 )
-def test_as_many_states_are_kept_as_asked_for(tmp_path, keep, expected):
+def test_keep_limits_the_number_of_stored_states(tmp_path, keep, expected):
     session = LocalSession(tmp_path, keep=keep)
     for epoch in range(5):
         session.save(_state(epoch), best=False)
     assert _epochs(tmp_path) == expected
 
 
-def test_every_state_that_is_kept_can_be_gone_on_from(tmp_path):
+def test_a_run_can_resume_from_every_stored_state(tmp_path):
     session = LocalSession(tmp_path, keep=3)
     for epoch in range(5):
         session.save(_state(epoch), best=False)
@@ -44,14 +44,14 @@ def test_every_state_that_is_kept_can_be_gone_on_from(tmp_path):
     assert session.restore() is None
 
 
-def test_snapshots_stay(tmp_path):
+def test_snapshots_are_not_removed(tmp_path):
     session = LocalSession(tmp_path, keep=1, snapshot_every=2)
     for epoch in range(6):
         session.save(_state(epoch), best=False)
     assert _epochs(tmp_path) == {"epoch-0001.pt": 1, "epoch-0003.pt": 3, "epoch-0005.pt": 5, "last.pt": 5}
 
 
-def test_states_may_be_saved_by_the_clock(tmp_path, monkeypatch):
+def test_states_can_be_saved_at_time_intervals(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     session = LocalSession(tmp_path, keep=1, interval=60.0)
@@ -64,7 +64,7 @@ def test_states_may_be_saved_by_the_clock(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_saved_by_the_clock_goes_on_exactly(wine, tmp_path):
+def test_a_run_saved_at_time_intervals_resumes_exactly(wine, tmp_path):
     class DiedError(Exception):
         pass
 
@@ -87,7 +87,7 @@ def test_a_run_saved_by_the_clock_goes_on_exactly(wine, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
 
 
-def test_a_snapshot_can_be_branched_from(wine, tmp_path):
+def test_a_run_can_resume_from_a_snapshot(wine, tmp_path):
     """A snapshot is a complete state: copied over the last checkpoint, the run resumes from it."""
 
     def trainer(run_dir, **settings):
@@ -109,12 +109,12 @@ def test_a_snapshot_can_be_branched_from(wine, tmp_path):
         ({"snapshot_every": 0}, "snapshot_every must be at least 1, not 0"),
     ],
 )
-def test_what_keeps_nothing_is_refused(tmp_path, settings, message):
+def test_invalid_checkpoint_settings_are_rejected(tmp_path, settings, message):
     with pytest.raises(ObjectiveError, match=message):
         LocalSession(tmp_path, **settings)
 
 
-def test_parts_stay_as_long_as_a_checkpoint_names_them(tmp_path):
+def test_shards_are_kept_as_long_as_a_checkpoint_names_them(tmp_path):
     session = LocalSession(tmp_path, snapshot_every=2)
     for epoch in range(5):
         (session.shards / f"after-{epoch}").mkdir(parents=True)

@@ -133,7 +133,7 @@ class _Encoder(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
-def test_whatever_the_structure_all_of_the_loop_holds_for_it(problem, variant):
+def test_all_features_of_the_loop_work_for_any_data_structure(problem, variant):
     objective = problem()
     config = dataclasses.replace(objective.default_config(), **variant)
     result = fit(objective, config, epochs=4)
@@ -143,7 +143,7 @@ def test_whatever_the_structure_all_of_the_loop_holds_for_it(problem, variant):
 
 
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
-def test_it_is_checked_before_a_search(problem):
+def test_any_data_structure_works_in_the_checks_before_a_search(problem):
     objective = problem()
     assert run_smoke_test(objective, steps=300).losses[-1] < 0.9 * run_smoke_test(objective, steps=1).losses[0]
     assert 1e-4 < run_lr_range_test(objective, steps=60).suggestion < 10
@@ -151,7 +151,7 @@ def test_it_is_checked_before_a_search(problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
-def test_it_is_resumed_to_the_last_bit(problem, tmp_path):
+def test_a_resumed_run_is_bit_identical(problem, tmp_path):
     objective = problem()
     config = objective.default_config()
     whole = Trainer(objective, config, epochs=4, seed=3, session=Memory()).fit()
@@ -166,12 +166,12 @@ def test_it_is_resumed_to_the_last_bit(problem, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_load_change_nothing():
+def test_loader_processes_change_no_result():
     found = [fit(Text(), TrainConfig(lr=0.05, batch_size=16, num_workers=n), epochs=2) for n in (None, 0, 2)]
     assert exact(found[0].history) == exact(found[1].history) == exact(found[2].history)
 
 
-def test_what_is_served_takes_the_tensors_in_their_order_and_any_length():
+def test_an_exported_model_takes_its_tensors_in_order_and_any_length():
     result = fit(Text(), TrainConfig(lr=0.05, batch_size=16), epochs=1)
     module, parts = exportable(result.model, result.call, result.example.x)
     assert [name for name, _ in parts] == ["ids", "lengths"]
@@ -182,7 +182,7 @@ def test_what_is_served_takes_the_tensors_in_their_order_and_any_length():
     torch.testing.assert_close(exported(*(t for _, t in tensors(batch.x))), result.model(**batch.x))
 
 
-def test_several_outputs_go_to_a_loss_and_metrics_of_ones_own(objective_with):
+def test_several_outputs_are_passed_to_custom_loss_and_metrics(objective_with):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,14 +219,14 @@ def test_several_outputs_go_to_a_loss_and_metrics_of_ones_own(objective_with):
     assert result.best_value > 0.8
 
 
-def test_a_lone_torchmetrics_metric_is_the_one_that_is_optimised(objective_with):
+def test_a_single_torchmetrics_metric_is_optimised(objective_with):
     from torchmetrics.classification import MulticlassCohenKappa
 
     result = fit(objective_with(metric="kappa", metrics=lambda *_: MulticlassCohenKappa(3)), epochs=3)
     assert result.best_value == result.best_metrics["val_kappa"] > 0.5
 
 
-def test_a_step_may_weigh_its_batches_and_is_accumulated_by_that(objective_with):
+def test_the_weight_of_a_step_applies_to_accumulation(objective_with):
     """Two micro-batches that weigh 1 and 3 learn as their weighted mean."""
 
     def weighted(weight):
@@ -280,7 +280,7 @@ def _dictionary(_self, seed):
         ({"metrics": lambda *_: 3}, "metrics\\(\\) must return metrics with update, compute, reset, not int"),
     ],
 )
-def test_mistakes_are_told_before_training(objective_with, replaced, message):
+def test_mistakes_are_reported_before_training(objective_with, replaced, message):
     session = Memory()
     with pytest.raises(ObjectiveError, match=message) as told:
         fit(objective_with(**replaced), session=session)

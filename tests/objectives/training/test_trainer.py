@@ -8,7 +8,7 @@ from tests.objectives.training.support import Memory, fit
 
 
 @pytest.mark.slow
-def test_a_run_learns_and_keeps_its_records(wine, tmp_path):
+def test_a_run_learns_and_has_a_record_of_each_epoch(wine, tmp_path):
     session = Memory()
     result = fit(wine, session=session, run_dir=tmp_path, split_seed=4)
     assert result.status == "completed"
@@ -24,7 +24,7 @@ def test_a_run_learns_and_keeps_its_records(wine, tmp_path):
     assert result.history[-1].metrics["train_loss"] < result.history[0].metrics["train_loss"]
 
 
-def test_best_is_the_first_epoch_with_the_best_validation_metric(wine):
+def test_the_best_epoch_is_the_first_with_the_best_validation_metric(wine):
     session = Memory()
     result = fit(wine, session=session, epochs=8)
     values = [record.metrics["val_accuracy"] for record in result.history]
@@ -43,7 +43,7 @@ def test_a_minimised_metric_is_minimised(objective_with):
 
 
 @pytest.mark.parametrize("ema", [None, 0.8])
-def test_the_result_scores_what_was_recorded(wine, tmp_path, ema):
+def test_the_restored_best_model_reproduces_its_score(wine, tmp_path, ema):
     config = TrainConfig(lr=0.05, batch_size=32, ema_decay=ema)
     result = fit(wine, config, run_dir=tmp_path, epochs=6)
     loss, metrics = wine.loss(config, result.val), wine.metrics(result.val)
@@ -59,7 +59,7 @@ def test_the_result_scores_what_was_recorded(wine, tmp_path, ema):
     assert torch.equal(result.example.x, result.val.x[:4])
 
 
-def test_the_best_weights_come_back_when_training_falls_apart_later(wine):
+def test_the_best_weights_are_restored_after_training_degrades(wine):
     config = TrainConfig(optimizer="sgd", lr=5.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.9)
     result = fit(wine, config, epochs=20)
     assert result.history[-1].metrics["val_accuracy"] < result.best_value
@@ -69,7 +69,7 @@ def test_the_best_weights_come_back_when_training_falls_apart_later(wine):
     assert scores["accuracy"] == pytest.approx(result.best_value)
 
 
-def test_a_pruned_run_ends_at_once_with_its_best(wine, tmp_path):
+def test_a_pruned_run_ends_at_once_with_its_best_epoch(wine, tmp_path):
     session = Memory({2: Verdict.PRUNE})
     result = fit(wine, session=session, run_dir=tmp_path)
     assert result.status == "pruned"
@@ -92,7 +92,7 @@ def test_an_error_of_the_session_ends_the_run(wine):
         fit(wine, session=Losing())
 
 
-def test_the_model_sees_training_data_alone(objective_with):
+def test_the_model_receives_only_training_data(objective_with):
     seen = []
 
     def model(_self, _config, train):
@@ -105,7 +105,7 @@ def test_the_model_sees_training_data_alone(objective_with):
     torch.testing.assert_close(result.model[0].mean, seen[0].x.mean(0))
 
 
-def test_a_model_is_trained_in_training_mode_however_it_came(objective_with):
+def test_a_model_is_always_trained_in_training_mode(objective_with):
     modes = []
 
     def model(_self, _config, _train):
@@ -118,7 +118,7 @@ def test_a_model_is_trained_in_training_mode_however_it_came(objective_with):
     assert modes == [(False, False)] * 3 + epoch * 2  # three looks at it before training
 
 
-def test_loss_and_metrics_see_training_data_alone(objective_with):
+def test_loss_and_metrics_receive_only_training_data(objective_with):
     """Class weights and a number of classes are statistics too."""
     seen = []
 
@@ -137,7 +137,7 @@ def test_loss_and_metrics_see_training_data_alone(objective_with):
     assert all(torch.equal(data.x, expected) for data in seen)
 
 
-def test_a_run_is_not_stopped_early_unless_asked_for(wine):
+def test_a_run_is_not_stopped_early_by_default(wine):
     """The pruner does that inside a study, and there curves have to stay comparable."""
     still = TrainConfig(lr=1e-9, weight_decay=0.0, batch_size=32)
     assert len(fit(wine, still, epochs=12).history) == 12

@@ -20,7 +20,7 @@ SCRIPT = ROOT / "docs" / "notebook.py"
 pytestmark = [pytest.mark.timeout(900)]
 
 
-def test_the_script_is_short_and_needs_the_study_alone() -> None:
+def test_the_notebook_script_is_short_and_imports_only_study() -> None:
     lines = [line for line in SCRIPT.read_text().splitlines()[1:] if line.strip()]
     imports = [
         node for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
@@ -29,7 +29,7 @@ def test_the_script_is_short_and_needs_the_study_alone() -> None:
     assert [ast.unparse(node) for node in imports] == ["from hpsearch import Study"]
 
 
-def test_the_script_calls_what_there_is() -> None:
+def test_the_notebook_script_calls_existing_methods() -> None:
     """By these names and with these arguments; each method is run, on the same objective, by its example."""
     called = []
     for node in ast.walk(ast.parse(SCRIPT.read_text())):
@@ -44,7 +44,7 @@ def test_the_script_calls_what_there_is() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.soak  # test_examples.py runs each method so, and that workers do not run the program again
-def test_the_script_does_what_the_tutorial_says(folder: Path, stack: StackInfo, zygote: Zygote) -> None:
+def test_the_notebook_script_has_the_results_of_the_tutorial(folder: Path, stack: StackInfo, zygote: Zygote) -> None:
     said = run_forked(SCRIPT.read_text(), cwd=folder, stack=stack, zygote=zygote)
     study = Study.open("wine-notebook", home=str(stack.home))
     try:

@@ -46,7 +46,7 @@ def study(stored: StoredStudy, database_url: str) -> Study:
     return Study.open("s", storage_url=database_url)
 
 
-def test_a_study_is_found_by_the_environment(
+def test_a_study_is_opened_from_environment_variables(
     stored: StoredStudy, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
@@ -55,7 +55,7 @@ def test_a_study_is_found_by_the_environment(
         Study.open("t")
 
 
-def test_trials_as_a_table(study: Study) -> None:
+def test_trials_returns_a_table(study: Study) -> None:
     frame = study.trials_dataframe()
     assert list(frame.columns) == [
         *("number", "state", "value", "params_kind", "params_lr", "epochs", "duration", "worker", "reason")
@@ -65,12 +65,12 @@ def test_trials_as_a_table(study: Study) -> None:
     assert frame["params_lr"].tolist() == [trial.params["lr"] for trial in study.trials]
 
 
-def test_what_is_returned_may_be_changed(study: Study) -> None:
+def test_returned_objects_are_copies(study: Study) -> None:
     study.trials[0].params.clear()
     assert study.trials[0].params
 
 
-def test_the_best_trial_and_why_another_ended(study: Study) -> None:
+def test_the_best_trial_and_the_reason_of_another(study: Study) -> None:
     assert study.best_trial.number == study.optuna_study.best_trial.number == 1
     assert study.summary().infeasible == 1
     assert "trial 2 of s: infeasible" in study.describe_trial(2)
@@ -79,7 +79,7 @@ def test_the_best_trial_and_why_another_ended(study: Study) -> None:
         study.describe_trial(3)
 
 
-def test_a_row_for_each_study(study: Study, database_url: str) -> None:
+def test_list_studies_has_a_row_for_each_study(study: Study, database_url: str) -> None:
     study.stop()
     (row,) = list_studies(storage_url=database_url)
     assert (row.name, row.finished, row.budget, row.best_value, row.best_number) == ("s", 3, 4, 0.9, 1)
@@ -87,12 +87,12 @@ def test_a_row_for_each_study(study: Study, database_url: str) -> None:
     assert row.promoted == ()
 
 
-def test_a_study_shows_itself_in_a_notebook(study: Study) -> None:
+def test_a_study_has_a_notebook_view(study: Study) -> None:
     assert repr(study) == "Study('s')"
     assert "best: trial 1, val accuracy 0.9000" in study._repr_html_()
 
 
-def test_steering_is_seen_at_once(study: Study) -> None:
+def test_changes_of_a_study_are_visible_at_once(study: Study) -> None:
     assert study.stop() is None
     assert study.stop() is not None
     assert study.start() is not None
@@ -101,7 +101,7 @@ def test_steering_is_seen_at_once(study: Study) -> None:
         study.extend(2)
 
 
-def test_a_deleted_study_says_so(study: Study, database_url: str) -> None:
+def test_a_deleted_study_raises_an_error(study: Study, database_url: str) -> None:
     assert delete_study("s", storage_url=database_url) == ["s"]
     with pytest.raises(SearchError, match="no study 's'"):
         study.summary()
@@ -111,7 +111,7 @@ class Here(Objective):
     """Of this file, which is no file of an objective, but one that workers can load."""
 
 
-def test_a_class_is_named_so_that_workers_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_of_a_class_is_usable_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_objective_reference("wine.py") == "wine.py"
     assert find_objective_reference(Digits) == "digits"
     assert find_objective_reference(Here) == f"{__name__}:Here"
@@ -119,14 +119,14 @@ def test_a_class_is_named_so_that_workers_find_it(monkeypatch: pytest.MonkeyPatc
         find_objective_reference(type("Wine", (Objective,), {"__module__": "__main__"}))
 
 
-def test_a_file_that_a_notebook_writes_anew_is_read_anew(folder: Path) -> None:
+def test_an_objective_file_is_reloaded_after_a_change(folder: Path) -> None:
     path = folder / "wine.py"
     before = load_objective(str(path))
     path.write_text(path.read_text().replace("epochs = 20", "epochs = 7"))
     assert (before.epochs, load_objective(str(path)).epochs) == (20, 7)
 
 
-def test_a_wrong_setting_is_told_before_anything_is_started() -> None:
+def test_a_wrong_setting_is_an_error_before_services_start() -> None:
     with pytest.raises(SearchError, match="unknown sampler 'tpee'; did you mean 'tpe'"):
         Study.create("digits", sampler="tpee")
 
@@ -150,7 +150,7 @@ def test_errors_name_keywords(settings: dict[str, Any], said: str) -> None:
     assert str(error.value) == said
 
 
-def test_an_objective_that_is_none_is_rejected() -> None:
+def test_an_invalid_objective_is_rejected() -> None:
     with pytest.raises(SearchError, match=r"^objective is 42: give a name, such as 'digits' or 'wine.py', or a class$"):
         Study.create(42)  # type: ignore[arg-type]  # the mistake
 
@@ -169,6 +169,6 @@ def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any]
     assert str(error.value) == said
 
 
-def test_a_budget_of_a_program_is_named_by_its_keyword(study: Study) -> None:
+def test_errors_about_budgets_name_the_keyword(study: Study) -> None:
     with pytest.raises(SearchError, match=r"^n_trials '5\+': give \+N for N more trials"):
         study.extend("5+")

@@ -16,7 +16,7 @@ def study(database_url: str) -> Study:
     return Study.open("s", storage_url=database_url)
 
 
-def test_the_front_and_the_best_by_the_first_metric(study: Study) -> None:
+def test_pareto_front_and_best_trial_by_the_first_metric(study: Study) -> None:
     assert [each.number for each in study.best_trials] == [0, 1]
     assert [each.values for each in study.best_trials] == [[0.9, 4.0], [0.7, 1.0]]
     assert study.best_trial.number == 0
@@ -35,13 +35,13 @@ def test_a_table_has_a_column_for_each_metric(study: Study) -> None:
     assert frame["out_of_bounds"].tolist() == ["", "", "", "model_mb 12, not <= 10", "latency_ms 6, not <= 5"]
 
 
-def test_a_list_of_studies_tells_how_many_are_on_the_front(study: Study, database_url: str) -> None:
+def test_list_studies_has_the_size_of_the_pareto_front(study: Study, database_url: str) -> None:
     (row,) = list_studies(storage_url=database_url)
     assert (row.name, row.best_number, row.front) == ("s", 0, 2)
     assert study.name == row.name
 
 
-def test_of_one_metric_the_front_is_the_best(database_url: str) -> None:
+def test_the_pareto_front_of_one_metric_is_the_best_trial(database_url: str) -> None:
     trials = [trial(0, (0.9,)), trial(1, (0.7,))]
     study_of(open_storage(database_url, application_name="test"), trials, ways={"accuracy": "maximize"})
     study = Study.open("s", storage_url=database_url)

@@ -52,7 +52,7 @@ def html(thing: Any) -> str:
     return str(thing._repr_mimebundle_((), ())["text/html"])
 
 
-def test_a_notebook_has_a_view_that_is_drawn_over(cells: list[list[str]], tmp_path: Path) -> None:
+def test_a_notebook_view_is_updated_in_place(cells: list[list[str]], tmp_path: Path) -> None:
     with view(Console(force_jupyter=True, width=100), tmp_path) as shown:
         shown.update(progress(complete=1))
         shown.update(progress(complete=2))
@@ -65,14 +65,14 @@ def test_a_notebook_has_a_view_that_is_drawn_over(cells: list[list[str]], tmp_pa
     assert "trials" not in end
 
 
-def test_a_file_has_a_line(tmp_path: Path) -> None:
+def test_progress_in_a_file_is_a_line(tmp_path: Path) -> None:
     file = io.StringIO()
     with view(Console(file=file, width=100), tmp_path) as shown:
         shown.update(progress(complete=4))
     assert "4/4 trials: 4 complete" in file.getvalue()
 
 
-def test_signals_are_handled_for_a_while_and_by_the_main_thread_alone() -> None:
+def test_signals_are_handled_only_during_a_run_and_in_the_main_thread() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(KeyboardInterrupt), restore_handlers():  # noqa: PT012 both, within it
         stop = stop_on_signals(kill=raise_interrupt)

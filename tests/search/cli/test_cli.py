@@ -87,7 +87,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=lambda value: " ".join(value)[:60])
-def test_a_mistake_is_told_in_one_line(refuse, arguments: list[str], words: list[str], tmp_path, monkeypatch) -> None:
+def test_a_mistake_is_an_error_of_one_line(
+    refuse, arguments: list[str], words: list[str], tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     message = refuse(*arguments)
     for word in words:
@@ -106,7 +108,7 @@ def test_a_mistake_is_told_in_one_line(refuse, arguments: list[str], words: list
         ("version = 2\nobjective = 'digits'\n", ["version", "2"]),
     ],
 )
-def test_a_mistake_in_a_spec_file_is_told(refuse, tmp_path: Path, text: str, words: list[str]) -> None:
+def test_a_mistake_in_a_spec_file_is_reported(refuse, tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "spec.toml"
     path.write_text(text)
     message = refuse("run", "--spec", str(path))
@@ -137,7 +139,7 @@ def services(url: str) -> list[str]:
     return ["--storage-url", url, "--tracking-uri", "http://127.0.0.1:1"]
 
 
-def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_an_unreachable_database_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.0)
     for arguments in (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["worker", "--study", "s"]):
         assert run_command([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
@@ -146,14 +148,14 @@ def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str
         assert "geheim" not in said
 
 
-def test_a_wrong_password_is_told_without_it(refuse, database_url: str) -> None:
+def test_a_wrong_password_is_not_printed(refuse, database_url: str) -> None:
     wrong = re.sub(r":[^:@/]+@", ":geheim@", database_url)
     message = refuse("run", "digits", *services(wrong))
     assert "password" in message
     assert "geheim" not in message
 
 
-def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: str) -> None:
+def test_a_database_without_tables_is_an_error_with_a_remedy(refuse, empty_database_url: str) -> None:
     assert "hpsearch migrate" in refuse("run", "digits", *services(empty_database_url))
 
 
@@ -161,28 +163,30 @@ def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: 
     ("objective", "metric", "fits"),
     [("digits", "auroc", "accuracy, macro_f1, loss"), ("breast_cancer", "accuracy", "auroc, average_precision, loss")],
 )
-def test_a_metric_that_does_not_fit_names_those_that_do(refuse, database_url: str, objective, metric, fits) -> None:
+def test_an_incompatible_metric_is_an_error_with_the_compatible_ones(
+    refuse, database_url: str, objective, metric, fits
+) -> None:
     message = refuse("run", objective, "--metric", metric, *services(database_url))
     assert f"--metric '{metric}' is incompatible with" in message
     assert f"compatible metrics: {fits}; or" in message
 
 
-def test_a_dead_tracking_server_is_told(capsys: pytest.CaptureFixture[str], database_url: str) -> None:
+def test_an_unreachable_tracking_server_is_reported(capsys: pytest.CaptureFixture[str], database_url: str) -> None:
     assert run_command(["run", "digits", "--tracking-required", *services(database_url)]) == 1
     assert "--tracking-uri http://127.0.0.1:1: no MLflow server answers" in capsys.readouterr().err
 
 
-def test_what_is_no_tracking_server_is_told(refuse, database_url: str) -> None:
+def test_a_server_that_is_not_mlflow_is_reported(refuse, database_url: str) -> None:
     message = refuse("run", "digits", "--storage-url", database_url, "--tracking-uri", "file:///tmp/runs")
     assert "http(s)://" in message
 
 
-def test_an_unknown_study_is_told(refuse, database_url: str) -> None:
+def test_an_unknown_study_is_an_error(refuse, database_url: str) -> None:
     for verb in (["show"], ["report"], ["delete", "--yes"], ["worker", "--study"]):
         assert "no study 'nope'" in refuse(*verb, "nope", "--storage-url", database_url)
 
 
-def test_a_port_in_use_is_told(refuse, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_reported(refuse, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", database_url)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
@@ -190,7 +194,7 @@ def test_a_port_in_use_is_told(refuse, database_url: str, monkeypatch: pytest.Mo
         assert f"--port {port}" in refuse("serve", "dashboard", "--port", port, "--storage-url", database_url)
 
 
-def test_help_has_the_sections_and_fits_80_columns(
+def test_help_has_sections_and_fits_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -205,7 +209,7 @@ def test_help_has_the_sections_and_fits_80_columns(
     assert sections == ["Arguments", "Study", "Options", "Workers", "Addresses"]
 
 
-def test_init_writes_an_objective_once(refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_does_not_overwrite_an_objective(refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.py"
     assert run_command(["init", str(path)]) == 0
     capsys.readouterr()
@@ -223,7 +227,7 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{20,}", value) for value in values)
 
 
-def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
+def test_another_metric_has_its_own_direction() -> None:
     from hpsearch import load_objective
     from hpsearch.search.spec.settings import resolve
 
@@ -233,7 +237,7 @@ def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
     assert (by_loss.metric, by_loss.direction) == ("loss", "minimize")
 
 
-def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_without_a_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(SearchError, match="give --yes"):
         confirm("remove it?")
@@ -248,7 +252,7 @@ def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPat
         (("--trials", "-1"), "--trials is -1: it must be at least 1"),
     ],
 )
-def test_an_error_names_a_setting_as_it_was_given(
+def test_an_error_names_a_setting_as_in_the_command(
     refuse: Any, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "spec.yaml").write_text("objective: digits\nn_trials: 0\n")

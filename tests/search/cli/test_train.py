@@ -254,7 +254,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:60])
-def test_a_mistake_is_told_in_one_line(capsys, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_a_mistake_is_an_error_of_one_line(capsys, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     code, _, err = call(capsys, *arguments)
     assert code == 2
     assert err.count("\n") == 1
@@ -264,7 +264,7 @@ def test_a_mistake_is_told_in_one_line(capsys, tmp_path: Path, arguments: list[s
     assert not list(tmp_path.rglob("*.pt")), "nothing was trained"
 
 
-def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
+def test_a_checkpoint_of_another_run_is_rejected(capsys) -> None:
     call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
     code, _, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--set", "lr=0.5")
     assert code == 2

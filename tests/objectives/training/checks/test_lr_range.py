@@ -10,7 +10,7 @@ from hpsearch.objectives.training.checks.lr_range import _suggest_lr, run_lr_ran
 
 
 @pytest.mark.slow
-def test_the_rate_climbs_by_one_factor_and_stops_when_the_loss_diverges(wine):
+def test_the_rate_grows_geometrically_until_the_loss_diverges(wine):
     result = run_lr_range_test(wine, lowest=1e-5, highest=100.0, steps=150)
     factors = [after / before for before, after in itertools.pairwise(result.rates)]
     assert factors == pytest.approx([factors[0]] * len(factors))
@@ -20,7 +20,7 @@ def test_the_rate_climbs_by_one_factor_and_stops_when_the_loss_diverges(wine):
     assert result.rates[0] < result.suggestion < result.highest
 
 
-def test_the_steepest_fall_is_suggested():
+def test_the_rate_of_the_steepest_descent_is_suggested():
     """A loss that falls fastest at a known place of the logarithm of the rate."""
     rates = [10.0 ** (k / 10 - 5) for k in range(50)]
     losses = (2.0 - 1.0 / (1 + torch.exp(-(torch.arange(50.0) - 23)))).tolist()
@@ -41,7 +41,7 @@ def test_a_suggested_rate_trains_well(name):
     assert result.best_value > 0.95
 
 
-def test_it_repeats_and_touches_neither_the_process_nor_a_model(objective_with):
+def test_the_range_test_is_repeatable_and_changes_neither_process_nor_model(objective_with):
     models = []
 
     def model(_self, _config, _train):
@@ -74,7 +74,7 @@ def test_groups_keep_the_ratio_of_their_rates(wine, monkeypatch):
         assert rates == pytest.approx([0.5 * lr, 0.5 * lr, lr, lr])
 
 
-def test_the_result_is_kept_with_its_plot(wine, tmp_path):
+def test_the_result_is_stored_with_its_plot(wine, tmp_path):
     result = run_lr_range_test(wine, steps=60)
     result.write(tmp_path)
     kept = json.loads((tmp_path / "lr-range.json").read_text())
@@ -83,12 +83,12 @@ def test_the_result_is_kept_with_its_plot(wine, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"lowest": 0.0}, {"lowest": 2.0, "highest": 1.0}, {"steps": 3}])
-def test_a_range_that_is_none_is_refused(wine, settings):
+def test_an_invalid_range_is_rejected(wine, settings):
     with pytest.raises(ObjectiveError, match="a range needs 0 < lowest < highest and at least 10 steps"):
         run_lr_range_test(wine, **settings)
 
 
-def test_a_loss_that_never_falls_is_told(objective_with):
+def test_a_loss_that_never_decreases_is_reported(objective_with):
     def data(_self, seed):
         return Splits.make(torch.zeros(90, 13), torch.arange(90) % 3, seed=seed)  # nothing to learn from
 
@@ -119,7 +119,7 @@ def _line(*_):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_batches_that_differ_more_than_a_step_changes_hide_nothing(objective_with, seed):
+def test_differences_between_batches_do_not_hide_the_descent(objective_with, seed):
     """The loss of batches of four moves by its own size; the rate is right within half a decade or so."""
     objective = objective_with(data=_noisy, model=_line, metric="rmse", direction="minimize")
     found = run_lr_range_test(objective, TrainConfig(batch_size=4), seed=seed, steps=100)
@@ -135,7 +135,7 @@ class _Density(nn.Module):
         return log_width + 0.5 * ((target - mean) / log_width.exp()) ** 2
 
 
-def test_a_loss_below_zero_is_no_reason_to_stop(objective_with):
+def test_a_negative_loss_does_not_stop_the_range_test(objective_with):
     def data(_self, seed):
         x = torch.randn(300, 13, generator=torch.Generator().manual_seed(0))
         return Splits.make(x, 0.01 * x[:, 0], seed=seed)
@@ -161,7 +161,7 @@ class _Narrow(nn.Module):
         return self.net(x)
 
 
-def test_what_cannot_be_told_is_said():
+def test_a_loss_that_is_too_noisy_for_a_suggestion_is_an_error():
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
     losses = (5 + noise).tolist()
     losses[0] = 6.0

@@ -9,7 +9,7 @@ from hpsearch.objectives.training.checks.smoke import run_smoke_test
 
 
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])
-def test_the_built_in_objectives_fit_a_batch(name):
+def test_the_built_in_objectives_overfit_a_batch(name):
     result = run_smoke_test(load_objective(name))
     assert result.passed
     assert result.losses[-1] <= result.target < result.losses[0]
@@ -17,7 +17,7 @@ def test_the_built_in_objectives_fit_a_batch(name):
     assert result.reason == ""
 
 
-def test_regularisation_is_out_of_the_way():
+def test_regularisation_is_off_during_the_smoke_test():
     config = TrainConfig(
         lr=1e-2,
         label_smoothing=0.4,
@@ -33,7 +33,7 @@ def test_regularisation_is_out_of_the_way():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-4, 0.5])
-def test_a_rate_that_is_far_off_is_not_the_models_fault(lr):
+def test_a_bad_learning_rate_does_not_fail_the_smoke_test(lr):
     config = TrainConfig(lr=lr, model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.0})
     assert run_smoke_test(load_objective("digits"), config, steps=600).passed
 
@@ -47,14 +47,14 @@ def _cut(_self, _config, _train):
     return Cut(nn.Linear(13, 8), nn.Linear(8, 3))
 
 
-def test_a_model_that_does_not_see_its_inputs_fails(objective_with):
+def test_a_model_that_ignores_its_inputs_fails(objective_with):
     result = run_smoke_test(objective_with(model=_cut), steps=100)
     assert not result.passed
     assert "the loss of one batch is" in result.reason
     assert result.losses[-1] > 0.5
 
 
-def test_a_loss_that_is_not_finite_fails_with_its_place(objective_with):
+def test_a_non_finite_loss_fails_with_its_step(objective_with):
     class Loss(nn.CrossEntropyLoss):
         def forward(self, output, target):
             loss = super().forward(output, target)
@@ -65,7 +65,7 @@ def test_a_loss_that_is_not_finite_fails_with_its_place(objective_with):
     assert "loss is nan at epoch 1, step 0" in result.reason
 
 
-def test_the_result_is_kept_with_its_plot(wine, tmp_path):
+def test_the_result_is_stored_with_its_plot(wine, tmp_path):
     result = run_smoke_test(wine, steps=50)
     result.write(tmp_path / "deep")
     kept = json.loads((tmp_path / "deep" / "smoke.json").read_text())
@@ -73,7 +73,7 @@ def test_the_result_is_kept_with_its_plot(wine, tmp_path):
     assert (tmp_path / "deep" / "smoke.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_repeats_and_leaves_the_process_as_it_was(wine):
+def test_the_smoke_test_is_repeatable_and_does_not_change_the_process(wine):
     torch.manual_seed(1)
     expected = torch.rand(1).item()
     torch.manual_seed(1)
@@ -82,12 +82,12 @@ def test_it_repeats_and_leaves_the_process_as_it_was(wine):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_mistake_in_the_objective_is_told(objective_with):
+def test_a_mistake_in_the_objective_is_reported(objective_with):
     with pytest.raises(ObjectiveError, match="no parameters to train"):
         run_smoke_test(objective_with(model=lambda *_: nn.Flatten()))
 
 
-def test_a_test_that_time_ends_has_not_passed_and_says_so(objective_with):
+def test_a_smoke_test_that_runs_out_of_time_fails_with_that_reason(objective_with):
     result = run_smoke_test(objective_with(model=_cut), seconds=0.0)
     assert not result.passed
     assert len(result.losses) == 25, "a look after the first steps, and no other rate"
@@ -115,7 +115,7 @@ class _Bound(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_loss_with_a_floor_of_its_own_is_judged_above_it(objective_with):
+def test_loss_floor_is_subtracted_from_the_loss(objective_with):
     loss = {"loss": lambda *_: _Bound(40.0)}
     blamed = run_smoke_test(objective_with(**loss), steps=200)
     assert not blamed.passed
@@ -125,7 +125,7 @@ def test_a_loss_with_a_floor_of_its_own_is_judged_above_it(objective_with):
     assert not run_smoke_test(objective_with(**loss, loss_floor=40.0, model=_cut), steps=50).passed
 
 
-def test_a_loss_below_zero_must_fall_all_the_same(objective_with):
+def test_a_negative_loss_must_decrease_too(objective_with):
     loss = {"loss": lambda *_: _Bound(-80.0)}
     found = run_smoke_test(objective_with(**loss), steps=200)
     assert found.passed
@@ -145,7 +145,7 @@ def _stuck(_self, _config, _train):
     return Stuck()
 
 
-def test_five_rates_take_the_data_once(objective_with):
+def test_all_five_rates_load_the_data_once(objective_with):
     calls = []
 
     def data(self, seed):

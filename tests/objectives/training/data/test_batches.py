@@ -28,7 +28,7 @@ def _fit(objective, workers, **settings):
     return Trainer(objective, TrainConfig(num_workers=workers, **settings), epochs=3, seed=3).fit()
 
 
-def test_the_number_of_processes_changes_nothing(objective_with):
+def test_the_number_of_loader_processes_changes_no_result(objective_with):
     objective = _augmented(objective_with)
     here, there = _fit(objective, 0), _fit(objective, 2)
     assert exact(here.history) == exact(there.history)
@@ -36,11 +36,11 @@ def test_the_number_of_processes_changes_nothing(objective_with):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in there.model.state_dict().items())
 
 
-def test_without_augmentation_a_loader_gives_what_memory_gives(wine):
+def test_a_loader_without_augmentation_equals_data_in_memory(wine):
     same_result(_fit(wine, 2), _fit(wine, None))
 
 
-def test_augmentation_differs_by_epoch_and_by_seed_and_spares_validation(objective_with):
+def test_augmentation_depends_on_epoch_and_seed_and_skips_validation(objective_with):
     seen = []
 
     def augment(x):
@@ -69,7 +69,7 @@ def test_loading_draws_nothing_from_the_generators_of_training(objective_with):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_in_memory_augmentation_repeats_too(objective_with):
+def test_augmentation_in_memory_is_repeatable(objective_with):
     objective = _augmented(objective_with)
     assert exact(_fit(objective, None).history) == exact(_fit(objective, None).history)
 
@@ -100,7 +100,7 @@ def test_batches_are_pinned_for_a_gpu(monkeypatch):
     assert made[0]["pin_memory"]
 
 
-def test_what_loads_a_batch_is_seeded_by_the_batch():
+def test_each_batch_is_loaded_with_its_own_seed():
     """`load` may draw, such as a random crop: the same however many processes load, and when run again."""
 
     def drawn(seed, workers):
@@ -153,7 +153,7 @@ def test_data_may_be_loaded_sample_by_sample(filed, wine, workers):
 
 
 @pytest.mark.parametrize("workers", [None, 0, 2])
-def test_an_error_of_augmentation_is_told_in_a_line_with_its_place(objective_with, workers):
+def test_an_error_of_augmentation_is_one_line_with_its_location(objective_with, workers):
     def augment(x):
         return x @ torch.zeros(2, 2)
 
@@ -162,7 +162,7 @@ def test_an_error_of_augmentation_is_told_in_a_line_with_its_place(objective_wit
     assert "\n" not in str(caught.value)
 
 
-def test_augment_must_not_fail_to_be_made(objective_with):
+def test_an_error_while_augment_is_created_is_reported(objective_with):
     with pytest.raises(ObjectiveError, match=r"Changed.augment: .*ZeroDivisionError"):
         _fit(objective_with(augment=lambda *_: 1 / 0), None)
 
@@ -175,7 +175,7 @@ def test_data_in_memory_need_no_loader(wine, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [None, 0])
-def test_each_epoch_has_an_order_of_its_own(wine, workers):
+def test_each_epoch_has_another_order(wine, workers):
     run = started(wine, TrainConfig(batch_size=16, num_workers=workers))
 
     def order(epoch):
@@ -185,7 +185,7 @@ def test_each_epoch_has_an_order_of_its_own(wine, workers):
     assert not torch.equal(order(0), order(1))
 
 
-def test_batches_go_to_the_device_without_waiting():
+def test_batches_are_copied_to_the_device_asynchronously():
     """Pinned memory only helps a copy that is asked for as non-blocking."""
 
     asked = []
@@ -200,7 +200,7 @@ def test_batches_go_to_the_device_without_waiting():
     assert asked == [(CPU, True)] * 2
 
 
-def test_the_short_last_batch_of_training_is_left_out_unless_told(wine):
+def test_the_short_last_training_batch_is_dropped_by_default(wine):
     sizes = [
         [batch.size for window in started(wine, config).batch_source.iterate_steps(0) for batch in window]
         for config in (TrainConfig(batch_size=16), TrainConfig(batch_size=16, drop_last=False))

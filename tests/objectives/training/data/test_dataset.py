@@ -33,7 +33,7 @@ def test_splits_divide_all_rows_and_keep_the_shares_of_classes():
         assert torch.bincount(part.y).tolist() == [len(part) // 4] * 4
 
 
-def test_no_group_is_divided():
+def test_no_group_is_in_two_splits():
     groups = np.repeat(np.arange(20), 5)
     splits = _make(groups=groups)
     members = [set(groups[part.rows.numpy()]) for _, part in splits.parts()]
@@ -47,7 +47,7 @@ def test_values_are_split_without_strata():
     assert len(splits.train) == 30
 
 
-def test_the_hash_sees_every_part():
+def test_the_hash_covers_every_part():
     base = _make()
     for split in ("train", "val", "test"):
         for what in ("x", "y"):
@@ -95,13 +95,13 @@ def test_data_that_cannot_be_trained_on_is_refused(splits, message):
         ([0, 1, -1, 1], [0, 1, 1, 1], "train labels range from -1 to 1"),
     ],
 )
-def test_labels_that_are_no_classes_of_the_train_split_are_refused(train, val, message):
+def test_labels_missing_in_the_train_split_are_rejected(train, val, message):
     with pytest.raises(ObjectiveError, match=message):
         Splits(_data(GOOD, train), _data(GOOD, val), _data(GOOD)).check_classes()
     Splits(_data(GOOD, [0, 1, -1, 1]), _data(GOOD), _data(GOOD)).check_classes(ignored=-1)
 
 
-def test_integers_that_are_values_are_drawn_at_random_where_strata_are_impossible():
+def test_integer_targets_are_split_at_random_if_strata_are_impossible():
     values = np.random.default_rng(0).integers(25, 346, 200)
     splits = Splits.make(np.zeros((200, 2)), values, seed=0)
     assert sorted(torch.cat([part.y for _, part in splits.parts()]).tolist()) == sorted(values.tolist())
@@ -130,7 +130,7 @@ def test_a_split_that_cannot_be_made_is_refused(kwargs, message):
         _make(**kwargs)
 
 
-def test_inputs_and_targets_must_have_one_length():
+def test_inputs_and_targets_must_have_the_same_length():
     with pytest.raises(ObjectiveError, match="x has 3 samples and y has 2"):
         Splits.make(np.zeros((3, 1)), np.zeros(2), seed=0)
 
@@ -138,7 +138,7 @@ def test_inputs_and_targets_must_have_one_length():
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 30, 32])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_windows_give_each_sample_once(samples, accumulation, drop_last):
+def test_windows_contain_each_sample_once(samples, accumulation, drop_last):
     settings = {"batch_size": 8, "gradient_accumulation_steps": accumulation, "drop_last": drop_last}
     order = EpochOrder(samples, TrainConfig(**settings), 5)
     found = list(order.iterate_steps(0, CPU))
@@ -149,7 +149,7 @@ def test_windows_give_each_sample_once(samples, accumulation, drop_last):
     assert all(len(window) <= accumulation for window in found)
 
 
-def test_the_order_follows_from_the_seed_alone():
+def test_the_order_depends_only_on_the_seed():
     def order(seed):
         return torch.cat([b for w in EpochOrder(20, TrainConfig(batch_size=4), seed).iterate_steps(0, CPU) for b in w])
 
@@ -159,7 +159,7 @@ def test_the_order_follows_from_the_seed_alone():
     assert not torch.equal(order(2), first)
 
 
-def test_standardize_is_fitted_once_and_travels_in_the_state():
+def test_standardize_is_fitted_once_and_stored_in_the_state():
     x = torch.randn(50, 3) * torch.tensor([1.0, 10.0, 0.0]) + 5
     layer = Standardize.fit(x)
     scaled = layer(x)
@@ -192,7 +192,7 @@ def test_a_split_by_time_trains_on_the_past(kind):
     assert splits.hash() == _timed(times, val=0.2, test=0.1).hash()
 
 
-def test_no_moment_is_divided_between_splits():
+def test_no_time_is_in_two_splits():
     times = np.repeat([3, 1, 2, 0, 4], 7)
     moments = [set(times[part.rows.numpy()]) for _, part in _timed(times, val=0.3, test=0.15).parts()]
     assert sum(map(len, moments)) == 5
@@ -209,11 +209,11 @@ def test_no_moment_is_divided_between_splits():
         (np.array(["2020-01-01", "NaT"] * 5, dtype="datetime64[D]"), "none of them missing"),
     ],
 )
-def test_times_that_order_nothing_are_refused(times, message):
+def test_unusable_times_are_rejected(times, message):
     with pytest.raises(ObjectiveError, match=message):
         _timed(times) if len(times) == 10 else None
 
 
-def test_groups_and_times_exclude_each_other():
+def test_groups_and_times_are_mutually_exclusive():
     with pytest.raises(ObjectiveError, match="groups and times"):
         _timed(np.arange(20), groups=np.arange(20))

@@ -30,7 +30,7 @@ def test_ragged_sequences_are_padded_batch_by_batch():
     assert torch.bincount(splits.train.y).tolist() == [12, 12], "strata by the targets"
 
 
-def test_the_hash_sees_what_is_in_the_samples():
+def test_the_hash_covers_the_content_of_samples():
     changed = [sequence.copy() for sequence in SEQUENCES]
     changed[7][0] += 1
     hashes = {
@@ -64,7 +64,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_torch_dataset_is_divided_by_its_own_targets(folder):
+def test_a_torch_dataset_is_split_by_its_own_targets(folder):
     splits = Splits.make(_Folder(folder), seed=0, fingerprint=fingerprint_files(folder))
     assert [len(part) for _, part in splits.parts()] == [12, 4, 4]
     assert torch.bincount(splits.val.y).tolist() == [2, 2]
@@ -84,7 +84,7 @@ def test_a_dataset_for_each_split(folder):
     assert splits.val.y.tolist() == [0, 1]
 
 
-def test_a_dictionary_of_a_sample_gives_its_targets_by_name():
+def test_targets_are_taken_from_a_sample_dictionary_by_name():
     rows = [{"ids": torch.tensor([k, k]), "labels": k % 3} for k in range(6)]
     batch = Dataset.of(rows).batch(slice(1, 3))
     assert batch.x["ids"].tolist() == [[1, 1], [2, 2]]
@@ -137,13 +137,13 @@ def _fails_at(number):
         (lambda: fingerprint_files("/nowhere"), "no files"),
     ],
 )  # fmt: skip
-def test_what_makes_no_data_is_told_in_a_line(make, message):
+def test_unusable_data_are_an_error_of_one_line(make, message):
     with pytest.raises(ObjectiveError, match=message) as told:
         make()
     assert "\n" not in str(told.value)
 
 
-def test_a_sample_that_cannot_be_read_is_named_as_in_the_source(folder):
+def test_an_unreadable_sample_is_named_by_its_index_in_the_source(folder):
     source = _Folder(folder, broken={13})
     splits = Splits.make(source, seed=0, fingerprint="f")
     part = next(part for _, part in splits.parts() if 13 in part.rows)
@@ -151,7 +151,7 @@ def test_a_sample_that_cannot_be_read_is_named_as_in_the_source(folder):
         part.batch(slice(None))
 
 
-def test_an_array_that_is_mapped_to_memory_is_read_as_it_is_used(tmp_path):
+def test_a_memory_mapped_array_is_read_lazily(tmp_path):
     values = np.random.default_rng(0).normal(5, 3, size=(60, 4)).astype(np.float64)
     np.save(tmp_path / "x.npy", values)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")

@@ -24,7 +24,7 @@ def _made(division, **how):
 
 @settings(max_examples=50, deadline=None)
 @given(samples=st.integers(60, 200), classes=st.integers(2, 4), share=shares, seed=seeds, division=seeds)
-def test_the_test_split_stays_and_the_rest_is_drawn_anew(samples, classes, share, seed, division):
+def test_resplitting_keeps_the_test_split(samples, classes, share, seed, division):
     y = np.arange(samples) % classes
     how = {"x": np.arange(samples)[:, None], "y": y, "seed": seed, "val": share[0], "test": share[1]}
     own, fresh = _made(None, **how), _made(division, **how)
@@ -61,7 +61,7 @@ def test_no_group_is_in_two_parts(sizes, share, seed, division):
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), samples=st.integers(40, 150), share=shares, division=seeds)
-def test_nothing_is_trained_on_after_what_is_validated(data, samples, share, division):
+def test_training_data_precede_validation_data(data, samples, share, division):
     times = np.array(data.draw(st.lists(st.integers(0, 10_000), min_size=samples, max_size=samples, unique=True)))
     how = {"x": np.zeros((samples, 1)), "y": np.zeros(samples), "seed": 0, "times": times}
     how |= {"val": share[0], "test": share[1]}
@@ -77,7 +77,7 @@ def test_nothing_is_trained_on_after_what_is_validated(data, samples, share, div
 
 @settings(max_examples=50, deadline=None)
 @given(moments=st.lists(st.integers(0, 5), min_size=4, max_size=40), seed=seeds)
-def test_no_moment_is_halved(moments, seed):
+def test_no_time_is_in_both_halves(moments, seed):
     numbers = np.unique(np.sort(moments), return_inverse=True)[1]
     halves = split_halves(None, len(numbers), Blocks(numbers, ordered=True), seed)
     if len(set(moments)) < 2:
@@ -93,13 +93,13 @@ def test_too_few_samples_are_not_halved():
     assert split_halves(None, 3, None, 0) is None
 
 
-def test_a_class_that_has_but_one_is_in_one_of_the_halves():
+def test_a_class_with_one_sample_is_in_one_half():
     first, second = split_halves(np.array([0, 0, 0, 1]), 4, None, 0)
     assert sorted([*first, *second]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rare", [3, 4, 5])
-def test_a_class_too_rare_to_be_divided_once_more_leaves_the_test_split_alone(rare):
+def test_a_class_too_rare_for_resplitting_does_not_change_the_test_split(rare):
     y = np.r_[np.arange(300) % 3, np.full(rare, 3)]
     how = {"x": np.zeros((len(y), 1)), "y": y, "seed": 0}
     own, fresh = _made(None, **how), _made(5, **how)
@@ -107,7 +107,7 @@ def test_a_class_too_rare_to_be_divided_once_more_leaves_the_test_split_alone(ra
     assert _rows(fresh.val) <= _rows(own.train)
 
 
-def test_groups_too_few_to_be_divided_once_more_stay_as_they_are():
+def test_too_few_groups_for_resplitting_stay_unchanged():
     groups = np.arange(60) // 20
     how = {"x": np.zeros((60, 1)), "y": np.zeros(60), "seed": 0, "groups": groups, "val": 1 / 3, "test": 1 / 3}
     assert _made(5, **how).hash() == _made(None, **how).hash()
@@ -120,6 +120,6 @@ def test_halves_have_the_same_shares_of_each_class():
     assert sorted([*first, *second]) == list(range(34))
 
 
-def test_a_division_that_cannot_be_drawn_says_so():
+def test_an_impossible_resplit_is_an_error():
     with pytest.raises(ObjectiveError, match="cannot be split"), resplit(1):
         Splits.make(np.zeros((6, 1)), np.zeros(6), seed=0, groups=np.zeros(6))

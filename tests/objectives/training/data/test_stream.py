@@ -16,7 +16,7 @@ from hpsearch import (
 from tests.objectives.training.support import Numbers, Sums, exact, fit, same_result
 
 
-def test_it_is_read_once_an_epoch_and_learned_from():
+def test_a_stream_is_read_once_per_epoch_and_learned_from():
     objective = Sums()
     result = fit(objective, TrainConfig(lr=0.05, batch_size=16), epochs=3)
     assert result.best_value > 0.8
@@ -25,7 +25,7 @@ def test_it_is_read_once_an_epoch_and_learned_from():
 
 
 @pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_it_is_resumed_to_the_last_bit(workers, tmp_path):
+def test_a_resumed_run_is_bit_identical(workers, tmp_path):
     class Stopped(LocalSession):
         def report(self, record):
             return Verdict.STOP if record.epoch == 1 else Verdict.CONTINUE
@@ -60,13 +60,13 @@ def test_validation_sees_the_same_samples_each_time():
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(make, message):
+def test_mistakes_are_errors_of_one_line(make, message):
     with pytest.raises(ObjectiveError, match=message) as told:
         make()
     assert "\n" not in str(told.value)
 
 
-def test_a_sampler_has_nothing_to_choose():
+def test_a_stream_rejects_a_batch_sampler():
     objective = type("Chosen", (Sums,), {"sampler": lambda *_: torch_data.SequentialSampler(range(3))})()
     with pytest.raises(ObjectiveError, match="a stream has its own order; do not return a sampler"):
         fit(objective)

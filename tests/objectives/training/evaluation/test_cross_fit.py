@@ -34,7 +34,7 @@ def _judge(found, epoch, right):
     found.end(epoch)
 
 
-def test_each_half_chooses_the_epoch_that_the_other_is_scored_at():
+def test_each_half_selects_the_epoch_for_the_score_of_the_other():
     found = _cross_fit(2, 6)
     assert found.score is None
     _judge(found, 0, [1, 0, 1, 0, 0, 0])
@@ -46,7 +46,7 @@ def test_each_half_chooses_the_epoch_that_the_other_is_scored_at():
     assert found.score == 0.125
 
 
-def test_a_half_that_lacks_what_the_metric_needs_has_no_score():
+def test_a_half_without_the_classes_that_the_metric_needs_has_no_score():
     """As a class for AUROC: the run is scored by its best epoch."""
     found = CrossFit(2, 4, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
     found.begin()
@@ -71,7 +71,7 @@ def test_lower_is_better_where_the_metric_is_minimized():
     assert (found.epochs, found.score) == ([1, 2], 1.0)
 
 
-def test_outputs_are_kept_where_they_are_few_and_tensors():
+def test_outputs_are_kept_if_they_are_few_and_tensors():
     found = _cross_fit(1, 2)
     labels = torch.zeros(1, dtype=torch.int64)
     wide = Step(torch.tensor(0.0), torch.zeros(1, MOST // 4), labels)
@@ -91,7 +91,7 @@ class _Nothing:
         pass
 
 
-def test_an_evaluation_in_halves_is_the_whole_and_its_parts():
+def test_an_evaluation_in_halves_has_the_scores_of_the_whole_and_the_halves():
     torch.manual_seed(0)
     data = Dataset(torch.randn(50, 4), torch.arange(50) % 2)
     model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
@@ -114,7 +114,7 @@ def _outputs(outputs):
     return {"rows": torch.arange(count), "outputs": outputs, "targets": torch.zeros(count).long()}
 
 
-def test_the_error_of_a_share_is_the_binomial_one():
+def test_the_standard_error_of_a_share_is_binomial():
     right = torch.arange(400) % 4 != 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
     judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
@@ -123,7 +123,7 @@ def test_the_error_of_a_share_is_the_binomial_one():
     assert error == standard_error(judge, outputs, None, 0), "a function of its seed"
 
 
-def test_samples_that_belong_together_are_drawn_together():
+def test_samples_of_a_group_are_resampled_together():
     """Ten groups of forty that are all right or all wrong weigh as ten samples."""
     right = torch.arange(400) // 40 % 2 == 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
@@ -132,21 +132,21 @@ def test_samples_that_belong_together_are_drawn_together():
     assert error == pytest.approx(math.sqrt(0.25 / 10), rel=0.25)
 
 
-def test_of_few_groups_no_error_is_known():
+def test_few_groups_have_no_standard_error():
     right = torch.arange(40) % 2 == 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
     judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
     assert standard_error(judge, outputs, np.arange(40) // 20, 0) is None
 
 
-def test_the_loss_is_resampled_too_and_what_steps_measure_is_not():
+def test_the_loss_is_resampled_but_step_metrics_are_not():
     outputs = _outputs(torch.randn(6, 2))
     judge = value_of("loss", classification(2), LossStep(nn.CrossEntropyLoss()))
     assert judge(outputs) == pytest.approx(float(nn.CrossEntropyLoss()(outputs["outputs"], outputs["targets"])))
     assert value_of("loss", classification(2), lambda *_: None) is None
 
 
-def test_a_metric_that_refuses_most_resamples_has_no_error():
+def test_a_metric_that_fails_for_most_resamples_has_no_standard_error():
     def refuses(_):
         raise ValueError("one class only")
 
@@ -154,7 +154,7 @@ def test_a_metric_that_refuses_most_resamples_has_no_error():
     assert standard_error(refuses, outputs, None, 0) is None
 
 
-def test_a_run_on_a_fresh_division_has_a_score_of_its_own():
+def test_a_run_on_a_new_split_has_a_score_on_it():
     assert fit(Wine(), epochs=3, split_seed=5).resplit_score is None
     runs = [fit(Wine(), epochs=3, split_seed=5, division=division) for division in (1, 1, 2)]
     first, again, other = (run.resplit_score for run in runs)

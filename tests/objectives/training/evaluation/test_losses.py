@@ -40,7 +40,7 @@ def test_a_regression_without_a_loss_trains_the_squared_error(objective_with, sq
     assert result.best_metrics["val_loss"] == pytest.approx(result.best_metrics["val_rmse"] ** 2, rel=1e-4)
 
 
-def test_targets_that_are_integers_are_values_to_a_regression(objective_with):
+def test_integer_targets_are_values_in_a_regression(objective_with):
     def data(_self, seed):
         x = np.random.default_rng(0).normal(size=(120, 13))
         return Splits.make(x, np.round(20 * x[:, 0]).astype(int), seed=seed)  # below 0, and each rare
@@ -60,7 +60,7 @@ def test_two_classes_are_trained_by_one_logit_or_two(objective_with, outputs):
     assert result.best_value > 0.8
 
 
-def test_two_logits_are_judged_and_trained_as_their_difference():
+def test_two_logits_are_evaluated_and_trained_as_their_difference():
     torch.manual_seed(0)
     two, y = torch.randn(50, 2), torch.arange(50) % 2
     one = two[:, 1] - two[:, 0]
@@ -85,7 +85,7 @@ def test_two_logits_are_judged_and_trained_as_their_difference():
         ("frechet", torch.rand(9, 2), "metric 'frechet' has no default loss for targets that are not .*override loss"),
     ],
 )
-def test_a_loss_that_nobody_can_guess_is_asked_for(metric, y, message):
+def test_a_loss_without_a_default_must_be_given(metric, y, message):
     with pytest.raises(ObjectiveError, match=message):
         build_default_loss(metric, y)
     assert isinstance(build_default_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
@@ -117,7 +117,7 @@ class _Table(nn.Module):
         ),
     ],
 )
-def test_a_loss_that_broadcasts_is_refused(objective_with, loss, message):
+def test_a_broadcasting_loss_is_rejected(objective_with, loss, message):
     with pytest.raises(ObjectiveError, match=message):
         fit(objective_with(**_regression(loss=lambda *_: loss)))
     result = fit(objective_with(**_regression(squeezed=True, loss=lambda *_: loss)), epochs=1)
@@ -134,7 +134,7 @@ def _tokens(seed=0):
 
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2, 0.5, 3, 1])])
 @pytest.mark.parametrize("batch_size", [1, 4, 30])
-def test_targets_that_count_unevenly_are_averaged_as_one_batch_would(weight, batch_size):
+def test_batches_with_uneven_target_counts_are_averaged_as_one_batch(weight, batch_size):
     x, y = _tokens()
     loss = nn.CrossEntropyLoss(weight=weight)
     data = Dataset(x, y)
@@ -156,14 +156,14 @@ class _None:
         pass
 
 
-def test_a_loss_that_adds_up_is_left_as_it_is():
+def test_a_loss_with_sum_reduction_is_unchanged():
     for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(5), reduction="none"), SquaredError()):
         assert as_additive_loss(loss, torch.arange(5)) is loss
     with pytest.raises(ObjectiveError, match="MSELoss must not use reduction='sum': use 'none' or 'mean'"):
         as_additive_loss(nn.MSELoss(reduction="sum"), torch.rand(3))
 
 
-def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_unevenly(objective_with):
+def test_accumulation_with_uneven_target_counts_equals_one_batch(objective_with):
     """However the window is divided, the step is the same; a micro-batch in which nothing counts adds nothing."""
 
     def data(self, seed):
@@ -180,7 +180,7 @@ def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_uneven
     assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
 
 
-def test_a_loss_over_pairs_is_told_and_trained(objective_with):
+def test_a_loss_over_pairs_is_trained_with_a_warning(objective_with):
     class Pairs(nn.Module):
         def forward(self, output, target):
             return functional.cross_entropy(output[:, :3] @ output[:, :3].T, torch.arange(len(output)) % len(target))
@@ -190,7 +190,7 @@ def test_a_loss_over_pairs_is_told_and_trained(objective_with):
     assert not any("not the mean" in line for line in config_warnings(built(objective_with())))
 
 
-def test_a_target_that_the_loss_ignores_is_no_class():
+def test_ignore_index_is_not_counted_as_a_class():
     """It may be any integer. In segmentation, 255 marks pixels without a label."""
 
     class Unlabelled(Wine):

@@ -42,7 +42,7 @@ def test_binary_agrees_with_scikit_learn_whatever_the_range_of_the_logits(scale)
     assert found["base_rate"] == pytest.approx(float(y.float().mean()))
 
 
-def test_confident_scores_do_not_become_ties():
+def test_confident_scores_stay_distinct():
     y = torch.tensor([0, 1] * 5)
     logits = torch.arange(10).float() + 20.0  # a float32 sigmoid gives 1.0 for all of them
     assert _over_batches(binary(), logits, y)["auroc"] == pytest.approx(reference.roc_auc_score(y, logits))
@@ -70,7 +70,7 @@ def _labels(values):
     return Dataset(torch.zeros(len(values), 1), torch.as_tensor(values))
 
 
-def test_the_set_follows_from_the_metric():
+def test_the_metric_determines_the_set_of_metrics():
     labels, numbers = _labels([0, 1, 2]), _labels([0.5, 1.0, 2.0])
     assert set(metrics_for("macro_f1", labels)) == {"accuracy", "macro_f1"}
     assert set(_over_batches(metrics_for("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
@@ -81,7 +81,7 @@ def test_the_set_follows_from_the_metric():
         metrics_for("accuracy", numbers)
 
 
-def test_what_fits_follows_from_targets_and_outputs():
+def test_compatible_metrics_follow_from_targets_and_outputs():
     labels, two, numbers = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]), torch.rand(3)
     assert list_compatible_metrics(labels, torch.zeros(2, 3)) == ["accuracy", "macro_f1", "loss"]
     assert list_compatible_metrics(two, torch.zeros(2, 2)) == [
@@ -120,7 +120,7 @@ class _Score(nn.Module):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64, 1000])
-def test_a_loss_is_the_mean_over_samples_whatever_the_batches(reduction, batch_size):
+def test_a_loss_is_the_mean_over_samples_for_any_batch_size(reduction, batch_size):
     torch.manual_seed(3)
     x, y = 5 * torch.randn(64 + 3, 4), torch.randint(0, 4, (67,))
     model = _Score().train()
@@ -131,7 +131,7 @@ def test_a_loss_is_the_mean_over_samples_whatever_the_batches(reduction, batch_s
     assert model.training, "the mode is put back"
 
 
-def test_a_metric_must_be_one_number():
+def test_a_metric_must_be_a_scalar():
     class PerClass:
         def update(self, output, target):
             pass

@@ -32,7 +32,7 @@ class _Poisoned(nn.Module):
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_a_non_finite_step_ends_the_epoch_before_the_optimizer(objective_with, gradient):
+def test_a_non_finite_step_ends_the_epoch_before_the_optimizer_step(objective_with, gradient):
     run = built(objective_with(loss=lambda *_: _Poisoned(9, gradient)), batch_size=16, lr=0.25)
     train_epoch(run, 0)  # 6 steps
     weights = []
@@ -49,7 +49,7 @@ def test_a_non_finite_step_ends_the_epoch_before_the_optimizer(objective_with, g
     assert bool(torch.isfinite(weights_of(run)).all())
 
 
-def test_on_an_accelerator_steps_are_checked_together_and_the_first_bad_one_is_named():
+def test_an_accelerator_checks_steps_in_groups_and_names_the_first_bad_one():
     guard = FiniteGuard(torch.device("cuda"), every=4)  # the guard itself touches no device
     for step in range(3):
         loss = torch.tensor(math.inf if step == 1 else 1.0)
@@ -64,7 +64,7 @@ def test_on_an_accelerator_steps_are_checked_together_and_the_first_bad_one_is_n
     guard.flush()
 
 
-def test_a_divergence_is_an_error_with_its_place_never_a_number(objective_with, tmp_path):
+def test_a_divergence_is_an_error_with_its_location(objective_with, tmp_path):
     def model(_self, _config, _train):
         return nn.Sequential(nn.Linear(13, 16), nn.Linear(16, 3))  # raw inputs, up to 1,680
 
@@ -77,7 +77,7 @@ def test_a_divergence_is_an_error_with_its_place_never_a_number(objective_with, 
     assert all(np.isfinite(record.metrics["val_loss"]) for record in session.reported)
 
 
-def test_a_validation_loss_that_is_not_finite_is_a_divergence_too(objective_with):
+def test_a_non_finite_validation_loss_is_a_divergence(objective_with):
     class Loss(nn.CrossEntropyLoss):
         trained = False
 
@@ -90,7 +90,7 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence_too(objective_with
         fit(objective_with(loss=lambda *_: Loss()))
 
 
-def test_too_little_memory_is_told_apart_with_the_configuration(objective_with):
+def test_out_of_memory_is_an_error_of_its_own_with_the_configuration(objective_with):
     def model(_self, _config, _train):
         return nn.Sequential(nn.Linear(13, 1 << 40), nn.Linear(1 << 40, 3))
 
@@ -100,7 +100,7 @@ def test_too_little_memory_is_told_apart_with_the_configuration(objective_with):
     assert caught.value.config is config
 
 
-def test_an_epoch_is_checked_to_its_end_before_anything_is_made_of_it(objective_with):
+def test_all_steps_of_an_epoch_are_checked_before_its_results_are_used(objective_with):
     """As on an accelerator, where steps are checked many at a time: the last ones must not slip through."""
     run = built(objective_with(loss=lambda *_: _Poisoned(5)), batch_size=16)
     run.guard = FiniteGuard(torch.device("cuda"), every=1000)
@@ -108,7 +108,7 @@ def test_an_epoch_is_checked_to_its_end_before_anything_is_made_of_it(objective_
         train_epoch(run, 0)
 
 
-def test_a_validation_within_an_epoch_is_not_made_of_bad_steps(objective_with):
+def test_no_mid_epoch_validation_follows_a_non_finite_step(objective_with):
     run = built(objective_with(loss=lambda *_: _Poisoned(3)), batch_size=16, validate_every=4)
     run.guard = FiniteGuard(torch.device("cuda"), every=1000)
     with pytest.raises(NonFiniteError, match="step 2"):

@@ -29,7 +29,7 @@ class _Reads:
 
 
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"gradient_accumulation_steps": 2}, {"optimizer": "sgd"}])
-def test_an_epoch_waits_for_the_device_a_fixed_number_of_times(objective_with, monkeypatch, settings):
+def test_an_epoch_synchronizes_with_the_device_a_fixed_number_of_times(objective_with, monkeypatch, settings):
     """As many steps as there may be: the guard looks every 16, and the sums are read once."""
 
     def data(_self, seed):
@@ -47,7 +47,7 @@ def test_an_epoch_waits_for_the_device_a_fixed_number_of_times(objective_with, m
 
 
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])
-def test_an_evaluation_waits_for_the_device_as_often_whatever_its_batches(monkeypatch, name):
+def test_the_device_synchronizations_of_an_evaluation_do_not_depend_on_batches(monkeypatch, name):
     objective = load_objective(name)
     run = built(objective, batch_size=8, model=objective.default_config().model)
     counts = []

@@ -16,7 +16,7 @@ def _fit(objective, run_dir=None, epochs=2, **instruments):
     ).fit()
 
 
-def test_some_steps_are_profiled_and_nothing_else_changes(wine, tmp_path):
+def test_profiling_some_steps_changes_no_result(wine, tmp_path):
     result = _fit(wine, tmp_path, profile_steps=3)
     same_result(result, _fit(wine))
     with gzip.open(tmp_path / "trace.json.gz") as file:
@@ -26,7 +26,7 @@ def test_some_steps_are_profiled_and_nothing_else_changes(wine, tmp_path):
     assert any("aten::addmm" in name or "aten::linear" in name for name in names)
 
 
-def test_the_trace_is_handed_to_the_session(wine, tmp_path):
+def test_the_trace_is_passed_to_the_session(wine, tmp_path):
     session = Memory()
     Trainer(
         wine, CONFIG, epochs=1, seed=0, run_dir=tmp_path, session=session, instruments=Instruments(profile_steps=2)
@@ -34,7 +34,7 @@ def test_the_trace_is_handed_to_the_session(wine, tmp_path):
     assert tmp_path / "trace.json.gz" in session.logged
 
 
-def test_a_run_that_is_resumed_is_not_profiled_again(wine, tmp_path):
+def test_a_resumed_run_is_not_profiled_again(wine, tmp_path):
     _fit(wine, tmp_path, profile_steps=2)
     (tmp_path / "trace.json.gz").unlink()
     _fit(wine, tmp_path, profile_steps=2)
@@ -54,18 +54,18 @@ def test_tensorboard_shows_every_epoch(wine, tmp_path):
     assert shown == expected
 
 
-def test_tensorboard_that_is_not_installed_is_told(wine, tmp_path, monkeypatch):
+def test_a_missing_tensorboard_package_is_an_error(wine, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ObjectiveError, match="needs TensorBoard: pip install tensorboard"):
         _fit(wine, tmp_path, tensorboard=True)
 
 
 @pytest.mark.parametrize("instruments", [{"profile_steps": 1}, {"tensorboard": True}])
-def test_what_watches_needs_a_place_to_write_to(wine, instruments):
+def test_instruments_need_a_run_dir(wine, instruments):
     with pytest.raises(ObjectiveError, match="need a run_dir"):
         _fit(wine, **instruments)
 
 
-def test_a_negative_number_of_steps_is_refused(wine, tmp_path):
+def test_a_negative_number_of_profiled_steps_is_rejected(wine, tmp_path):
     with pytest.raises(ObjectiveError, match="profile_steps must be at least 0, not -1"):
         _fit(wine, tmp_path, profile_steps=-1)

@@ -12,7 +12,7 @@ from tests.objectives.training.support import same_result
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_killed_at_every_epoch_and_resumed(zygote, tmp_path, name):
+def test_a_run_killed_at_every_epoch_resumes_exactly(zygote, tmp_path, name):
     run = "import sys; from pathlib import Path; from tests.objectives.training.loop.killed_runs import main; "
     said, _ = (done := zygote.python(run + "main(sys.argv[1], Path(sys.argv[2]))", name, tmp_path)).communicate()
     assert done.returncode == 0, said
@@ -38,7 +38,7 @@ PAIRS = [(name, SCHEDULES[i % len(SCHEDULES)]) for i, name in enumerate(sorted(O
 
 @pytest.mark.parametrize(("optimizer", "schedule"), PAIRS)
 @pytest.mark.usefixtures("no_plots")
-def test_every_optimizer_and_schedule_goes_on_exactly(wine, tmp_path, optimizer, schedule):
+def test_every_optimizer_and_schedule_resumes_exactly(wine, tmp_path, optimizer, schedule):
     config = TrainConfig(optimizer=optimizer, schedule=schedule, lr=0.01, batch_size=16, plateau_patience=0)
 
     def trainer(session):
@@ -49,5 +49,5 @@ def test_every_optimizer_and_schedule_goes_on_exactly(wine, tmp_path, optimizer,
     same_result(trainer(LocalSession(tmp_path)).fit(), trainer(None).fit())
 
 
-def test_the_pairs_cover_all():
+def test_the_pairs_cover_all_optimizers_and_schedules():
     assert {schedule for _, schedule in PAIRS} == set(SCHEDULES)

@@ -56,14 +56,14 @@ def noted(*names, seconds=lambda _: 0.0, **replaced):
     return asking(*names, model=model, **replaced), made
 
 
-def test_only_what_is_asked_for_is_measured():
+def test_only_requested_model_metrics_are_measured():
     assert not fit(Wine(), epochs=1).history[0].metrics.keys() & {*MODEL_METRICS, *MEASURES}
     metrics = fit(asking("parameters", "macro_f1"), epochs=1).history[0].metrics
     assert metrics.keys() & {*MODEL_METRICS, *MEASURES} == {"parameters"}
     assert metrics["parameters"] == 13 * 16 + 16 + 16 * 3 + 3
 
 
-def test_sizes_count_what_is_shared_once_and_buffers_in_bytes():
+def test_sizes_count_shared_parameters_once_and_include_buffers_in_bytes():
     shared = nn.Linear(10, 10, bias=False)
     model = nn.Sequential(shared, shared, nn.BatchNorm1d(10), nn.Linear(10, 1).half().requires_grad_(False))
     parameters, buffers = 100 + 20 + 11, 20 * 4 + 8
@@ -71,13 +71,13 @@ def test_sizes_count_what_is_shared_once_and_buffers_in_bytes():
 
 
 @pytest.mark.parametrize("average", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.9}])
-def test_an_average_of_weights_counts_once(average):
+def test_averaged_weights_are_counted_once(average):
     result = fit(asking("model_mb", "parameters"), TrainConfig(lr=0.02, **average), epochs=2)
     found = result.history[-1].metrics
     assert {name: found[name] for name in ("model_mb", "parameters")} == measure_size(result.model)
 
 
-def test_latency_is_of_one_sample_in_evaluation_mode_with_the_trials_threads():
+def test_latency_is_measured_with_one_sample_in_evaluation_mode():
     objective, made = noted("latency_ms")
     metrics = fit(objective, epochs=2).history[0].metrics
     ones = {call for call in made[-1].calls if call[0] == 1}
@@ -93,12 +93,12 @@ def test_latency_of_a_batch():
 
 
 @pytest.mark.parametrize("size", [0, 2.5, "1"])
-def test_a_latency_batch_that_is_none(size):
+def test_an_invalid_latency_batch_is_rejected(size):
     with pytest.raises(ObjectiveError, match="latency_batch must be a whole number of at least 1"):
         fit(asking("latency_ms", latency_batch=size), epochs=1)
 
 
-def test_a_slow_model_reports_at_least_what_it_sleeps_and_is_called_a_few_times():
+def test_the_latency_of_a_slow_model_needs_few_calls():
     objective, made = noted("latency_ms", seconds=lambda _: 0.02)
     assert fit(objective, epochs=1).history[0].metrics["latency_ms"] >= 20
     objective, made = noted("latency_ms", seconds=lambda _: 0.6)
@@ -106,12 +106,12 @@ def test_a_slow_model_reports_at_least_what_it_sleeps_and_is_called_a_few_times(
     assert sum(size == 1 for size, *_ in made[-1].calls) == 1 + 1 + 5  # before training, to warm up, timed
 
 
-def test_what_the_first_calls_take_is_not_counted():
+def test_the_first_calls_do_not_count_for_the_latency():
     objective, _ = noted("latency_ms", seconds=lambda call: 0.2 if call <= 3 else 0.0)
     assert fit(objective, epochs=1).history[0].metrics["latency_ms"] < 100
 
 
-def test_what_does_more_takes_longer():
+def test_a_larger_model_has_a_higher_latency():
     wide, narrow = nn.Linear(3000, 3000), nn.Linear(30, 30)
     with torch.inference_mode():
         x = torch.ones(1, 3000)
@@ -126,7 +126,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_run_is_the_same_to_the_last_bit_with_and_without_measures(config):
+def test_a_run_is_bit_identical_with_and_without_model_metrics(config):
     def drawing(self, model, config):
         return {"drawn": float(torch.rand(1)), "training": float(model.training)}
 
@@ -144,7 +144,7 @@ def test_a_run_is_the_same_to_the_last_bit_with_and_without_measures(config):
 
 @pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("point", ["unreported", "reported"])
-def test_a_run_that_died_and_went_on_has_the_latency_that_it_had(tmp_path, point):
+def test_a_resumed_run_keeps_its_latency(tmp_path, point):
     objective, _ = noted("latency_ms", "model_mb")
     with pytest.raises(DiedError):
         fit(objective, epochs=3, session=Dying(tmp_path, 1, point, raise_died))
@@ -159,13 +159,13 @@ def test_a_run_that_died_and_went_on_has_the_latency_that_it_had(tmp_path, point
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_checkpoint_without_measures_goes_on_and_measures(tmp_path):
+def test_a_run_resumed_from_a_checkpoint_without_model_metrics_measures_them(tmp_path):
     fit(asking(), epochs=3, session=Stopped(tmp_path, 0))
     result = fit(asking("latency_ms"), epochs=3, run_dir=tmp_path)
     assert ["latency_ms" in record.metrics for record in result.history] == [False, True, True]
 
 
-def test_own_measures_are_reported_and_plain_floats():
+def test_custom_model_metrics_are_reported_as_floats():
     def measures(self, model, config):
         with torch.no_grad():
             return {"norm": float(sum(p.square().sum() for p in model.parameters())), "of_lr": config.lr, "count": 3}
@@ -187,13 +187,13 @@ def test_own_measures_are_reported_and_plain_floats():
         ),
     ],
 )
-def test_measures_that_are_none_are_told_before_training(given, said):
+def test_invalid_custom_model_metrics_are_an_error_before_training(given, said):
     with pytest.raises(ObjectiveError) as error:
         fit(asking(measures=lambda self, model, config: given), epochs=1)
     assert str(error.value) == said
 
 
-def test_an_error_in_measures_has_its_line():
+def test_an_error_in_custom_model_metrics_has_its_line():
     def measures(self, model, config):
         return {"norm": 1 / 0}
 
@@ -201,7 +201,7 @@ def test_an_error_in_measures_has_its_line():
         fit(asking(measures=measures), epochs=1)
 
 
-def test_a_measure_that_is_not_finite_ends_the_trial():
+def test_a_non_finite_model_metric_ends_the_trial():
     calls = []
 
     def measures(self, model, config):
@@ -229,26 +229,26 @@ class Sometimes:
         return {"accuracy": 0.5, **({"extra": 1.0} if self.computed <= 1 else self.late)}
 
 
-def test_a_metric_that_is_asked_for_has_to_be_finite():
+def test_a_requested_metric_must_be_finite():
     with pytest.raises(NonFiniteError, match="val_extra is inf at epoch 1"):
         fit(asking("extra", metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)
     fit(asking(metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)  # unless it is not requested
 
 
-def test_a_metric_that_is_not_given_any_more():
+def test_a_requested_metric_must_be_reported_after_every_epoch():
     with pytest.raises(MetricError, match="metric 'extra' is not given after every epoch"):
         fit(asking("extra", metrics=lambda self, train: Sometimes({})), epochs=2)
 
 
 @pytest.mark.parametrize("how", ["fit", "smoke"])
-def test_what_nobody_gives_is_told_before_training(how):
+def test_a_requested_metric_that_does_not_exist_is_an_error_before_training(how):
     objective = asking("extar", metrics=lambda self, train: Sometimes({}))
     with pytest.raises(MetricError) as error:
         fit(objective, epochs=1) if how == "fit" else run_smoke_test(objective)
     assert str(error.value) == "metric 'extar' is none that Changed gives, nor measured: did you mean 'extra'?"
 
 
-def test_a_metric_of_ones_own_has_its_name_for_itself():
+def test_a_custom_metric_replaces_the_model_metric_of_its_name():
     class Own(Sometimes):
         def compute(self):
             return {"accuracy": 0.5, "parameters": 7.0}
@@ -258,7 +258,7 @@ def test_a_metric_of_ones_own_has_its_name_for_itself():
     assert "parameters" not in metrics
 
 
-def test_memory_of_a_cpu_is_refused_where_it_would_be_trained_and_not_in_a_smoke_test():
+def test_gpu_memory_on_a_cpu_is_rejected_except_in_a_smoke_test():
     objective = asking("peak_memory_mb")
     with pytest.raises(ObjectiveError, match="peak_memory_mb is measured on CUDA devices, and this trial runs on cpu"):
         fit(objective, epochs=1, device="cpu")
@@ -284,7 +284,7 @@ class Stepping(Wine):
         return Step(nn.functional.cross_entropy(output, batch.y), outputs=output)
 
 
-def test_a_model_that_does_not_take_a_sample_is_told_before_training():
+def test_a_model_that_rejects_one_sample_is_an_error_before_training():
     objective = Stepping()
     objective.set_reported_metrics(["model_mb"])
     assert "model_mb" in fit(objective, epochs=1).history[0].metrics
@@ -293,7 +293,7 @@ def test_a_model_that_does_not_take_a_sample_is_told_before_training():
         fit(objective, epochs=1)
 
 
-def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_back_after():
+def test_training_wrappers_of_a_model_are_removed_while_it_is_measured():
     config = TrainConfig(channels_last=True, activation_checkpointing=True)
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
     apply_memory_format(model, config)
@@ -318,7 +318,7 @@ def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_bac
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_of_a_gpu_is_the_most_so_far_also_after_a_resume(tmp_path):
+def test_gpu_memory_is_the_maximum_so_far_also_after_a_resume(tmp_path):
     objective = asking("peak_memory_mb", "latency_ms")
     fit(objective, epochs=3, session=Stopped(tmp_path, 1), device="cuda")
     history = fit(objective, epochs=3, run_dir=tmp_path, device="cuda").history

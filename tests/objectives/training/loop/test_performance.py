@@ -33,7 +33,7 @@ def _fit(objective, config, epochs=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.5}])
-def test_recomputed_activations_change_no_bit_and_leave_no_trace(settings):
+def test_activation_checkpointing_changes_no_bit_of_the_run(settings):
     digits = load_objective("digits")
     plain = _fit(digits, TrainConfig(model=MLP, **settings))
     recomputed = _fit(digits, TrainConfig(model=MLP, activation_checkpointing=True, **settings))
@@ -42,7 +42,7 @@ def test_recomputed_activations_change_no_bit_and_leave_no_trace(settings):
     torch.export.export(recomputed.model, (recomputed.example.x,))
 
 
-def test_a_forward_that_a_model_chooses_itself_stays(objective_with):
+def test_activation_checkpointing_keeps_a_custom_forward(objective_with):
     class Chosen(nn.Module):
         def __init__(self):
             super().__init__()
@@ -56,7 +56,7 @@ def test_a_forward_that_a_model_chooses_itself_stays(objective_with):
     assert result.model(result.example.x).shape == (4, 3)
 
 
-def test_activations_are_really_computed_again_but_for_batch_norm():
+def test_activations_are_recomputed_except_for_batch_norm():
     calls = {"linear": 0, "norm": 0}
     run = started(load_objective("digits"), TrainConfig(model=MLP, activation_checkpointing=True))
     linear = next(module for module in run.model.modules() if isinstance(module, nn.Linear))
@@ -78,7 +78,7 @@ def test_activations_are_really_computed_again_but_for_batch_norm():
     assert not any("forward" in vars(module) for module in norms)
 
 
-def test_channels_last_reaches_the_convolutions_and_not_the_result():
+def test_channels_last_applies_to_convolutions_but_not_to_the_result():
     config = TrainConfig(model=CNN, channels_last=True)
     run = started(load_objective("digits"), config)
     convolutions = [module for module in run.model.modules() if isinstance(module, nn.Conv2d)]
@@ -93,7 +93,7 @@ def test_channels_last_reaches_the_convolutions_and_not_the_result():
 @pytest.mark.parametrize(
     "backend", ["traced alone", pytest.param("compiled to C++", marks=[needs_headers, pytest.mark.soak])]
 )
-def test_a_model_is_compiled_when_asked_for(wine, monkeypatch, backend):
+def test_a_model_is_compiled_on_request(wine, monkeypatch, backend):
     if backend == "traced alone":
         _without_cpp(monkeypatch)
     plain = _fit(wine, TrainConfig(batch_size=16), epochs=3)
@@ -110,7 +110,7 @@ def test_a_model_is_compiled_when_asked_for(wine, monkeypatch, backend):
 
 
 @pytest.mark.slow
-def test_where_compiling_fails_the_run_goes_on_and_says_why(wine, monkeypatch, tmp_path):
+def test_a_run_continues_with_a_warning_if_compilation_fails(wine, monkeypatch, tmp_path):
     def broken(*_args, **_kwargs):
         raise RuntimeError("no compiler here\nand a long trace")
 
@@ -127,7 +127,7 @@ def test_where_compiling_fails_the_run_goes_on_and_says_why(wine, monkeypatch, t
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium", None])
-def test_the_precision_of_products_is_set_for_the_run_alone(objective_with, precision):
+def test_matmul_precision_is_set_only_during_the_run(objective_with, precision):
     seen = []
 
     def model(_self, _config, _train):
@@ -142,7 +142,7 @@ def test_the_precision_of_products_is_set_for_the_run_alone(objective_with, prec
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_memory_is_measured_on_devices_that_have_their_own(wine):
+def test_memory_is_measured_on_devices_with_their_own_memory(wine):
     assert peak_memory(torch.device("cpu")) is None
     result = _fit(wine, TrainConfig(), epochs=1)
     assert result.memory is None
@@ -157,7 +157,7 @@ def test_peak_memory_is_recorded_on_a_gpu(wine):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch, tmp_path):
+def test_a_run_resumed_without_compilation_is_marked_not_exact(wine, monkeypatch, tmp_path):
     _without_cpp(monkeypatch)
 
     class Stopping(LocalSession):
@@ -181,7 +181,7 @@ def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch
     assert "no compiler here" in result.resume_note
 
 
-def test_the_memory_that_a_device_counts_is_recorded_and_reported(wine, monkeypatch, tmp_path):
+def test_the_memory_of_a_device_is_recorded_and_reported(wine, monkeypatch, tmp_path):
     """No GPU is needed to see where the number goes."""
     from hpsearch.objectives.training import trainer
     from hpsearch.objectives.training import trainer as conclude

@@ -17,7 +17,7 @@ def _counting(objective_with, **replaced):
     return objective_with(data=data, **replaced), calls
 
 
-def test_data_are_made_once_for_a_seed(objective_with):
+def test_data_are_created_once_per_seed(objective_with):
     objective, calls = _counting(objective_with)
     first = fit(objective, split_seed=3, epochs=1)
     again = fit(objective, split_seed=3, epochs=1)
@@ -27,7 +27,7 @@ def test_data_are_made_once_for_a_seed(objective_with):
     assert calls == [3, 4]
 
 
-def test_data_that_the_objectives_code_changed_are_made_again(objective_with):
+def test_data_that_the_objective_modified_are_created_again(objective_with):
     def model(self, config, train):
         train.x.add_(1.0)
         return type(self).__mro__[1].model(self, config, train)
@@ -40,7 +40,7 @@ def test_data_that_the_objectives_code_changed_are_made_again(objective_with):
     assert torch.equal(first.val.x, again.val.x)
 
 
-def test_a_fresh_division_is_compared_with_the_studys_own(objective_with):
+def test_a_new_split_is_compared_with_that_of_the_study(objective_with):
     objective, calls = _counting(objective_with)
     own, _ = prepare_splits(objective, 3)
     assert calls == [3]
@@ -53,7 +53,7 @@ def test_a_fresh_division_is_compared_with_the_studys_own(objective_with):
     assert calls == [3] * 4, "the other half of the comparison is kept"
 
 
-def test_parts_that_data_fixes_are_kept(objective_with):
+def test_splits_that_the_objective_fixes_are_kept(objective_with):
     def fixed(self, seed):
         parts = [torch.arange(n, n + 30) for n in (0, 30, 60)]
         x = torch.randn(90, 13, generator=torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ def test_parts_that_data_fixes_are_kept(objective_with):
     )
 
 
-def test_a_scale_fitted_in_data_is_fitted_for_each_division(objective_with):
+def test_scaling_in_data_is_fitted_for_each_split(objective_with):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
         mean = splits.train.x.mean(0)
@@ -82,7 +82,7 @@ def test_a_scale_fitted_in_data_is_fitted_for_each_division(objective_with):
     assert torch.equal(splits.test.rows, own.test.rows)
 
 
-def test_scaled_parts_without_rows_are_known_by_their_labels(objective_with):
+def test_scaled_splits_without_row_numbers_are_matched_by_labels(objective_with):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
         mean = splits.train.x.mean(0)
@@ -93,7 +93,7 @@ def test_scaled_parts_without_rows_are_known_by_their_labels(objective_with):
     assert is_resplit(objective, 3, splits)
 
 
-def test_metrics_that_cannot_be_copied_are_made_anew(objective_with):
+def test_metrics_that_cannot_be_copied_are_created_again(objective_with):
     class Own:
         def __init__(self):
             self.lock, self.right, self.count = threading.Lock(), 0, 0
@@ -112,7 +112,7 @@ def test_metrics_that_cannot_be_copied_are_made_anew(objective_with):
     assert result.resplit_score.error > 0
 
 
-def test_where_the_test_split_would_change_the_studys_own_division_is_kept(objective_with, caplog):
+def test_the_split_of_the_study_is_kept_if_the_test_split_would_change(objective_with, caplog):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
         return Splits(splits.train, splits.test, splits.val)  # the wrong way round

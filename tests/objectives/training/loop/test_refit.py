@@ -32,7 +32,7 @@ def _by_hand(sizes=(30, 60, 90), rows=True, **how):
 
 
 @pytest.mark.parametrize("how", [{}, {"groups": np.arange(178) // 2}, {"times": np.arange(178)[::-1]}])
-def test_all_but_the_test_split_is_trained_on(objective_with, how):
+def test_a_refit_trains_on_all_data_except_the_test_split(objective_with, how):
     def data(self, seed):
         return Splits.make(*load_wine(return_X_y=True), seed=seed, **how)
 
@@ -45,7 +45,7 @@ def test_all_but_the_test_split_is_trained_on(objective_with, how):
     assert splits.hash_of("test") == own.hash_of("test")
 
 
-def test_what_data_fits_and_leaves_out_is_so_for_all_samples(objective_with):
+def test_a_refit_applies_the_scaling_and_filters_of_data_to_all_samples(objective_with):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
         train = splits.train.take(splits.train.y != 2)
@@ -58,7 +58,7 @@ def test_what_data_fits_and_leaves_out_is_so_for_all_samples(objective_with):
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_parts_by_hand_are_joined_where_they_lie_in_tensors(objective_with, rows):
+def test_custom_splits_in_tensors_are_joined(objective_with, rows):
     objective = objective_with(data=_by_hand(rows=rows))
     own, _ = prepare_splits(objective, 3)
     splits, _ = prepare_splits(objective, 3, "all")
@@ -67,7 +67,7 @@ def test_parts_by_hand_are_joined_where_they_lie_in_tensors(objective_with, rows
     assert torch.equal(splits.val.x, own.val.x)
 
 
-def test_a_division_of_its_own_after_make_is_joined_too(objective_with):
+def test_a_custom_split_after_make_is_joined(objective_with):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
         rest = torch.arange(len(splits.train))
@@ -78,13 +78,13 @@ def test_a_division_of_its_own_after_make_is_joined_too(objective_with):
     assert len(_rows(splits.train)) == len(splits.train)
 
 
-def test_parts_that_cannot_be_joined_say_so(objective_with):
+def test_splits_that_cannot_be_joined_are_an_error(objective_with):
     objective = objective_with(data=_by_hand(load=lambda entry: entry))
     with pytest.raises(ObjectiveError, match=r"data: a refit .* not in-memory tensors; split the data with Splits"):
         fit(objective, refit=2)
 
 
-def test_an_own_loop_is_not_refitted():
+def test_a_custom_loop_cannot_be_refit():
     class Own(LoopObjective):
         def suggest(self, trial):
             return None
@@ -97,12 +97,12 @@ def test_an_own_loop_is_not_refitted():
 
 
 @pytest.mark.parametrize(("refit", "said"), [(0, "from 1 to the 5 epochs, not 0"), (6, "not 6")])
-def test_epochs_that_no_run_has_are_refused(wine, refit, said):
+def test_a_refit_with_an_invalid_number_of_epochs_is_rejected(wine, refit, said):
     with pytest.raises(ObjectiveError, match=said):
         fit(wine, refit=refit)
 
 
-def test_the_last_epoch_is_kept_and_patience_ends_nothing(wine, tmp_path):
+def test_a_refit_keeps_the_last_epoch_and_ignores_patience(wine, tmp_path):
     result = fit(wine, CONFIG, epochs=9, refit=6, run_dir=tmp_path)
     values = [record.metrics["val_accuracy"] for record in result.history]
     assert values.index(max(values)) < 4, "its patience would have ended it"
@@ -114,19 +114,19 @@ def test_the_last_epoch_is_kept_and_patience_ends_nothing(wine, tmp_path):
     assert (best["refit"], best["epoch"]) == (6, 5)
 
 
-def test_a_stopped_refit_goes_on_to_the_last_bit(wine, tmp_path):
+def test_a_stopped_refit_resumes_bit_identically(wine, tmp_path):
     fit(wine, CONFIG, epochs=6, refit=4, session=Stopped(tmp_path, 1))
     again = fit(wine, CONFIG, epochs=6, refit=4, session=LocalSession(tmp_path))
     same_result(again, fit(wine, CONFIG, epochs=6, refit=4))
 
 
-def test_a_checkpoint_of_another_run_is_refused(wine, tmp_path):
+def test_a_checkpoint_of_another_run_is_rejected(wine, tmp_path):
     fit(wine, CONFIG, epochs=6, refit=4, session=Stopped(tmp_path, 1))
     with pytest.raises(ObjectiveError, match="refit is 4 there and 5 here"):
         fit(wine, CONFIG, epochs=6, refit=5, session=LocalSession(tmp_path))
 
 
-def test_the_model_is_made_again_of_what_is_kept(wine, tmp_path):
+def test_the_model_of_a_refit_is_restored_from_its_checkpoint(wine, tmp_path):
     result = fit(wine, CONFIG, epochs=6, refit=4, run_dir=tmp_path)
     restored = restore_best(wine, checkpoint.read(tmp_path / "best.pt"))
     weights = result.model.state_dict()

@@ -53,7 +53,7 @@ def undisturbed():
     [("cnn", "unsaved"), ("cnn", "unreported"), ("cnn", "reported"), ("sgd", "reported"), ("fp16", "reported")],
 )
 @pytest.mark.parametrize("epoch", range(EPOCHS))
-def test_ended_at_any_epoch_and_resumed(tmp_path, undisturbed, name, epoch, point):
+def test_a_run_stopped_at_any_epoch_resumes_exactly(tmp_path, undisturbed, name, epoch, point):
     with pytest.raises(DiedError):
         _trainer(CONFIGS[name], session=Dying(tmp_path, epoch, point, raise_died)).fit()
     torch.manual_seed(epoch)  # what the process does in between must not matter
@@ -78,7 +78,7 @@ _trainer(CONFIGS[name], session=session).fit()
 
 @pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(("epoch", "point"), [(1, "unreported"), (2, "unsaved")])
-def test_killed_by_the_system_and_resumed_by_another_process(zygote, tmp_path, undisturbed, epoch, point):
+def test_a_run_killed_by_sigkill_resumes_exactly_in_another_process(zygote, tmp_path, undisturbed, epoch, point):
     said, _ = (done := zygote.python(KILLED, tmp_path, "cnn", str(epoch), point)).communicate()
     assert done.returncode == -signal.SIGKILL, said
     same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
@@ -98,7 +98,7 @@ def test_a_checkpoint_with_former_names_is_resumed(tmp_path, undisturbed):
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbed):
+def test_a_torn_checkpoint_costs_one_epoch_but_no_exactness(tmp_path, undisturbed):
     with pytest.raises(DiedError):
         _trainer(CONFIGS["cnn"], session=Dying(tmp_path, 2, "reported", raise_died)).fit()
     last = tmp_path / "last.pt"
@@ -107,7 +107,7 @@ def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbe
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undisturbed, monkeypatch):
+def test_a_completed_run_returns_its_result_without_training(tmp_path, undisturbed, monkeypatch):
     expected = undisturbed("cnn")
     _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
     monkeypatch.setattr("hpsearch.objectives.training.trainer.train_epoch", None)
@@ -136,7 +136,7 @@ class Recording(LocalSession):
         self.logged.append(path.name)
 
 
-def test_a_stopped_run_saves_first_hands_over_nothing_and_goes_on_later(tmp_path, undisturbed):
+def test_a_stopped_run_saves_a_checkpoint_and_logs_no_files(tmp_path, undisturbed):
     session = Recording(tmp_path, {1: Verdict.STOP})
     first = _trainer(CONFIGS["cnn"], session=session).fit()
     assert first.status == "stopped"
@@ -152,13 +152,13 @@ def test_a_stopped_run_saves_first_hands_over_nothing_and_goes_on_later(tmp_path
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_stopping_at_the_last_epoch_is_completing(tmp_path):
+def test_a_stop_at_the_last_epoch_completes_the_run(tmp_path):
     session = Recording(tmp_path, {EPOCHS - 1: Verdict.STOP})
     assert _trainer(CONFIGS["sgd"], session=session).fit().status == "completed"
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_verdict_on_a_replayed_epoch_is_obeyed(tmp_path):
+def test_a_verdict_on_a_replayed_epoch_ends_the_run(tmp_path):
     with pytest.raises(DiedError):
         _trainer(CONFIGS["sgd"], session=Dying(tmp_path, 1, "unreported", raise_died)).fit()
     session = Recording(tmp_path, {1: Verdict.PRUNE})
@@ -169,7 +169,7 @@ def test_a_verdict_on_a_replayed_epoch_is_obeyed(tmp_path):
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_patience_goes_on_where_it_was(tmp_path):
+def test_patience_continues_after_a_resume(tmp_path):
     config = TrainConfig(lr=1e-9, patience=3, schedule="constant", model={"kind": "mlp", "layers": 1, "width": 8})
     undisturbed = _trainer(config, epochs=9).fit()
     assert undisturbed.status == "completed"
@@ -190,7 +190,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
         ({"epochs": 9}, "another run: epochs is 3 there and 9 here"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path, changed, message):
+def test_a_checkpoint_of_another_run_is_rejected_and_kept(tmp_path, changed, message):
     config = CONFIGS["sgd"]
     _trainer(config, run_dir=tmp_path).fit()
     before = {p.name: p.read_bytes() for p in tmp_path.glob("*.pt")}
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path, changed, mess
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_resuming_with_other_threads_is_told(tmp_path):
+def test_resuming_with_another_number_of_threads_is_reported(tmp_path):
     session = Recording(tmp_path, {0: Verdict.STOP})
     _trainer(CONFIGS["sgd"], session=session).fit()
     torch.set_num_threads(2)
@@ -213,7 +213,7 @@ def test_resuming_with_other_threads_is_told(tmp_path):
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_the_record_of_steps_goes_on_as_if_nothing_had_been(tmp_path):
+def test_the_log_of_steps_has_each_step_once_after_a_resume(tmp_path):
     """Also if the run died in the middle of a write: the file has each step once, with its own number."""
     config = TrainConfig.from_dict({**CONFIGS["cnn"].to_dict(), "log_every": 5, "validate_every": 8})
     _trainer(config, run_dir=tmp_path / "whole").fit()

@@ -31,12 +31,12 @@ def _added(*batches):
     return metrics.rows, held
 
 
-def test_small_outputs_are_updated_by_thousands():
+def test_small_outputs_update_metrics_in_groups_of_thousands():
     rows, _ = _added(*[(64, 3)] * 100)
     assert rows == [4096, 2304]
 
 
-def test_large_outputs_are_not_held_back():
+def test_large_outputs_update_metrics_at_once():
     rows, held = _added(*[(8, 4096, 64)] * 3)
     assert rows == [8, 8, 8]
     assert held == 0

@@ -62,7 +62,7 @@ def test_accumulated_micro_batches_equal_one_batch(objective_with, reduction):
     torch.testing.assert_close(weights_of(parts), weights_of(whole))
 
 
-def test_an_epoch_of_accumulated_steps_equals_large_batches_tail_included(wine):
+def test_an_epoch_of_accumulated_steps_equals_large_batches_with_the_last_one(wine):
     settings = {"optimizer": "sgd", "lr": 0.1, "drop_last": False}
     large = built(wine, batch_size=32, **settings)  # 106 samples: the tail has 10
     small = built(wine, batch_size=8, gradient_accumulation_steps=4, **settings)
@@ -73,7 +73,7 @@ def test_an_epoch_of_accumulated_steps_equals_large_batches_tail_included(wine):
     assert scores[0].samples == scores[1].samples == 106
 
 
-def test_the_gradient_is_clipped_and_its_true_norm_returned(wine):
+def test_the_gradient_is_clipped_and_its_unclipped_norm_returned(wine):
     run = built(wine, optimizer="sgd", momentum=0.0, lr=1.0, weight_decay=0.0, clip_grad_norm=1e-3)
     before = weights_of(run)
     _, norm = take_step(run, range(30))
@@ -109,7 +109,7 @@ def test_running_metrics_are_those_of_all_samples(wine):
     assert trained.scores["accuracy"] == pytest.approx(expected)
 
 
-def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
+def test_a_short_batch_is_kept_if_it_is_the_only_one(objective_with):
     def data(_self, seed):
         torch.manual_seed(seed)
         return Splits.make(torch.randn(30, 13), torch.arange(30) % 3, seed=seed)
@@ -120,7 +120,7 @@ def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others(wine, precision):
+def test_the_last_shorter_accumulation_window_is_handled_like_the_others(wine, precision):
     """By plain SGD a clipped step is as long as rate times limit, so its length shows a gradient left as it was."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "drop_last": False}
     run = built(wine, precision=precision, batch_size=8, gradient_accumulation_steps=4, clip_grad_norm=1e-3, **plain)
@@ -139,7 +139,7 @@ def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others
     assert trained.grad_norm > 0.1
 
 
-def test_the_norm_that_is_recorded_is_the_mean_over_steps_before_clipping(wine):
+def test_the_recorded_norm_is_the_mean_over_steps_before_clipping(wine):
     run = built(wine, batch_size=16, log_every=1, clip_grad_norm=1e-3)
     trained = train_epoch(run, 0)
     norms = [record["grad_norm"] for record in run.steplog.drain()]
@@ -147,7 +147,7 @@ def test_the_norm_that_is_recorded_is_the_mean_over_steps_before_clipping(wine):
     assert trained.grad_norm == pytest.approx(sum(norms) / 6, rel=1e-5)
 
 
-def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
+def test_an_epoch_equals_a_loop_written_by_hand(wine):
     """Plain SGD, each step by the mean over its own samples: 32, 32, 32 and the 10 that are left."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip_grad_norm": None}
     run = built(wine, batch_size=8, gradient_accumulation_steps=4, drop_last=False, **plain)

@@ -12,7 +12,7 @@ from tests.objectives.training.support import built, weights_of
 ONE = torch.ones(1)
 
 
-def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine, monkeypatch):
+def test_every_nth_step_is_logged_with_the_gradient_norm_of_each_layer(wine, monkeypatch):
     monkeypatch.setattr("hpsearch.objectives.training.loop.steplog.DENSE", 2)
     run = built(wine, batch_size=16, log_every=4, clip_grad_norm=1e-3)
     seen = {}
@@ -41,7 +41,7 @@ def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine, monkeypat
     assert run.steplog.drain() == []
 
 
-def test_the_first_steps_are_noted_each_and_layers_by_their_names(objective_with):
+def test_each_of_the_first_steps_is_logged_with_layer_names(objective_with):
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -57,13 +57,13 @@ def test_the_first_steps_are_noted_each_and_layers_by_their_names(objective_with
     assert set(records[0]["layers"]) == {"first", "blocks.0 Linear", "Named"}
 
 
-def test_no_step_is_noted_unless_asked_for(wine):
+def test_no_step_is_logged_by_default(wine):
     run = built(wine, batch_size=16, log_every=None)
     train_epoch(run, 0)
     assert run.steplog.drain() == []
 
 
-def test_a_validation_within_an_epoch_changes_nothing(wine):
+def test_a_mid_epoch_validation_changes_no_result(wine):
     plain, watched = (built(wine, batch_size=16, validate_every=every) for every in (None, 4))
     scores = [train_epoch(run, 0) for run in (plain, watched)]
     assert scores[0].scores == scores[1].scores

@@ -44,7 +44,7 @@ def in_pieces(make, config, folder, *, steps, **settings):
 
 @pytest.mark.parametrize("workers", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 @pytest.mark.parametrize("name", [pytest.param("loader", marks=pytest.mark.slow), *sorted(set(CONFIGS) - {"loader"})])
-def test_any_configuration_goes_on_exactly(name, workers, tmp_path):
+def test_any_configuration_resumes_exactly_within_an_epoch(name, workers, tmp_path):
     config = CONFIGS[name]
     if workers is not None:
         config = TrainConfig(**{**config.to_dict(), "num_workers": workers})
@@ -56,7 +56,7 @@ def test_any_configuration_goes_on_exactly(name, workers, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stream_goes_on_exactly(workers, tmp_path):
+def test_a_stream_resumes_exactly_within_an_epoch(workers, tmp_path):
     config = TrainConfig(lr=0.05, batch_size=16, num_workers=workers)
     result, attempts = in_pieces(Sums, config, tmp_path, steps=6)
     assert attempts > 3
@@ -121,7 +121,7 @@ def wine_with(metrics):
 
 @pytest.mark.parametrize("metrics", [Pooled, Spread, lambda: torchmetrics.classification.MulticlassAccuracy(3)])
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_whatever_metrics_gather_is_kept(metrics, accumulation, tmp_path):
+def test_the_state_of_metrics_is_saved_within_an_epoch(metrics, accumulation, tmp_path):
     config = TrainConfig(lr=0.02, batch_size=16, gradient_accumulation_steps=accumulation, validate_every=2)
     whole = fit(wine_with(metrics)(), config, epochs=3)
     result, attempts = in_pieces(wine_with(metrics), config, tmp_path, steps=1)
@@ -129,7 +129,7 @@ def test_whatever_metrics_gather_is_kept(metrics, accumulation, tmp_path):
     same_result(result, whole)
 
 
-def test_a_collection_that_shares_its_states_is_kept():
+def test_a_metric_collection_with_shared_states_is_saved_within_an_epoch():
     torch.manual_seed(0)
     batches = [(torch.randn(7, 3), torch.randint(3, (7,))) for _ in range(4)]
     kinds = torchmetrics.classification
@@ -166,7 +166,7 @@ class Drawing:
         pass
 
 
-def test_metrics_that_cannot_be_kept_leave_whole_epochs(tmp_path):
+def test_metrics_without_saved_state_allow_only_checkpoints_after_epochs(tmp_path):
     session = Leaving(tmp_path)
     result = Trainer(wine_with(Drawing)(), TrainConfig(batch_size=16), epochs=2, seed=0, session=session).fit()
     assert result.status == "completed"
@@ -174,7 +174,7 @@ def test_metrics_that_cannot_be_kept_leave_whole_epochs(tmp_path):
     assert log.count("nothing is saved within an epoch: Drawing.lock is a Generator, which is no plain value") == 1
 
 
-def test_what_is_kept_within_an_epoch_is_plain_and_told_apart(tmp_path):
+def test_a_mid_epoch_checkpoint_has_plain_content_and_a_mark(tmp_path):
     trainer = Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=0, session=Leaving(tmp_path, 3))
     result = trainer.fit()
     assert (result.status, result.history, result.best_epoch) == ("stopped", [], -1)
@@ -186,7 +186,7 @@ def test_what_is_kept_within_an_epoch_is_plain_and_told_apart(tmp_path):
         Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=1, session=Leaving(tmp_path)).fit()
 
 
-def test_the_time_that_an_epoch_will_take_is_told(tmp_path, monkeypatch):
+def test_the_session_receives_the_estimated_time_of_an_epoch(tmp_path, monkeypatch):
     """It follows from the pace so far and, from the second epoch on, from the time after the previous epoch's steps."""
     clock = iter(range(10_000))
     monkeypatch.setattr("hpsearch.objectives.training.trainer.time.perf_counter", lambda: float(next(clock)))
@@ -198,7 +198,7 @@ def test_the_time_that_an_epoch_will_take_is_told(tmp_path, monkeypatch):
     assert second[-1] > 0
 
 
-def test_states_are_saved_within_epochs_each_so_often(tmp_path):
+def test_mid_epoch_checkpoints_are_saved_periodically(tmp_path):
     class Noting(LocalSession):
         saved = 0
 
@@ -214,7 +214,7 @@ def test_states_are_saved_within_epochs_each_so_often(tmp_path):
         LocalSession(tmp_path, save_every=0)
 
 
-def test_an_epoch_that_was_left_is_begun_once_for_the_objective(tmp_path):
+def test_on_epoch_is_called_once_for_a_resumed_epoch(tmp_path):
     """Its layers are thawed as they were before the state is put back."""
 
     begun = []
@@ -232,7 +232,7 @@ def test_an_epoch_that_was_left_is_begun_once_for_the_objective(tmp_path):
     assert [exact([record])[0][0] for record in result.history] == [0, 1, 2]
 
 
-def test_a_verdict_within_the_history_is_heeded_before_the_epoch_goes_on(tmp_path):
+def test_a_verdict_on_a_replayed_epoch_ends_the_run_before_more_training(tmp_path):
     class Ending(LocalSession):
         def report(self, record):
             return Verdict.STOP

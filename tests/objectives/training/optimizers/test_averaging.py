@@ -22,7 +22,7 @@ def _epoch(run, epoch):
     return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
-def test_swa_judges_the_even_mean_of_the_last_epochs(objective_with):
+def test_swa_evaluates_the_mean_of_the_last_epochs(objective_with):
     run = started(objective_with(model=_normed), SWA, epochs=6)
     weights = [_epoch(run, epoch) for epoch in range(3)]
     assert run.eval_model is run.model, "nothing is averaged yet"
@@ -31,7 +31,7 @@ def test_swa_judges_the_even_mean_of_the_last_epochs(objective_with):
     torch.testing.assert_close(judged, torch.stack(weights[3:]).mean(0))
 
 
-def test_swa_takes_batch_norms_statistics_anew_for_the_mean(objective_with):
+def test_swa_recomputes_the_batch_norm_statistics_for_the_mean(objective_with):
     run = started(objective_with(model=_normed), SWA, epochs=2)
     for epoch in range(2):
         _epoch(run, epoch)
@@ -52,7 +52,7 @@ def test_swa_starts_in_time_for_at_least_one_epoch(fraction, epochs, first):
 
 
 @pytest.mark.parametrize("settings", [{"swa_fraction": 0.5}, {"ema_decay": 0.9}])
-def test_what_is_judged_is_what_is_kept(settings):
+def test_the_evaluated_weights_are_the_saved_weights(settings):
     objective = load_objective("digits")
     config = TrainConfig(lr=1e-2, **settings, model={"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.1})
     result = Trainer(objective, config, epochs=4, seed=0).fit()
@@ -68,7 +68,7 @@ def test_what_is_judged_is_what_is_kept(settings):
     assert scores["loss"] == pytest.approx(result.best_metrics["val_loss"], rel=1e-5), "which no other weights have"
 
 
-def test_a_run_is_judged_by_the_mean_from_its_first_epoch_on(objective_with):
+def test_ema_weights_are_evaluated_from_the_first_epoch_on(objective_with):
     objective = objective_with(model=_normed)
     averaged, plain = (
         Trainer(objective, TrainConfig.from_dict({**SWA.to_dict(), "swa_fraction": share}), epochs=6, seed=0).fit()
@@ -82,7 +82,7 @@ def test_a_run_is_judged_by_the_mean_from_its_first_epoch_on(objective_with):
     assert same == [True, True, True, False, False, False]
 
 
-def test_the_moving_average_follows_its_formula_and_takes_the_buffers(objective_with):
+def test_the_moving_average_follows_its_formula_and_copies_the_buffers(objective_with):
     def model(_self, _config, train):
         return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 

@@ -13,7 +13,7 @@ from hpsearch.objectives.training.reproducibility import checkpoint
 CPU = torch.device("cpu")
 
 
-def test_biases_and_norms_are_not_decayed():
+def test_biases_and_norms_have_no_weight_decay():
     attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.GroupNorm(2, 4), nn.Linear(4, 2)), attention
@@ -35,7 +35,7 @@ def test_biases_and_norms_are_not_decayed():
     assert groups["no_decay"] == trained - groups["decay"]
 
 
-def test_a_layer_norm_over_images_is_told_by_its_type():
+def test_a_layer_norm_over_images_is_recognized_by_its_type():
     model = nn.Sequential(nn.LayerNorm([2, 3, 3]), nn.Conv2d(2, 2, 3))
     groups = {g["name"]: [p.ndim for p in g["params"]] for g in parameter_groups(model, TrainConfig())}
     assert groups == {"decay": [4], "no_decay": [3, 3, 1]}
@@ -85,13 +85,13 @@ def _net():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def test_the_names_are_those_of_what_is_built():
+def test_the_names_are_those_that_can_be_built():
     assert set(FACTORIES) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("taken", [3, 7])  # within and past the first update of the slow weights
-def test_every_optimizer_learns_and_goes_on_exactly_from_a_checkpoint(name, taken, tmp_path):
+def test_every_optimizer_learns_and_resumes_exactly_from_a_checkpoint(name, taken, tmp_path):
     lr = 1.0 if name == "lars" else 0.01
     config = TrainConfig(optimizer=name, lr=lr, weight_decay=1e-3, layer_decay=0.9)
     x, y = _task()
@@ -110,7 +110,7 @@ def test_every_optimizer_learns_and_goes_on_exactly_from_a_checkpoint(name, take
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_no_optimizer_starts_uphill(name):
+def test_the_first_steps_of_every_optimizer_lower_the_loss(name):
     x, y = _task()
     model = _net()
     optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.01 if name == "lars" else 1e-3), CPU)
@@ -120,7 +120,7 @@ def test_no_optimizer_starts_uphill(name):
 
 @pytest.mark.parametrize("base", sorted(BASE_OPTIMIZERS))
 @pytest.mark.parametrize("name", ["sam", "lookahead"])
-def test_what_wraps_an_optimizer_uses_the_one_that_is_named(name, base):
+def test_optimizer_wrappers_use_the_named_base_optimizer(name, base):
     model = nn.Linear(2, 2)
     config = TrainConfig(optimizer=name, base_optimizer=base, lr=0.5, sam_rho=0.2, lookahead_alpha=0.3)
     optimizer = build_optimizer(model, config, CPU)
@@ -133,7 +133,7 @@ def test_what_wraps_an_optimizer_uses_the_one_that_is_named(name, base):
         assert optimizer.alpha == 0.3
 
 
-def test_sam_takes_the_gradient_uphill_and_puts_the_weights_back():
+def test_sam_takes_the_gradient_at_perturbed_weights_and_restores_them():
     """One step by hand: w -> w + rho g / |g|, the gradient there, a step of SGD from w."""
     x, y = _task()
     model = nn.Linear(4, 1)
@@ -157,7 +157,7 @@ def test_sam_takes_the_gradient_uphill_and_puts_the_weights_back():
         torch.testing.assert_close(p, q - 0.1 * g)
 
 
-def test_muon_takes_hidden_matrices_alone():
+def test_muon_optimizes_only_hidden_matrices():
     model = nn.Sequential(
         nn.Embedding(9, 4), nn.Linear(4, 6), nn.LayerNorm([6, 6]), nn.Conv1d(6, 6, 3), nn.Linear(6, 2)
     )
@@ -187,7 +187,7 @@ class _Encoder(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-def test_layers_learn_slower_the_deeper_they_lie():
+def test_layer_decay_lowers_the_rate_of_early_layers():
     """By depth: a block is one layer however many parameters it has, and a norm belongs to the layer before it."""
     model = nn.Sequential(Standardize(torch.zeros(3), torch.ones(3)), _Encoder())
     config = TrainConfig(lr=1.0, layer_decay=0.5, weight_decay=0.1)
@@ -213,7 +213,7 @@ def test_layers_learn_slower_the_deeper_they_lie():
     assert {g["lr"] for g in build_optimizer(model, config, CPU).param_groups} == {0.125, 0.25, 0.5, 1.0}
 
 
-def test_an_optimizer_that_is_not_installed_is_told(monkeypatch):
+def test_a_missing_optimizer_package_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(ObjectiveError, match="needs pytorch-optimizer: pip install pytorch-optimizer"):
         build_optimizer(nn.Linear(2, 2), TrainConfig(optimizer="lion"), CPU)
@@ -251,7 +251,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_each_name_is_the_optimizer_that_it_says(name):
+def test_each_name_builds_the_optimizer_of_that_name(name):
     kind = type(build_optimizer(_net(), TrainConfig(optimizer=name), CPU))
     assert f"{kind.__module__.partition('.')[0]}.{kind.__name__}" == NAMED[name]
 
@@ -265,13 +265,13 @@ def test_each_name_is_the_optimizer_that_it_says(name):
         (" ".join(sorted(set(OPTIMIZERS))), {"weight_decay": 0.3, "lr": 0.02}, {"weight_decay": 0.3, "lr": 0.02}),
     ],
 )
-def test_the_settings_reach_every_optimizer_that_knows_them(names, setting, expected):
+def test_the_settings_reach_every_optimizer_that_has_them(names, setting, expected):
     for name in names.split():
         group = build_optimizer(_net(), TrainConfig(optimizer=name, **setting), CPU).param_groups[0]
         assert {key: group[key] for key in expected} == expected, name
 
 
-def test_muon_gives_its_settings_to_both_of_its_parts():
+def test_muon_passes_its_settings_to_both_of_its_parts():
     config = TrainConfig(optimizer="muon", momentum=0.7, beta1=0.8, beta2=0.95, lr=0.02)
     groups = {group["name"]: group for group in build_optimizer(_net(), config, CPU).param_groups}
     assert (groups["muon"]["use_muon"], groups["muon"]["momentum"]) == (True, 0.7)
@@ -279,7 +279,7 @@ def test_muon_gives_its_settings_to_both_of_its_parts():
     assert {group["lr"] for group in groups.values()} == {0.02}
 
 
-def test_lookahead_follows_each_so_many_steps():
+def test_lookahead_synchronizes_every_k_steps():
     config = TrainConfig(optimizer="lookahead", base_optimizer="sgd", lookahead_steps=3, lookahead_alpha=0.25, lr=0.1)
     fast = TrainConfig(optimizer="sgd", lr=0.1)
     x, y = _task()
@@ -303,6 +303,6 @@ def test_lookahead_follows_each_so_many_steps():
         ("adagrad", "foreach"),
     ],
 )
-def test_torchs_optimizers_take_all_parameters_in_one_kernel(name, kernel):
+def test_optimizers_of_torch_use_fused_or_foreach_kernels(name, kernel):
     optimizer = build_optimizer(_net(), TrainConfig(optimizer=name), CPU)
     assert {group[kernel] for group in optimizer.param_groups} == {True}

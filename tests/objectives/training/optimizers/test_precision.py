@@ -29,7 +29,7 @@ def test_bf16_runs_without_a_scaler_and_the_loss_is_in_fp32(objective_with):
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
 
 
-def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
+def test_a_step_that_loss_scaling_skips_changes_no_state(wine):
     run = built(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
     take_step(run, range(8))
     handle = run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
@@ -54,7 +54,7 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "sam"])
-def test_a_first_step_that_is_skipped_leaves_nothing_behind(wine, optimizer):
+def test_a_skipped_first_step_leaves_no_optimizer_state(wine, optimizer):
     """Optimizers make their state at the first step, and some by memory that only a step that runs fills."""
     settings = {"optimizer": optimizer, "base_optimizer": "sgd", "precision": "fp16", "lr": 0.1}
     skipping, plain = (built(wine, **settings) for _ in range(2))
@@ -72,7 +72,7 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(wine, optimizer):
     torch.testing.assert_close(weights_of(skipping), weights_of(plain), rtol=1e-2, atol=1e-3)
 
 
-def test_the_state_of_loss_scaling_is_kept(wine):
+def test_the_state_of_loss_scaling_is_saved(wine):
     run = built(wine, precision="fp16")
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_the_state_of_loss_scaling_is_kept(wine):
     assert other.guard.skipped == 3
 
 
-def test_skipping_without_end_is_a_divergence(wine):
+def test_endless_skipping_of_steps_is_a_divergence(wine):
     run = built(wine, precision="fp16")
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
     for _ in range(9):
@@ -99,7 +99,7 @@ def test_fp16_learns(wine):
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_the_gradient_under_loss_scaling_is_the_true_one(wine):
+def test_the_gradient_under_loss_scaling_is_unscaled(wine):
     """AdamW would hide a wrong scale: its steps do not depend on it. The norm does not hide it."""
     norms = [
         float(take_step(built(wine, precision=name, clip_grad_norm=None), range(40))[1]) for name in ("fp32", "fp16")
@@ -107,7 +107,7 @@ def test_the_gradient_under_loss_scaling_is_the_true_one(wine):
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-def test_scaling_saves_gradients_that_fp16_cannot_hold(objective_with):
+def test_loss_scaling_preserves_gradients_below_the_fp16_range(objective_with):
     """fp16 has no positive numbers below 6e-8. Loss scaling lifts the gradients above it."""
 
     class Faint(nn.CrossEntropyLoss):

@@ -27,7 +27,7 @@ def test_sam_over_micro_batches_equals_sam_over_one_batch(wine):
     assert float((weights_of(whole) - before).norm()) == pytest.approx(0.5 * 0.1, rel=0.1), "the step is clipped"
 
 
-def test_a_step_of_sam_that_loss_scaling_skips_moves_nothing(wine):
+def test_a_sam_step_that_loss_scaling_skips_changes_no_state(wine):
     run = _sam(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
     take_step(run, range(8))
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
@@ -39,7 +39,7 @@ def test_a_step_of_sam_that_loss_scaling_skips_moves_nothing(wine):
     assert not any("old_p" in state for state in run.optimizer.state.values())
 
 
-def test_sam_counts_a_batch_once_in_batch_norm(objective_with):
+def test_sam_updates_batch_norm_once_per_batch(objective_with):
     def model(_self, _config, _train):
         return nn.Sequential(nn.BatchNorm1d(13), nn.Linear(13, 3))
 

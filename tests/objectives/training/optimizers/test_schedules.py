@@ -43,7 +43,7 @@ def _first(config, **kwargs):
     return [rate for rate, _ in _rates(config, **kwargs)]
 
 
-def test_cosine_climbs_then_falls_along_the_formula():
+def test_cosine_warms_up_and_decays_by_its_formula():
     rates = _first(TrainConfig(lr=0.1, schedule="cosine", warmup_steps=8, min_lr_fraction=0.1))
     assert rates[:8] == pytest.approx([0.1 * (step + 1) / 8 for step in range(8)])
     fall = [0.1 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 32))) for step in range(32)]
@@ -51,12 +51,12 @@ def test_cosine_climbs_then_falls_along_the_formula():
     assert rates[-10:] == sorted(set(rates[-10:]), reverse=True), "no floor flattens the tail"
 
 
-def test_the_names_are_those_of_what_is_built():
+def test_the_names_are_those_that_can_be_built():
     assert {*_DECAYS, "one_cycle", "plateau"} == set(SCHEDULES), "these two are built apart"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_every_schedule_keeps_its_bounds_and_the_ratio_of_groups(name):
+def test_every_schedule_stays_in_bounds_and_keeps_the_ratio_of_groups(name):
     rates = _rates(TrainConfig(lr=0.1, schedule=name, warmup_fraction=0.1))
     assert all(0 < rate <= 0.1 + 1e-12 for rate, _ in rates)
     assert max(rate for rate, _ in rates) == pytest.approx(0.1, rel=0.05)
@@ -71,7 +71,7 @@ def test_a_decaying_schedule_ends_low(name):
     assert _first(TrainConfig(lr=0.1, schedule=name))[-1] < 0.01
 
 
-def test_one_cycle_is_that_of_torch():
+def test_one_cycle_equals_that_of_torch():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS, cycle_momentum=False)
     expected = []
@@ -83,19 +83,19 @@ def test_one_cycle_is_that_of_torch():
     assert _first(TrainConfig(lr=0.1, schedule="one_cycle")) == pytest.approx(expected)
 
 
-def test_constant_stays():
+def test_the_constant_schedule_is_constant():
     assert set(_first(TrainConfig(lr=0.1, schedule="constant", warmup_fraction=0.0))) == {0.1}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_short_runs_and_steps_past_the_end_do_no_harm(name, steps):
+def test_schedules_work_for_short_runs_and_steps_past_the_end(name, steps):
     rates = _first(TrainConfig(lr=0.1, schedule=name, warmup_steps=100), steps=steps, extra=3)
     assert all(0 <= rate <= 0.1 + 1e-12 for rate in rates)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_a_resumed_schedule_goes_on_exactly(name):
+def test_a_resumed_schedule_continues_exactly(name):
     config = TrainConfig(lr=0.1, schedule=name, warmup_fraction=0.2)
     whole = _first(config)
 
@@ -119,7 +119,7 @@ def test_a_resumed_schedule_goes_on_exactly(name):
     assert rest == whole[13:]
 
 
-def test_step_is_that_of_torch_in_epochs():
+def test_step_equals_that_of_torch_in_epochs():
     config = TrainConfig(lr=0.1, schedule="step", decay_factor=0.5, decay_epochs=3, warmup_fraction=0.0)
     expected = _torchs(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=12, gamma=0.5))
     assert _first(config, epoch_steps=4) == pytest.approx(expected)
@@ -127,7 +127,7 @@ def test_step_is_that_of_torch_in_epochs():
     assert thirds == pytest.approx([0.1] * 12 + [0.01] * 12 + [0.001] * 12)
 
 
-def test_polynomial_is_that_of_torch_with_a_rate_to_end_at():
+def test_polynomial_equals_that_of_torch_with_a_final_rate():
     config = TrainConfig(lr=0.1, schedule="polynomial", power=2.5, warmup_fraction=0.0)
     theirs = _torchs(lambda optimizer: lr_scheduler.PolynomialLR(optimizer, STEPS, power=2.5))
     assert _first(config) == pytest.approx(theirs)
@@ -135,13 +135,13 @@ def test_polynomial_is_that_of_torch_with_a_rate_to_end_at():
     assert _first(floored) == pytest.approx([0.02 + 0.8 * rate for rate in theirs])
 
 
-def test_cosine_restarts_are_those_of_torch():
+def test_cosine_restarts_equal_those_of_torch():
     config = TrainConfig(lr=0.1, schedule="cosine_restarts", cycles=4, warmup_fraction=0.0)
     expected = _torchs(lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=10))
     assert _first(config) == pytest.approx(expected)
 
 
-def test_a_cosine_warm_up_climbs_from_above_nothing():
+def test_a_cosine_warm_up_starts_above_zero():
     rates = _first(TrainConfig(lr=0.1, schedule="constant", warmup="cosine", warmup_steps=8))
     assert rates[:8] == pytest.approx([0.05 * (1 - math.cos(math.pi * (step + 1) / 8)) for step in range(8)])
     assert rates[0] > 0
@@ -171,7 +171,7 @@ def _plateau(values, maximize, config, resume_at=None):
 
 
 @pytest.mark.parametrize("maximize", [True, False])
-def test_plateau_falls_when_the_metric_stands_still_in_its_direction(maximize):
+def test_plateau_lowers_the_rate_if_the_metric_does_not_improve(maximize):
     sign = 1 if maximize else -1
     values = [sign * value for value in (1, 2, 3, 3, 3, 3, 3, 4, 5)]
     config = TrainConfig(lr=0.1, schedule="plateau", decay_factor=0.5, plateau_patience=1, warmup_fraction=0.0)
@@ -181,7 +181,7 @@ def test_plateau_falls_when_the_metric_stands_still_in_its_direction(maximize):
         assert _plateau(values, maximize, config, resume_at=epoch) == rates
 
 
-def test_plateau_climbs_first_and_has_a_floor():
+def test_plateau_warms_up_first_and_has_a_minimum():
     config = TrainConfig(
         lr=0.1, schedule="plateau", decay_factor=0.1, plateau_patience=0, warmup_steps=8, min_lr_fraction=0.05
     )
@@ -197,16 +197,16 @@ def test_plateau_climbs_first_and_has_a_floor():
         ({"schedule": "cosine_restarts", "cycles": 41}, "cycles 41 is more than the 40 steps"),
     ],
 )
-def test_a_schedule_longer_than_the_run_is_refused(settings, message):
+def test_a_schedule_longer_than_the_run_is_rejected(settings, message):
     with pytest.raises(ObjectiveError, match=message):
         check_length(TrainConfig(**settings), total_steps=40, epoch_steps=4)
 
 
-def test_what_is_not_used_is_not_checked_against_the_run():
+def test_unused_schedule_settings_are_not_checked_against_the_run():
     check_length(TrainConfig(decay_epochs=99, cycles=99), total_steps=40, epoch_steps=4)
 
 
-def test_a_run_gives_the_plateau_its_metric_each_epoch(wine):
+def test_a_run_passes_the_metric_of_each_epoch_to_plateau(wine):
     config = TrainConfig(
         lr=1e-9, schedule="plateau", decay_factor=0.5, plateau_patience=0, warmup_fraction=0.0, weight_decay=0.0
     )
@@ -224,7 +224,7 @@ def test_linear_and_exponential_follow_their_formulas():
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_no_schedule_touches_what_is_not_the_rate(name):
+def test_schedules_change_only_the_learning_rate(name):
     """torch's OneCycleLR cycles the first beta by default."""
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, betas=(0.85, 0.99))
     schedule = build_schedule(optimizer, TrainConfig(lr=0.1, schedule=name), STEPS)
@@ -239,7 +239,7 @@ def test_no_schedule_touches_what_is_not_the_rate(name):
     ("settings", "steps"),
     [({"gradient_accumulation_steps": 2}, 3), ({"gradient_accumulation_steps": 4, "drop_last": False}, 2)],
 )
-def test_a_run_is_laid_out_over_the_steps_that_are_really_taken(wine, settings, steps):
+def test_a_schedule_spans_the_actual_optimizer_steps(wine, settings, steps):
     """106 samples in batches of 16: six or seven micro-batches, so three or two optimizer steps an epoch."""
     config = TrainConfig(lr=0.1, schedule="linear", warmup_fraction=0.0, batch_size=16, **settings)
     history = Trainer(wine, config, epochs=4, seed=0).fit().history
@@ -247,7 +247,7 @@ def test_a_run_is_laid_out_over_the_steps_that_are_really_taken(wine, settings, 
     assert [record.metrics["lr"] for record in history] == pytest.approx(last_of_each)
 
 
-def test_a_step_schedule_falls_between_epochs_of_a_run(wine):
+def test_a_step_schedule_lowers_the_rate_between_epochs(wine):
     config = TrainConfig(
         lr=0.1, schedule="step", decay_epochs=2, warmup_fraction=0.0, batch_size=16, gradient_accumulation_steps=2
     )
@@ -276,7 +276,7 @@ class _Count:
 
 
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
-def test_a_run_tells_the_plateau_which_way_is_better(objective_with, direction):
+def test_a_run_passes_the_direction_of_the_metric_to_plateau(objective_with, direction):
     config = TrainConfig(lr=0.1, schedule="plateau", plateau_patience=0, warmup_fraction=0.0, batch_size=16)
     rates = {}
     for sign in (1, -1):
@@ -289,6 +289,6 @@ def test_a_run_tells_the_plateau_which_way_is_better(objective_with, direction):
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_past_its_end_no_schedule_climbs_again(name):
+def test_no_schedule_raises_the_rate_past_its_end(name):
     rates = _first(TrainConfig(lr=0.1, schedule=name), extra=STEPS)
     assert max(rates[STEPS:]) <= rates[STEPS - 1]

@@ -132,7 +132,7 @@ def ranked(request):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_ranks_train_what_one_process_does(name, alone, ranked):
+def test_training_on_ranks_equals_one_process(name, alone, ranked):
     expected = alone[0][name]
     for found, _ in ranked:
         numbers, weights = apart(found[name], expected)
@@ -142,7 +142,7 @@ def test_ranks_train_what_one_process_does(name, alone, ranked):
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_ranks_judge_halves_as_one_process_does(name, alone, ranked):
+def test_evaluation_in_halves_on_ranks_equals_one_process(name, alone, ranked):
     expected, found = alone[1][name], ranked[0][1][name]
     assert found.value == pytest.approx(expected.value, abs=1e-6)
     assert found.error == pytest.approx(expected.error, abs=1e-5)

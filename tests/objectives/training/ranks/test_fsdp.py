@@ -236,7 +236,7 @@ def four(tmp_path_factory, alone, two):
 
 
 @pytest.mark.parametrize(("world", "name"), [*((2, name) for name in RUNS), *((4, name) for name in ON_FOUR)])
-def test_ranks_with_a_part_each_train_what_one_process_does(name, world, alone, two, four):
+def test_fsdp_training_equals_one_process(name, world, alone, two, four):
     first, *others = two[1] if world == 2 else four
     expected = alone[1][name]
     numbers, weights = apart(first[name], expected)
@@ -247,27 +247,27 @@ def test_ranks_with_a_part_each_train_what_one_process_does(name, world, alone, 
     assert expected[0][0] != expected[0][-1]  # it learnt something
 
 
-def test_muon_makes_of_parts_what_it_makes_of_whole_gradients(two):
+def test_muon_on_shards_equals_muon_on_full_gradients(two):
     """Its bfloat16 enlarges how a sum over ranks is rounded: what it comes to is compared on as many of them."""
     numbers, weights = apart(*two[1][0]["muon"])
     assert numbers < 1e-6, numbers
     assert weights < 1e-5, weights
 
 
-def test_a_rank_holds_its_part(two):
+def test_each_rank_holds_only_its_shard(two):
     total = sum(parameter.numel() for parameter in WideSides().model(None, None).parameters())
     held = [found["held"] for found in two[1]]
     assert sum(held) == total
     assert max(held) < 0.6 * total
 
 
-def test_compiled_it_trains_the_same_or_says_that_it_is_not(alone, two):
+def test_compiled_fsdp_training_is_equal_or_marked_not_exact(alone, two):
     note, losses = two[1][0]["compiled"]
     assert note is None or note.startswith("not compiled: ")
     assert losses == pytest.approx([epoch["val_loss"] for epoch in alone[1]["ema"][0]], abs=1e-5)
 
 
-def test_norms_of_layers_are_those_of_whole_gradients(alone, two):
+def test_layer_norms_of_gradients_are_those_of_full_gradients(alone, two):
     found, expected = two[1][0]["noted"], alone[1]["noted"]
     assert len(found) == len(expected) > 1
     for one, other in zip(found, expected, strict=True):
@@ -284,7 +284,7 @@ def form(value):
     return [form(inner) for inner in value] if isinstance(value, list) else type(value)
 
 
-def test_a_checkpoint_of_ranks_has_the_form_of_one_process(alone, two):
+def test_a_checkpoint_of_ranks_has_the_format_of_one_process(alone, two):
     found, expected = (checkpoint.read(folder / "after" / "last.pt") for folder in (two[0], alone[0]))
     for part in ("model", "optimizer", "average"):
         assert form(found[part]) == form(expected[part]), part
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_ranks_has_the_form_of_one_process(alone, two):
 @pytest.mark.parametrize(
     ("of", "where", "world"), [("two", "after", 1), ("two", "within", 1), *((*r, 4) for r in RESUMED)]
 )
-def test_what_was_left_goes_on_on_any_number_of_ranks(of, where, world, alone, two, four, tmp_path):
+def test_a_stopped_fsdp_run_resumes_on_any_number_of_ranks(of, where, world, alone, two, four, tmp_path):
     found = resume(copied(two[0] / where, tmp_path / where)) if world == 1 else four[0][of, where]
     expected = alone[1]["ema"]
     for epoch, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
@@ -304,7 +304,7 @@ def test_what_was_left_goes_on_on_any_number_of_ranks(of, where, world, alone, t
     assert max(abs(found[1][key] - weight).max() for key, weight in expected[1].items()) < 1e-5
 
 
-def test_the_model_of_a_run_on_ranks_is_served_as_any_other(two):
+def test_the_model_of_a_run_on_ranks_can_be_served(two):
     _, weights, _, best, _ = two[1][0]["ema"]
     fresh = WideSides().model(None, None)
     fresh.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
@@ -317,7 +317,7 @@ def test_the_model_of_a_run_on_ranks_is_served_as_any_other(two):
     subprocess.run([sys.executable, "-c", load, two[0] / "model.pt2", two[0] / "expected.pt"], check=True)
 
 
-def test_what_cannot_be_sharded_is_refused_in_a_line(two):
+def test_a_model_that_cannot_be_sharded_is_rejected_in_one_line(two):
     for found in two[1]:
         said = found["refused"]
         assert "Change scale to a 1D tensor" in said["scalar"]
@@ -336,7 +336,7 @@ def test_what_cannot_be_sharded_is_refused_in_a_line(two):
         ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload=True needs strategy='fsdp'"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused_in_a_line(settings, said):
+def test_incompatible_settings_are_rejected_in_one_line(settings, said):
     with pytest.raises(ObjectiveError, match=said) as refusal:
         TrainConfig(**{"strategy": "fsdp", **settings})
     assert "\n" not in str(refusal.value)

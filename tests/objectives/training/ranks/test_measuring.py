@@ -40,7 +40,7 @@ NAMES = ("latency_ms", "model_mb", "parameters")
 
 
 @pytest.mark.slow
-def test_ranks_have_what_rank_0_measured_also_where_they_go_on(tmp_path):
+def test_all_ranks_have_the_model_metrics_of_rank_0_also_after_a_resume(tmp_path):
     (stopped, sizes_then), (whole, _) = (first := on_ranks(2, _ddp, tmp_path))[0]
     assert first[1][0][0] == stopped
     assert first[1][1][0] == whole
@@ -61,7 +61,7 @@ def _fsdp(ranks):
 
 
 @pytest.mark.slow
-def test_of_a_model_in_parts_sizes_are_of_the_whole_and_latency_is_refused():
+def test_a_sharded_model_has_full_sizes_and_no_latency():
     ((history, whole), said), ((others, _), also) = on_ranks(2, _fsdp)
     assert history == others
     assert {name: history[0][name] for name in whole} == whole

@@ -29,14 +29,14 @@ def agree(ranks):
     )
 
 
-def test_what_ranks_agree_on():
+def test_collective_operations_of_ranks():
     first, second = on_ranks(2, agree)
     assert first == ([2.0, 1.0], 0, [0, 1], [[0.0, 0.0], [0]], [torch.tensor([0.5])], [0, 2, 4])
     assert second[:-1] == first[:-1]
     assert second[-1] == [1, 3]
 
 
-def test_a_process_alone_agrees_with_itself():
+def test_collective_operations_of_a_single_process():
     assert agree(SINGLE_PROCESS)[:3] == ([1.0, 0.0], 0, [0])
     with SINGLE_PROCESS.fail_together():
         assert SINGLE_PROCESS.run_on_rank_zero(lambda: 3) == 3
@@ -87,7 +87,7 @@ def wrapped(ranks):
         raise ObjectiveError(f"my loop: {error}") from error
 
 
-def test_ranks_fail_by_the_reason_of_the_one_that_failed_and_go_on():
+def test_all_ranks_raise_the_error_of_the_failed_rank_and_can_continue():
     first, second = on_ranks(2, failures)
     for wait in ("sum", "tell", "nothing"):
         assert second[wait][:2] == ("ObjectiveError", "no such layer")
@@ -113,7 +113,7 @@ def lose(ranks):
         return str(error)
 
 
-def test_a_rank_that_is_gone_ends_the_others():
+def test_a_lost_rank_ends_the_others():
     with pytest.raises(AssertionError) as died:
         on_ranks(2, lambda ranks: pytest.fail(lose(ranks)))
     assert "another rank exited or did not answer" in str(died.value)
@@ -137,7 +137,7 @@ def diverge(ranks):
     return caught(ranks, lambda _: Trainer(Diverging(), UNEVEN, epochs=30, seed=0).fit(), lambda _: None)
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all_at_the_same_step():
+def test_a_non_finite_loss_on_one_rank_ends_all_at_the_same_step():
     first, second = on_ranks(2, diverge)
     assert first[:2] == second[:2]
     assert first[0] == "NonFiniteError"
@@ -154,7 +154,7 @@ def stop_early(ranks, folder):
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_run_of_two_ranks_goes_on_on_another_number(tmp_path, world):
+def test_a_run_of_two_ranks_resumes_on_another_number(tmp_path, world):
     assert on_ranks(2, stop_early, tmp_path) == ["stopped", "stopped"]
     found = keep(SINGLE_PROCESS, tmp_path, 4) if world == 1 else on_ranks(world, keep, tmp_path, 4)[0]
     numbers, weights = apart(found, keep(SINGLE_PROCESS, tmp_path / "alone", 4))
@@ -169,7 +169,7 @@ def rates(ranks, scaling):
     return Trainer(Sides(), config, epochs=1, seed=0).fit().history[0].metrics["lr"]
 
 
-def test_the_rate_grows_with_the_number_of_devices_where_it_is_told_to():
+def test_the_learning_rate_scales_with_the_number_of_devices_on_request():
     assert on_ranks(2, lambda ranks: [rates(ranks, s) for s in ("none", "linear", "sqrt")])[0] == pytest.approx(
         [0.01, 0.02, 0.01 * math.sqrt(2)]
     )
@@ -184,7 +184,7 @@ def other_data(ranks):
     return caught(ranks, lambda _: Trainer(Other(), UNEVEN, epochs=1, seed=0).fit(), lambda _: None)
 
 
-def test_data_that_differ_between_ranks_are_refused():
+def test_data_that_differ_between_ranks_are_rejected():
     (first, _) = on_ranks(2, other_data)
     assert first[:2] == (
         "ObjectiveError",
@@ -210,7 +210,7 @@ def fail_in_step(ranks):
     return caught(ranks, lambda _: Trainer(Failing(), UNEVEN, epochs=2, seed=0).fit(), lambda _: None)
 
 
-def test_a_rank_that_fails_in_its_step_keeps_no_other_waiting():
+def test_a_rank_that_fails_in_its_step_blocks_no_other():
     """Whatever the failed step held of its connections: they are closed long before a collective's time is up."""
     first, second = on_ranks(2, fail_in_step, timeout=3600.0)
     assert first[:2] == ("RankError", "KeyError: 'no such layer' (on rank 1)")
@@ -225,7 +225,7 @@ def close_connections(ranks):
     return caught(ranks, close, lambda _: None), ranks.all_gather_object(ranks.rank)
 
 
-def test_a_loop_that_closes_the_connections_is_told_and_the_next_has_new_ones():
+def test_a_loop_that_closes_the_process_group_is_an_error_and_the_next_works():
     for closed, after in on_ranks(2, close_connections):
         assert closed[0] == "ObjectiveError"
         assert "destroy_process_group()" in closed[1]

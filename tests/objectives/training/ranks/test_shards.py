@@ -83,7 +83,7 @@ def assert_same(found, expected, where):
 
 @pytest.mark.parametrize("where", LEFT)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_it_is_resumed_on_any_number_of_ranks(world, where, two, undisturbed):
+def test_a_sharded_checkpoint_resumes_on_any_number_of_ranks(world, where, two, undisturbed):
     folder, found = two
     if world == 1:
         result = fit(folder / "one" / where)
@@ -98,7 +98,7 @@ def test_it_is_resumed_on_any_number_of_ranks(world, where, two, undisturbed):
     assert_same(result, undisturbed, where)
 
 
-def test_a_checkpoint_names_the_part_of_each_rank(two):
+def test_a_sharded_checkpoint_names_the_shard_of_each_rank(two):
     run_dir = two[0] / "torn" / "after"
     state = checkpoint.read(run_dir / "last.pt")
     assert all(tensor.is_meta for tensor in state["model"].values())
@@ -112,7 +112,7 @@ def test_a_checkpoint_names_the_part_of_each_rank(two):
 
 
 @pytest.mark.parametrize("how", ["torn", "changed", "gone"])
-def test_a_part_that_cannot_be_trusted_costs_its_checkpoint_alone(how, two, undisturbed, tmp_path, caplog):
+def test_an_invalid_shard_invalidates_only_its_checkpoint(how, two, undisturbed, tmp_path, caplog):
     run_dir = tmp_path / "after"
     shutil.copytree(two[0] / "torn" / "after", run_dir)
     last = checkpoint.read(run_dir / "last.pt")["shards"]["folder"]
@@ -140,7 +140,7 @@ class Touch:
         return (open, (str(self.path), "w"))
 
 
-def test_a_table_of_parts_is_no_code(two, tmp_path):
+def test_the_metadata_of_a_sharded_checkpoint_cannot_run_code(two, tmp_path):
     run_dir = tmp_path / "after"
     shutil.copytree(two[0] / "torn" / "after", run_dir)
     state = LocalSession(run_dir).restore()
@@ -170,7 +170,7 @@ def apart_at_first(ranks, folder, warned):
     return again, warned, state is not None and ("shards" in state, len(state["history"]))
 
 
-def test_ranks_that_share_no_disk_write_and_read_whole_tensors(two, undisturbed, tmp_path):
+def test_ranks_without_a_shared_disk_use_a_full_checkpoint(two, undisturbed, tmp_path):
     shutil.copytree(two[0] / "torn" / "after", tmp_path / "parts")
     (again, warned, state), _ = on_ranks(2, apart_at_first, tmp_path, [])
     assert state == (False, 2)

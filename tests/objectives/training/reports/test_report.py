@@ -23,7 +23,7 @@ def _section(text, title):
     return re.split(r"\n#+ ", text.partition(f"## {title}\n")[2])[0].strip()
 
 
-def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
+def test_the_report_lists_every_setting_with_its_description(objective_with, tmp_path):
     objective = objective_with(default_config=lambda _self: TrainConfig(lr=0.5, batch_size=16))
     _, text = _report(objective, tmp_path, TrainConfig(lr=0.02, batch_size=16))
     rows = _section(text, "Configuration").splitlines()[2:]
@@ -39,7 +39,7 @@ def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
     assert folded.endswith("\n\n</details>"), "a table within HTML wants a blank line on both sides"
 
 
-def test_plots_stand_where_the_text_speaks_of_them(wine, tmp_path):
+def test_plots_are_next_to_the_text_about_them(wine, tmp_path):
     _, text = _report(wine, tmp_path)
     assert _section(text, "Training and validation").endswith("\n\n![Learning curves](curves.png)")
     assert _section(text, "Instabilities").endswith("](gradients.png)")
@@ -49,7 +49,7 @@ def test_plots_stand_where_the_text_speaks_of_them(wine, tmp_path):
     assert "](" not in pruned
 
 
-def test_train_and_validation_are_judged_alike(wine, tmp_path):
+def test_training_and_validation_metrics_are_computed_alike(wine, tmp_path):
     """By the same weights, in evaluation mode: the losses while training are those of other weights."""
     config = TrainConfig(lr=0.02, batch_size=16)
     result, text = _report(wine, tmp_path, config)
@@ -72,7 +72,7 @@ def _wide(_self, _config, _train):
     return nn.Sequential(nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, 3))
 
 
-def test_overfitting_is_called_so(objective_with, tmp_path):
+def test_overfitting_is_reported(objective_with, tmp_path):
     memorising = objective_with(data=_random_labels, model=_wide)
     config = TrainConfig(lr=0.02, batch_size=16, schedule="constant", weight_decay=0.0)
     _, text = _report(memorising, tmp_path, config, epochs=12)
@@ -82,18 +82,18 @@ def test_overfitting_is_called_so(objective_with, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_alike_is_not_called_overfit(wine, tmp_path):
+def test_a_run_without_a_gap_is_not_reported_as_overfit(wine, tmp_path):
     _, text = _report(wine, tmp_path)
     assert "No large gap" in _section(text, "Training and validation")
 
 
-def test_underfitting_is_called_so(wine, tmp_path):
+def test_underfitting_is_reported(wine, tmp_path):
     _, text = _report(wine, tmp_path, TrainConfig(lr=1e-4, batch_size=16, schedule="constant"))
     assert "more epochs may improve it (underfit)" in text
 
 
 @pytest.mark.slow
-def test_a_loss_that_has_come_to_rest_is_not_called_underfit(wine, tmp_path):
+def test_a_converged_loss_is_not_reported_as_underfit(wine, tmp_path):
     """A rate that fades out lowers the loss to the last epoch, by less and less."""
     config = TrainConfig(optimizer="sgd", lr=0.1, batch_size=16, schedule="exponential", warmup_fraction=0.0)
     result, text = _report(wine, tmp_path, config, epochs=15)
@@ -117,7 +117,7 @@ def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_split_of_copies_is_flagged_by_its_curve(objective_with, tmp_path):
+def test_a_validation_split_of_copies_is_detected_from_its_curve(objective_with, tmp_path):
     """Each case is there ten times, with a noise that hides it from a comparison of bits."""
 
     def data(_self, seed):
@@ -141,7 +141,7 @@ def test_a_split_of_copies_is_flagged_by_its_curve(objective_with, tmp_path):
     assert "stayed within 1% of the training loss" in _section(text, "Possible leakage"), losses[-3:]
 
 
-def test_curves_that_track():
+def test_closely_parallel_curves_are_detected():
     falling = [2.0, 1.5, 1.0, 0.7]
     assert is_same_curve(falling, [value * 1.005 for value in falling])
     assert not is_same_curve(falling, [value * 1.05 for value in falling])
@@ -149,7 +149,7 @@ def test_curves_that_track():
     assert not is_same_curve(falling[:2], falling[:2])
 
 
-def test_instabilities_are_told(objective_with, tmp_path):
+def test_instabilities_are_reported(objective_with, tmp_path):
     class Dead(nn.Module):
         def __init__(self):
             super().__init__()
@@ -179,14 +179,14 @@ def _steps(*norms):
         ([50.0] * 10 + [0.1] * 10, False),
     ],
 )
-def test_a_gradient_explodes_by_what_it_was_in_this_run(wine, norms, told):
+def test_an_exploding_gradient_is_relative_to_earlier_ones_of_the_run(wine, norms, told):
     run = built(wine)
     result = fit(wine, epochs=1)
     found = list_instabilities(run, result, _steps(*norms))
     assert any("the gradient of `net` exploded" in line for line in found) == told
 
 
-def test_the_first_steps_do_not_outweigh_the_run(wine):
+def test_tiny_gradients_of_the_first_steps_do_not_flag_later_ones(wine):
     """A net that begins with next to no gradient, as residual branches do, and then is calm."""
     dense = [{"step": step, "grad_norm": 0.1, "layers": {"net": 1e-4}} for step in range(1, 20)]
     even = [{"step": 50 * step, "grad_norm": 9.0, "layers": {"net": 1.0}} for step in range(8)]
@@ -215,14 +215,14 @@ def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):
     assert "- 3 of 24 steps overflowed in fp16; skipped, loss scale halved" in text
 
 
-def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
+def test_a_jump_of_the_loss_is_reported(objective_with, tmp_path):
     config = TrainConfig(optimizer="sgd", lr=8.0, weight_decay=0.0, clip_grad_norm=None, warmup_fraction=0.9)
     _, text = _report(objective_with(), tmp_path, config, epochs=20)
     assert re.search(r"the training loss rose from \S+ to \S+ in epoch \d+", text)
 
 
 @pytest.mark.slow
-def test_the_smoke_test_is_quoted(wine, tmp_path):
+def test_the_report_quotes_the_smoke_test(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
     assert "Not run; `hpsearch smoke` overfits one batch." in before
     run_smoke_test(wine).write(tmp_path / "b")
@@ -235,13 +235,13 @@ def test_the_smoke_test_is_quoted(wine, tmp_path):
 
 
 @pytest.mark.slow
-def test_checkpoints_are_named(wine, tmp_path):
+def test_the_report_names_the_checkpoints(wine, tmp_path):
     _, text = _report(wine, tmp_path)
     assert f"- best, for promotion: `{tmp_path / 'best.pt'}`" in text
     assert f"- last, for resuming: `{tmp_path / 'last.pt'}`" in text
 
 
-def test_the_flow_of_gradients_is_drawn_from_the_noted_steps(wine, tmp_path):
+def test_the_gradient_flow_is_plotted_from_the_logged_steps(wine, tmp_path):
     _report(wine, tmp_path)
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
@@ -251,7 +251,7 @@ def test_the_flow_of_gradients_is_drawn_from_the_noted_steps(wine, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_share_of_the_largest_class_stands_beside_the_accuracy(objective_with, tmp_path):
+def test_the_share_of_the_largest_class_is_reported_with_the_accuracy(objective_with, tmp_path):
     def data(_self, seed):
         torch.manual_seed(seed)
         return Splits.make(torch.randn(200, 13), (torch.arange(200) % 10 == 0).long(), seed=seed)

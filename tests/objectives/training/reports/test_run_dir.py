@@ -15,7 +15,7 @@ from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
 
-def test_the_files_of_a_run(wine, tmp_path):
+def test_a_run_dir_has_the_documented_files(wine, tmp_path):
     session = Memory()
     config = TrainConfig(lr=0.02, model={"width": 4})
     result = fit(wine, config, session=session, run_dir=tmp_path, split_seed=3)
@@ -36,7 +36,7 @@ def test_the_files_of_a_run(wine, tmp_path):
     assert "completed: best epoch" in log
 
 
-def test_a_local_run_keeps_checkpoints_in_its_directory(wine, tmp_path):
+def test_a_local_run_saves_checkpoints_in_its_run_dir(wine, tmp_path):
     result = fit(wine, run_dir=tmp_path)
     assert (result.best_path, result.last_path) == (tmp_path / "best.pt", tmp_path / "last.pt")
     state = checkpoint.read(result.last_path)
@@ -45,7 +45,7 @@ def test_a_local_run_keeps_checkpoints_in_its_directory(wine, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_run_in_an_old_directory_keeps_no_old_numbers(wine, tmp_path):
+def test_a_new_run_in_an_old_run_dir_replaces_its_metrics(wine, tmp_path):
     for lr in (0.1, 0.001):  # these sessions restore nothing
         result = fit(wine, TrainConfig(lr=lr), session=Memory(), run_dir=tmp_path, epochs=2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -53,14 +53,14 @@ def test_a_new_run_in_an_old_directory_keeps_no_old_numbers(wine, tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["config"]["lr"] == 0.001
 
 
-def test_nothing_is_written_without_a_place(wine, tmp_path, monkeypatch):
+def test_nothing_is_written_without_a_run_dir(wine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = fit(wine)
     assert list(tmp_path.iterdir()) == []
     assert (result.best_path, result.last_path) == (None, None)
 
 
-def test_a_command_line_is_kept_without_its_passwords(wine, tmp_path, monkeypatch):
+def test_the_command_line_is_stored_without_passwords(wine, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["run", "--storage-url", "postgresql://bob:hunter2@db/optuna"])
     fit(wine, run_dir=tmp_path, epochs=1)
     text = (tmp_path / "config.yaml").read_text()
@@ -76,7 +76,7 @@ def test_curves_mark_the_best_epoch(wine, tmp_path):
     assert path.read_bytes() != plain.read_bytes()
 
 
-def test_a_plot_has_nothing_of_the_one_before(tmp_path, monkeypatch):
+def test_a_plot_contains_nothing_of_the_previous_one(tmp_path, monkeypatch):
     """A process draws on the same figures again: with other ranges, without a best epoch or a training curve."""
 
     def drawn(name, epochs, scale, best):
@@ -92,7 +92,7 @@ def test_a_plot_has_nothing_of_the_one_before(tmp_path, monkeypatch):
     assert after == drawn("alone", 4, 0.01, None)
 
 
-def test_without_matplotlib_a_run_ends_well_and_says_so(wine, tmp_path, monkeypatch):
+def test_a_run_without_matplotlib_completes_with_a_remark(wine, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "_drawn", threading.local())  # where an earlier run of this process left figures
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -103,7 +103,7 @@ def test_without_matplotlib_a_run_ends_well_and_says_so(wine, tmp_path, monkeypa
     assert "no plots: matplotlib" in (tmp_path / "train.log").read_text()
 
 
-def test_a_run_goes_on_without_the_files_that_cannot_be_written(wine, tmp_path):
+def test_a_run_continues_if_files_cannot_be_written(wine, tmp_path):
     class Full(Memory):
         def report(self, record):
             for name in ("metrics.jsonl", "steps.jsonl", "report.md"):
@@ -120,7 +120,7 @@ def test_a_run_goes_on_without_the_files_that_cannot_be_written(wine, tmp_path):
     assert "the report cannot be written" in log
 
 
-def test_a_trial_that_was_lost_leaves_no_number(wine, tmp_path):
+def test_a_lost_trial_writes_no_metrics(wine, tmp_path):
     class LostError(Exception):
         pass
 

@@ -28,7 +28,7 @@ def _same(found):
     }
 
 
-def test_a_round_trip_and_plain_torch_reads_it_too(tmp_path):
+def test_a_checkpoint_round_trips_and_torch_load_reads_it(tmp_path):
     path = tmp_path / "deep" / "a.pt"
     checkpoint.write(path, STATE)
     _same(checkpoint.read(path))
@@ -36,14 +36,14 @@ def test_a_round_trip_and_plain_torch_reads_it_too(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
-def test_without_syncing_the_file_is_whole_all_the_same(tmp_path):
+def test_a_checkpoint_without_fsync_is_complete(tmp_path):
     session = LocalSession(tmp_path, synced=False)
     session.save(STATE, best=False)
     _same(session.restore())
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_any_changed_byte_is_noticed(tmp_path):
+def test_any_changed_byte_is_detected(tmp_path):
     path = tmp_path / "a.pt"
     checkpoint.write(path, STATE)
     good = path.read_bytes()
@@ -57,7 +57,7 @@ def test_any_changed_byte_is_noticed(tmp_path):
             checkpoint.read(path)
 
 
-def test_a_torn_file_is_refused(tmp_path):
+def test_a_torn_file_is_rejected(tmp_path):
     path = tmp_path / "a.pt"
     checkpoint.write(path, STATE)
     good = path.read_bytes()
@@ -86,13 +86,13 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path):
     assert not trap.exists()
 
 
-def test_what_is_not_a_state_is_refused(tmp_path):
+def test_a_file_without_a_state_is_rejected(tmp_path):
     checkpoint.write(tmp_path / "a.pt", [1, 2])
     with pytest.raises(CheckpointError, match="not a checkpoint: it holds a list"):
         checkpoint.read(tmp_path / "a.pt")
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "a.pt"
     checkpoint.write(path, STATE)
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
@@ -119,7 +119,7 @@ while True:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 5, 9])
-def test_a_kill_in_the_middle_of_writing_leaves_a_whole_state(zygote, tmp_path, writes):
+def test_a_kill_during_a_write_leaves_a_complete_state(zygote, tmp_path, writes):
     process = zygote.python(WRITER, tmp_path)
     ready, *numbers = process.lines(writes + 2)
     assert ready == "ready"
@@ -141,7 +141,7 @@ def _state(number):
     return {**about, "optimizer": {}, "best": {"epoch": number, "value": 1.0, "metrics": {}, "model": {}}}
 
 
-def test_a_session_falls_back_to_the_state_before(tmp_path, caplog):
+def test_a_session_falls_back_to_the_previous_state(tmp_path, caplog):
     session = LocalSession(tmp_path)
     assert session.restore() is None
     for number in range(3):
@@ -158,7 +158,7 @@ def test_a_session_falls_back_to_the_state_before(tmp_path, caplog):
     assert session.restore() is None
 
 
-def test_metrics_are_appended_once_and_a_torn_line_is_mended(tmp_path):
+def test_metrics_are_appended_once_and_a_torn_line_is_repaired(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     records = [EpochRecord(epoch, 100.0 + epoch, {"val_loss": 0.5, "odd": float("nan")}) for epoch in range(3)]
@@ -184,7 +184,7 @@ def test_a_logged_file_is_kept(tmp_path):
     assert (tmp_path / "run" / "elsewhere.txt").read_text() == "x"
 
 
-def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_a_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     """A crash of the machine must not leave the name on an empty file, nor lose the name."""
     done = []
     fsync, replace = os.fsync, Path.replace
@@ -203,7 +203,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert done == ["file", "whole renamed", "folder"]
 
 
-def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path):
+def test_only_leftovers_of_killed_writes_are_removed(tmp_path):
     session = LocalSession(tmp_path)
     session.save(_state(1), best=True)
     for name in (".last.pt.4711.tmp", ".best.pt.4712.tmp", "notes.tmp"):

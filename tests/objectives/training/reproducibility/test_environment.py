@@ -43,14 +43,14 @@ def _train(folder, run_dir):
     return yaml.safe_load((run_dir / "config.yaml").read_text())["environment"]
 
 
-def test_a_clean_source_is_its_commit(repository, tmp_path):
+def test_a_clean_source_is_recorded_as_its_commit(repository, tmp_path):
     folder, sha = repository
     found = _train(folder, tmp_path / "run")
     assert (found["git_sha"], found["git_dirty"]) == (sha, False)
     assert not (tmp_path / "run" / "changes.diff").exists()
 
 
-def test_changes_are_kept_as_text_that_git_applies_without_passwords(repository, tmp_path):
+def test_uncommitted_changes_are_stored_as_a_patch_without_passwords(repository, tmp_path):
     folder, sha = repository
     source = SOURCE.replace("epochs = 2", "epochs = 3") + "\nURL = 'postgresql://bob:hunter2@db/optuna'\n"
     (folder / "mine.py").write_text(source)
@@ -69,7 +69,7 @@ def _author():
     return {f"{name}_NAME": "a" for name in names} | {f"{name}_EMAIL": "a@example.org" for name in names}
 
 
-def test_a_diff_is_bounded(repository):
+def test_the_size_of_a_stored_diff_is_limited(repository):
     folder, _ = repository
     (folder / "mine.py").write_text("x = 1\n" * 400_000)
     diff = git_diff(folder)
@@ -77,11 +77,11 @@ def test_a_diff_is_bounded(repository):
     assert "is left out]" in diff
 
 
-def test_outside_of_git_there_is_none(tmp_path):
+def test_outside_of_git_no_commit_is_recorded(tmp_path):
     assert git_diff(tmp_path) == ""
 
 
-def test_what_a_run_ran_on_is_kept(wine, tmp_path):
+def test_the_environment_of_a_run_is_stored(wine, tmp_path):
     Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
     found = yaml.safe_load((tmp_path / "config.yaml").read_text())["environment"]
     for library in ("torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer"):
@@ -99,7 +99,7 @@ MATTERS = ("torch", "numpy", "pytorch-optimizer", "device_name", "machine", "thr
 
 
 @pytest.mark.parametrize("name", MATTERS)
-def test_a_resume_elsewhere_is_not_exact(wine, name):
+def test_a_resume_in_another_environment_is_marked_not_exact(wine, name):
     state, run = built(wine).state_dict(), built(wine)
     restore(run, state)
     assert run.notes == []

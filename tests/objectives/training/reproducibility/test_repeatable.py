@@ -16,7 +16,7 @@ from hpsearch.objectives.training.reproducibility.seeds import seeded, set_seed
 from tests.objectives.training.support import fit
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not(wine):
+def test_equal_seeds_give_equal_runs_and_different_ones_do_not(wine):
     def losses(**settings):
         return [record.metrics["val_loss"] for record in fit(wine, **settings).history]
 
@@ -28,7 +28,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(wine):
     assert fit(wine, seed=1, split_seed=0).split_hash == fit(wine).split_hash != fit(wine, seed=1).split_hash
 
 
-def test_initial_weights_follow_the_seed_and_the_split_the_study(wine):
+def test_initial_weights_depend_on_the_seed_and_the_split_on_the_study(wine):
     def built(seed, split_seed):
         config, cpu = TrainConfig(), torch.device("cpu")
         run, _ = build(wine, config, RunPlan(1, seed, split_seed), device=cpu)
@@ -42,7 +42,7 @@ def test_initial_weights_follow_the_seed_and_the_split_the_study(wine):
     assert same(built(0, 0), built(1, 0)) == (False, True)
 
 
-def test_data_that_draws_from_a_global_generator_is_split_the_same(objective_with):
+def test_data_that_use_a_global_generator_are_repeatable(objective_with):
     def data(_self, _seed):
         order = torch.randperm(60).numpy() + np.random.permutation(60)
         return Splits.make(np.zeros((60, 13)) + order[:, None], np.arange(60) % 3, seed=random.randrange(1000))
@@ -63,7 +63,7 @@ def test_the_process_keeps_its_random_state_and_switches(wine):
     assert not logging.getLogger("hpsearch.objectives.training").handlers
 
 
-def test_deterministic_kernels_are_on_while_training(objective_with):
+def test_deterministic_kernels_are_on_during_training(objective_with):
     seen = []
 
     def model(_self, _config, _train):
@@ -78,7 +78,7 @@ def test_deterministic_kernels_are_on_while_training(objective_with):
     assert set(seen) == {False}
 
 
-def test_an_operation_without_a_deterministic_kernel_is_told_with_the_setting(objective_with):
+def test_an_operation_without_a_deterministic_kernel_is_an_error(objective_with):
     class Puts(nn.Linear):
         def forward(self, x):
             output = super().forward(x)
@@ -92,7 +92,7 @@ def test_an_operation_without_a_deterministic_kernel_is_told_with_the_setting(ob
     assert fit(objective, TrainConfig(deterministic=False)).status == "completed"
 
 
-def test_cuda_is_told_to_repeat_itself_before_it_starts_and_benchmarks_no_kernels(objective_with, monkeypatch):
+def test_cuda_is_configured_for_determinism_before_it_starts(objective_with, monkeypatch):
     """cuDNN picks another kernel by its benchmark from run to run; cuBLAS reads its setting once, as CUDA starts."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -117,7 +117,7 @@ def test_cuda_is_told_to_repeat_itself_before_it_starts_and_benchmarks_no_kernel
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
-def test_every_generator_follows_the_epoch(draw):
+def test_every_generator_is_seeded_by_the_epoch(draw):
     def drawn(*parts):
         set_seed(*parts)
         return draw()
@@ -127,7 +127,7 @@ def test_every_generator_follows_the_epoch(draw):
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
-def test_a_seeded_region_repeats_and_is_not_felt_outside(draw):
+def test_a_seeded_block_is_repeatable_and_does_not_affect_other_code(draw):
     set_seed(0)
     draw()
     expected = draw()

@@ -44,7 +44,7 @@ def test_stop_can_wait_until_nothing_runs(say: Say, claims: Claims) -> None:
     assert "running" not in say("stop", "s", "--wait")
 
 
-def test_an_unknown_study_is_told(say: Say, study: optuna.Study, tmp_path: Path) -> None:
+def test_an_unknown_study_is_an_error(say: Say, study: optuna.Study, tmp_path: Path) -> None:
     for arguments in (["stop"], ["start"], ["extend", "--trials", "+1"], ["retry", "--trial", "0"]):
         verb, *options = arguments
         assert "no study 'nope'" in say(verb, "nope", *options, code=2)
