@@ -46,19 +46,19 @@ def suggested(study: optuna.Study, sampler: BaseSampler) -> float:
     [study_of(["minimize"], [COMPLETE, PRUNED] * 12), study_of(TWO, [COMPLETE] * 24)],
     ids=["one metric", "none was pruned"],
 )
-def test_it_is_optunas_where_there_is_one_metric_or_none_was_pruned(study: optuna.Study) -> None:
+def test_bohb_equals_tpe_for_one_metric_or_without_pruned_trials(study: optuna.Study) -> None:
     options = {"multivariate": True, "group": True, "constant_liar": True}
     for seed in range(8):
         assert suggested(study, BOHBSampler(seed=seed, **options)) == suggested(study, TPESampler(seed=seed, **options))
 
 
-def test_a_share_of_the_trials_is_drawn_at_random() -> None:
+def test_a_fraction_of_the_trials_is_random() -> None:
     study = study_of(TWO, [COMPLETE, PRUNED] * 12)
     drawn = [suggested(study, BOHBSampler(seed=seed)) == suggested(study, RandomSampler(seed)) for seed in range(200)]
     assert sum(drawn) / 200 == pytest.approx(RANDOM, abs=0.08)
 
 
-def test_those_that_came_to_their_end_tell_good_from_bad_once_there_are_enough() -> None:
+def test_only_complete_trials_are_used_once_there_are_enough() -> None:
     """The sampler ignores the values of other trials, but uses running, diverged and infeasible ones."""
     states = [COMPLETE, PRUNED] * ENOUGH + [RUNNING]
     study = study_of(TWO, states)
@@ -75,7 +75,7 @@ def test_those_that_came_to_their_end_tell_good_from_bad_once_there_are_enough()
     assert len(_Ended(few)._get_trials(states=(COMPLETE, PRUNED, RUNNING))) == len(states) - 2
 
 
-def test_what_others_left_behind_moves_nothing_once_there_are_enough() -> None:
+def test_pruned_trials_do_not_matter_with_enough_complete_ones() -> None:
     states = [COMPLETE] * ENOUGH + [PRUNED]
     seeds = [seed for seed in range(12) if not BOHBSampler(seed=seed)._at_random]
     few, many = study_of(TWO, states), study_of(TWO, states + [PRUNED] * 8)

@@ -47,7 +47,7 @@ def test_an_empty_value_is_none(tmp_path: Path) -> None:
         (b"\xff\xfe", "is not a text file"),
     ],
 )
-def test_a_file_that_will_not_do_is_named(content: bytes | None, said: str, tmp_path: Path) -> None:
+def test_an_unusable_secret_file_is_named(content: bytes | None, said: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     if content is not None:
         file.write_bytes(content)
@@ -55,7 +55,7 @@ def test_a_file_that_will_not_do_is_named(content: bytes | None, said: str, tmp_
         read_secret_files({"PGPASSWORD_FILE": str(file)})
 
 
-def test_the_command_line_reads_them_before_its_options(
+def test_secret_files_are_read_before_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "url").write_text("mysql://root:geheim@host/db\n")
@@ -70,7 +70,7 @@ def test_the_command_line_reads_them_before_its_options(
     )
 
 
-def test_a_secret_that_is_given_twice_is_refused_without_it(
+def test_a_secret_given_twice_is_rejected_without_printing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret").write_text("geheim")

@@ -28,7 +28,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_a_run_is_trained_with_what_is_set(capsys, tmp_path: Path) -> None:
+def test_a_run_is_trained_with_the_given_settings(capsys, tmp_path: Path) -> None:
     code, out, _ = call(capsys, "train", "digits", *SMALL, "--set", "lr=1e-3", "--set", "ema_decay=null")
     assert code == 0
     assert [line.split()[1] for line in out.splitlines() if line.startswith("epoch ")] == ["1", "2", "3"]
@@ -41,21 +41,21 @@ def test_a_run_is_trained_with_what_is_set(capsys, tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists(), "no service was started"
 
 
-def test_the_test_split_is_opened_once_and_only_when_asked_for(capsys) -> None:
+def test_the_test_split_is_opened_once_and_only_on_request(capsys) -> None:
     code, out, _ = call(capsys, "train", "digits", *SMALL, "--test", "--run-dir", "a")
     assert code == 0
     assert len(re.findall(r"^test loss \S+  accuracy \S+  macro_f1 \S+$", out, re.MULTILINE)) == 1
 
 
 @pytest.mark.slow
-def test_digits_with_defaults_are_learned_well(capsys) -> None:
+def test_digits_with_defaults_reaches_a_good_accuracy(capsys) -> None:
     code, out, _ = call(capsys, "train", "digits", "--run-dir", "a")
     assert code == 0
     assert float(re.search(r"best accuracy (\S+)", out)[1]) >= 0.985
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_its_folder(capsys) -> None:
+def test_a_run_resumes_in_its_folder(capsys) -> None:
     call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--keep", "1", "--snapshot-every", "2")
     assert {path.name for path in Path("a").glob("*.pt")} == {"best.pt", "last.pt", "epoch-0001.pt"}
     before = Path("a/metrics.jsonl").read_text()
@@ -64,7 +64,7 @@ def test_a_run_goes_on_in_its_folder(capsys) -> None:
     assert Path("a/metrics.jsonl").read_text() == before
 
 
-def test_ctrl_c_says_how_to_go_on(zygote: Zygote, tmp_path: Path) -> None:
+def test_ctrl_c_prints_how_to_resume(zygote: Zygote, tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
     process = zygote.command(["train", "digits", "--epochs", "500", "--run-dir", str(run_dir)], cwd=tmp_path)
     try:
@@ -89,7 +89,7 @@ def test_a_divergence_is_one_line_and_exit_code_1(capsys) -> None:
     assert re.fullmatch(r"hpsearch: (loss|gradient norm|val_loss) is (nan|inf) at epoch .*", err.splitlines()[-1])
 
 
-def test_smoke_prints_the_curve_and_keeps_it(capsys) -> None:
+def test_smoke_prints_and_stores_the_curve(capsys) -> None:
     code, out, _ = call(capsys, "smoke", "digits", "--run-dir", "a")
     assert code == 0
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)$", out, re.MULTILINE)]
@@ -123,7 +123,7 @@ def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
     assert re.fullmatch(r"hpsearch: failed: the loss of one batch is \S+ after 50 steps .*\n", err)
 
 
-def test_lr_range_suggests_and_draws(capsys) -> None:
+def test_lr_range_suggests_a_rate_and_plots_the_curve(capsys) -> None:
     code, out, _ = call(capsys, "lr-range", "breast_cancer", "--run-dir", "a", "--steps", "100")
     assert code == 0
     assert re.search(r"suggested lr \S+ \(steepest fall\)", out)
@@ -147,7 +147,7 @@ def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, m
 
 
 @pytest.mark.parametrize("columns", [80, 60, 50])
-def test_an_objective_is_shown_in_a_terminal_of_any_width(capsys, monkeypatch, columns: int) -> None:
+def test_show_objective_fits_a_terminal_of_any_width(capsys, monkeypatch, columns: int) -> None:
     from hpsearch.objectives.training.config import FIELDS
 
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -180,7 +180,7 @@ class Plain(LoopObjective):
 """
 
 
-def test_the_settings_of_an_own_loop_have_words(capsys, monkeypatch) -> None:
+def test_the_settings_of_a_custom_loop_are_described(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     Path("own.py").write_text(OWN)
     _, out, _ = call(capsys, "objective", "show", "own.py:Own")
@@ -209,7 +209,7 @@ class Torn(Digits):
 """
 
 
-def test_several_metrics_are_shown_and_told_at_the_end_of_a_run(capsys) -> None:
+def test_several_metrics_are_shown_and_printed_at_the_end_of_a_run(capsys) -> None:
     Path("several.py").write_text(SEVERAL.rpartition("class Torn")[0])
     _, out, _ = call(capsys, "objective", "show", "several.py:Several")
     assert out.splitlines()[1:3] == [
@@ -226,7 +226,7 @@ def test_several_metrics_are_shown_and_told_at_the_end_of_a_run(capsys) -> None:
     assert "did you mean 'latency_ms'?" in err
 
 
-def test_directions_and_a_metric_that_differ_are_told_in_a_line(capsys) -> None:
+def test_conflicting_metric_and_directions_are_an_error_of_one_line(capsys) -> None:
     Path("several.py").write_text(SEVERAL)
     code, _, err = call(capsys, "objective", "show", "several.py:Several")
     assert code == 2
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_another_run_is_rejected(capsys) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_run_warns_of_is_printed(capsys) -> None:
+def test_warnings_of_a_run_are_printed(capsys) -> None:
     code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
     assert (code, err) == (
         0,

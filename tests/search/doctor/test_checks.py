@@ -32,7 +32,7 @@ from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
 
 
-def test_a_check_that_breaks_is_told_in_one_line_without_a_password() -> None:
+def test_a_failing_check_is_reported_in_one_line_without_passwords() -> None:
     url = "postgresql://u:geheim@h/d"
 
     def breaks() -> Finding:
@@ -49,7 +49,7 @@ def test_a_check_that_breaks_is_told_in_one_line_without_a_password() -> None:
     assert (d.status, d.found) == ("ok", "d")
 
 
-def test_a_long_line_is_folded_below_its_words() -> None:
+def test_a_long_line_is_wrapped_below_its_text() -> None:
     finding = Finding("failed", "user 'u' lacks INSERT on a table", "GRANT INSERT ON a_table TO u", check="rights")
     assert format_finding(finding, None).plain == (
         "failed   rights       user 'u' lacks INSERT on a table: GRANT INSERT ON a_table TO u"
@@ -62,7 +62,7 @@ def test_a_long_line_is_folded_below_its_words() -> None:
     ]
 
 
-def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_home(tmp_path).status == "ok"
     monkeypatch.setattr("hpsearch.search.doctor.checks.LOW_FREE_BYTES", 10**18)
     disk = check_free_space(tmp_path)
@@ -73,13 +73,13 @@ def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_home_that_cannot_be_written_is_told() -> None:
+def test_a_home_without_write_access_is_reported() -> None:
     home = check_home(Path("/proc"))
     assert home.status == "failed"
     assert "/proc is not writable" in home.found
 
 
-def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = tmp_path / "constraints.txt"
     monkeypatch.setattr("hpsearch.search.doctor.checks.CONSTRAINTS", constraints)
     assert "no constraints.txt" in check_versions().found
@@ -94,7 +94,7 @@ def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert versions.found.endswith(f": rich {version('rich')} (pinned 0.0.1)")
 
 
-def test_gpus_that_torch_does_not_see_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_does_not_detect_cause_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf 'NVIDIA H200\\nNVIDIA H200\\n'\n")
     program.chmod(0o755)
@@ -110,13 +110,15 @@ def test_gpus_that_torch_does_not_see_are_warned_of(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("cuda", "word"), [(None, "HPSEARCH_TORCH_BACKEND"), ("13.0", "CUDA 13.0")])
-def test_the_remedy_for_unseen_gpus_goes_by_the_build_of_torch(cuda, word, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remedy_for_undetected_gpus_depends_on_the_build_of_torch(
+    cuda, word, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert word in warn_undetected_gpus(["NVIDIA H200"]).remedy
 
 
-def test_the_probe_of_artifacts_goes_through_the_server_and_leaves_nothing(stack: StackInfo) -> None:
+def test_the_artifact_check_uses_the_server_and_leaves_no_files(stack: StackInfo) -> None:
     tracking = Tracking(stack.tracking_uri)
     place = write_probe(tracking)
     folder = stack.home / "artifacts" / place.partition(":/")[2].lstrip("/")
@@ -149,7 +151,7 @@ def healthy() -> Iterator[str]:
         thread.join()
 
 
-def test_a_server_of_another_series_that_takes_no_artifacts_is_told(healthy: str) -> None:
+def test_a_server_of_another_series_that_rejects_artifacts_is_reported(healthy: str) -> None:
     mlflow, artifacts = check_tracking(healthy), check_artifacts(healthy)
     assert mlflow.status == "warning"
     assert "MLflow 2.9.1" in mlflow.found
@@ -158,7 +160,9 @@ def test_a_server_of_another_series_that_takes_no_artifacts_is_told(healthy: str
     assert "--artifacts-destination" in artifacts.remedy
 
 
-def test_a_worker_without_the_mlflow_server_can_check_one(healthy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_a_server_without_the_mlflow_server_package(
+    healthy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its distribution is mlflow-skinny."""
 
     def installed(name: str) -> str:

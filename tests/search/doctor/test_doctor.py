@@ -73,7 +73,7 @@ def test_on_a_working_stack_nothing_fails(look: Look, stack: StackInfo) -> None:
     assert re.search(r"MLflow \d+\.\d+", checks["mlflow"]["found"])
 
 
-def test_each_check_is_a_line_and_no_password_is_in_them(stack: StackInfo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_check_is_a_line_without_passwords(stack: StackInfo, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["doctor", "--home", str(stack.home)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [*SERVICES, "checkpoints", *MACHINE]
@@ -84,7 +84,7 @@ def test_each_check_is_a_line_and_no_password_is_in_them(stack: StackInfo, capsy
         assert password not in "\n".join(lines)
 
 
-def test_without_services_the_remedy_is_told_and_nothing_is_started(look: Look, fresh_home: Path) -> None:
+def test_without_services_doctor_prints_the_remedy_and_starts_nothing(look: Look, fresh_home: Path) -> None:
     code, checks = look("--home", str(fresh_home))
     assert code == 1
     assert checks["services"]["status"] == "failed"
@@ -97,7 +97,7 @@ def test_without_services_the_remedy_is_told_and_nothing_is_started(look: Look, 
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:geheim@127.0.0.1:1/x", "postgresql://u@127.0.0.1:1/x?password=geheim"])
-def test_a_database_that_is_away_is_told_without_its_password(look: Look, stack: StackInfo, url: str) -> None:
+def test_an_unreachable_database_is_reported_without_its_password(look: Look, stack: StackInfo, url: str) -> None:
     code, checks = look("s", "--storage-url", url, "--tracking-uri", stack.tracking_uri)
     assert code == 1
     assert checks["database"]["status"] == "failed"
@@ -108,13 +108,13 @@ def test_a_database_that_is_away_is_told_without_its_password(look: Look, stack:
     assert "geheim" not in str(checks)
 
 
-def test_a_refused_password_is_not_told(look: Look, database_url: str) -> None:
+def test_a_rejected_password_is_not_printed(look: Look, database_url: str) -> None:
     _, checks = look("--storage-url", re.sub(r":[^:@/]+@", ":geheim@", database_url))
     assert "rejected the password" in checks["database"]["found"]
     assert "geheim" not in str(checks)
 
 
-def test_rights_that_are_lacking_come_with_their_grant(look: Look, owner_url: str, database_url: str) -> None:
+def test_missing_rights_are_reported_with_the_grant_statement(look: Look, owner_url: str, database_url: str) -> None:
     execute(owner_url, "REVOKE INSERT, DELETE ON trial_values FROM hpsearch_worker")
     code, checks = look("--storage-url", database_url)
     assert code == 1
@@ -128,7 +128,7 @@ def test_rights_that_are_lacking_come_with_their_grant(look: Look, owner_url: st
     assert look("--storage-url", database_url)[0] == 0
 
 
-def test_tables_of_another_release_are_to_be_migrated(look: Look, owner_url: str, database_url: str) -> None:
+def test_tables_of_another_release_need_a_migration(look: Look, owner_url: str, database_url: str) -> None:
     execute(owner_url, "UPDATE hpsearch_alembic_version SET version_num = '0001'")
     code, checks = look("--storage-url", database_url)
     assert code == 1
@@ -138,13 +138,13 @@ def test_tables_of_another_release_are_to_be_migrated(look: Look, owner_url: str
     assert checks["clock"]["status"] == "ok"
 
 
-def test_a_database_without_tables_is_to_be_migrated(look: Look, empty_database_url: str) -> None:
+def test_a_database_without_tables_needs_a_migration(look: Look, empty_database_url: str) -> None:
     _, checks = look("--storage-url", empty_database_url)
     assert checks["schema"]["found"] == "there are no tables yet"
     assert "hpsearch migrate" in checks["schema"]["remedy"]
 
 
-def test_a_clock_that_differs_and_few_connections_are_warned_of(look: Look, database_url: str, monkeypatch) -> None:
+def test_a_different_clock_and_few_connections_cause_warnings(look: Look, database_url: str, monkeypatch) -> None:
     monkeypatch.setattr("hpsearch.search.doctor.database.MAX_CLOCK_SKEW_SECONDS", -1.0)
     monkeypatch.setattr("hpsearch.search.doctor.database.CONNECTIONS_PER_WORKER", 100_000)
     code, checks = look("--storage-url", database_url)
@@ -154,7 +154,7 @@ def test_a_clock_that_differs_and_few_connections_are_warned_of(look: Look, data
     assert "PgBouncer" in checks["connections"]["remedy"]
 
 
-def test_mlflow_that_is_away_is_told(look: Look, database_url: str) -> None:
+def test_an_unreachable_mlflow_server_is_reported(look: Look, database_url: str) -> None:
     code, checks = look("--storage-url", database_url, "--tracking-uri", AWAY)
     assert code == 1
     assert "no MLflow server answers" in checks["mlflow"]["found"]
@@ -162,14 +162,14 @@ def test_mlflow_that_is_away_is_told(look: Look, database_url: str) -> None:
     assert {checks[name]["status"] for name in SERVICES[:6]} == {"ok"}
 
 
-def test_without_a_tracking_uri_the_study_is_asked(look: Look, database_url: str, path: Path) -> None:
+def test_without_a_tracking_uri_that_of_the_study_is_used(look: Look, database_url: str, path: Path) -> None:
     assert "give STUDY to check" in look("--storage-url", database_url)[1]["mlflow"]["found"]
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert checks["mlflow"]["status"] == checks["artifacts"]["status"] == "ok"
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_written_is_told(look: Look, database_url: str, tmp_path: Path) -> None:
+def test_a_checkpoint_folder_without_write_access_is_reported(look: Look, database_url: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, checks = look("--storage-url", database_url, "--checkpoint-url", str(tmp_path / "file" / "below"))
     assert code == 1
@@ -179,20 +179,20 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_told(look: Look, data
     assert "geheim" not in str(checks)
 
 
-def test_a_missing_folder_of_checkpoints_is_not_created(look: Look, database_url: str, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_folder_is_not_created(look: Look, database_url: str, tmp_path: Path) -> None:
     _, checks = look("--storage-url", database_url, "--checkpoint-url", str(tmp_path / "new" / "folder"))
     assert checks["checkpoints"]["status"] == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Path) -> None:
+def test_doctor_accepts_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Path) -> None:
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert [checks[name]["status"] for name in ("study", "release", "objective", "source")] == ["ok"] * 4
     assert "0/9 trials ended" in checks["study"]["found"]
 
 
-def test_what_keeps_a_worker_from_a_study_is_told(
+def test_obstacles_for_joining_a_study_are_reported(
     look: Look, database_url: str, path: Path, storage: PostgresStorage
 ) -> None:
     study_id = storage.get_study_id_from_name("s")
@@ -221,7 +221,9 @@ def test_what_keeps_a_worker_from_a_study_is_told(
         (["--sort", "x"], "--sort"),
     ],
 )
-def test_bad_input_is_one_line(arguments, words, database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_an_error_of_one_line(
+    arguments, words, database_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = [] if "--storage-url" in arguments else ["--storage-url", database_url]
     assert run_command(["doctor", *given, *arguments]) == 2
     captured = capsys.readouterr()
@@ -230,6 +232,6 @@ def test_bad_input_is_one_line(arguments, words, database_url: str, capsys: pyte
     assert words in captured.err
 
 
-def test_a_tracking_server_without_a_database_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracking_server_without_a_database_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["doctor", "--tracking-uri", AWAY]) == 2
     assert "given without --storage-url" in capsys.readouterr().err

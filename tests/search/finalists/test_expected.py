@@ -22,7 +22,7 @@ def expected(
     return found
 
 
-def test_the_winners_mean_is_drawn_in_by_the_share_of_chance() -> None:
+def test_the_mean_of_the_winner_is_shrunk_for_selection_bias() -> None:
     """Means 0.54 and 0.50, so B = 0.0008; their difference has the error 0.02, so E = 0.0002: a quarter is chance."""
     table = {0: [0.56, 0.52], 1: [0.50, 0.50]}
     assert select_winner(table, maximize=True).error == pytest.approx(0.02)
@@ -30,17 +30,17 @@ def test_the_winners_mean_is_drawn_in_by_the_share_of_chance() -> None:
     assert expected({0: [0.56, 0.52]}).mean == pytest.approx(0.54), "alone it was not chosen"
 
 
-def test_finalists_that_chance_alone_tells_apart_are_expected_to_be_alike() -> None:
+def test_finalists_that_differ_only_by_chance_have_equal_expectations() -> None:
     table = {0: [0.60, 0.50], 1: [0.50, 0.58], 2: [0.55, 0.51], 3: [0.50, 0.55], 4: [0.53, 0.52]}
     assert expected(table).mean == pytest.approx(statistics.fmean(map(statistics.fmean, table.values())))
 
 
-def test_a_winner_that_stands_out_keeps_its_mean() -> None:
+def test_a_clear_winner_keeps_its_mean() -> None:
     table = {0: [0.900, 0.901], 1: [0.50, 0.501], 2: [0.4, 0.401], 3: [0.3, 0.301], 4: [0.20, 0.201]}
     assert expected(table).mean == pytest.approx(0.9005, abs=1e-4)
 
 
-def test_the_interval_is_of_samples_alone_where_runs_do_not_differ() -> None:
+def test_equal_runs_have_an_interval_from_sampling_error_only() -> None:
     """b^2 (f + v / t), with f = 1/3 and as many samples to validate as to test on; f = 1 where parts are fixed."""
     found = expected({0: [0.5, 0.5], 1: [0.4, 0.4]})
     assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(1 / 3 + 1), rel=1e-3)
@@ -50,7 +50,7 @@ def test_the_interval_is_of_samples_alone_where_runs_do_not_differ() -> None:
     assert (fixed.high - fixed.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(2), rel=1e-3)
 
 
-def test_all_right_is_not_certain() -> None:
+def test_a_perfect_score_has_an_interval() -> None:
     """20 of 20: by the rule of succession 21 of 22, whose error is 0.0466."""
     runs = {0: [RunScore(1.0, 0.0, 60, 20, 20)] * 2}
     choice = select_winner({0: [1.0, 1.0]}, maximize=True)
@@ -68,7 +68,7 @@ def test_no_accuracy_is_above_one() -> None:
     assert expected({0: [0.01, 0.02]}, metric="accuracy").low == 0.0
 
 
-def test_what_is_lower_is_better_is_turned_round() -> None:
+def test_a_minimized_metric_mirrors_the_estimate() -> None:
     table = {0: [0.005, 0.006], 1: [0.7, 0.8]}
     found = expected(table, metric="size", maximize=False)
     assert found.mean == pytest.approx(0.0055, abs=0.002)
@@ -76,12 +76,12 @@ def test_what_is_lower_is_better_is_turned_round() -> None:
     assert expected(table, metric="mae", maximize=False).low == 0
 
 
-def test_one_seed_leaves_the_samples_alone() -> None:
+def test_one_seed_has_an_interval_from_sampling_error_only() -> None:
     found = expected({0: [0.5], 1: [0.4]})
     assert found.low < 0.5 < found.high
 
 
-def test_the_interval_has_the_test_score_as_often_as_it_says() -> None:
+def test_the_prediction_interval_has_its_nominal_coverage() -> None:
     """Simulated: finalists that differ, runs that differ, validation parts that overlap, a test set of one model."""
     rng = np.random.default_rng(0)
     f, inside, studies = 1 / 3, 0, 1500

@@ -29,7 +29,7 @@ def confirm(study: StoredStudy, *, winner: int, epochs: list[int] | None = None,
     return chosen
 
 
-def test_the_winner_is_trained_for_the_epochs_that_its_fresh_runs_chose(study: StoredStudy) -> None:
+def test_a_refit_has_the_median_best_epoch_of_the_retrained_runs(study: StoredStudy) -> None:
     chosen = confirm(study, winner=3, epochs=[1, 2])
     made, created = make_or_join_refit(study, seeds=None)
     of = made.spec.finalists_of
@@ -48,7 +48,7 @@ def test_the_winner_is_trained_for_the_epochs_that_its_fresh_runs_chose(study: S
     assert load_parent_study(made).study_id == study.study_id
 
 
-def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> None:
+def test_a_refit_without_new_splits_uses_the_best_epochs(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=1, seeds=1)
     claims = Claims(chosen.storage.engine, chosen.study_id, worker="host:1")
     claim = claims.claim()
@@ -59,7 +59,7 @@ def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> N
     assert make_or_join_refit(study, seeds=1)[0].spec.refit == 2
 
 
-def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
+def test_a_refit_is_not_listed_as_finalists(study: StoredStudy, say: Say) -> None:
     chosen = confirm(study, winner=3, epochs=[1, 2])
     before = table(study)
     make_or_join_refit(study, seeds=None)
@@ -76,7 +76,7 @@ def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
     assert gone == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s.refit", "s")]
 
 
-def test_it_is_joined_until_another_wins_or_other_epochs_are_chosen(study: StoredStudy) -> None:
+def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStudy) -> None:
     confirm(study, winner=3, epochs=[1, 2])
     made, _ = make_or_join_refit(study, seeds=1)
     for seeds in (None, 1):
@@ -93,7 +93,7 @@ def test_it_is_joined_until_another_wins_or_other_epochs_are_chosen(study: Store
     assert make_or_join_refit(study, seeds=1)[0].spec.name == "s.refit-3"
 
 
-def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -> None:
+def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
     with pytest.raises(SearchError, match=r"^--refit: study 's' has no finalists, .* hpsearch finalists s$"):
         make_or_join_refit(study, seeds=None)
     chosen, _ = create_or_join(study, top=2, seeds=2)
@@ -124,7 +124,7 @@ def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -
     ("losses", "taken"),
     [([0.3, 0.1, 0.2], 2), ([0.2, 0.2, 0.2], 1), ([0.3, None, 0.2], 2), ([None, 0.5, None], 1), ([None] * 3, None)],
 )
-def test_the_run_of_the_median_training_loss_is_taken(
+def test_a_refit_selects_the_run_with_the_median_training_loss(
     study: StoredStudy, losses: list[float | None], taken: int | None
 ) -> None:
     confirm(study, winner=3, epochs=[1, 2])

@@ -68,7 +68,7 @@ def why(study: StoredStudy, trial: int) -> str:
     return Confirmation.read(study).why_unconfirmed(trial)
 
 
-def test_finalists_are_the_front_and_each_configuration_once(study: StoredStudy) -> None:
+def test_finalists_are_the_pareto_front_with_each_configuration_once(study: StoredStudy) -> None:
     assert [trial.number for trial in study.front()] == [1, 5, 0, 2]
     assert numbers(study) == [1, 2, 0], "the ends of the front have most room about them"
     assert numbers(study, 2) == [1, 2]
@@ -81,7 +81,7 @@ def test_finalists_are_the_front_and_each_configuration_once(study: StoredStudy)
     assert create_or_join(study, top=None, seeds=None)[1] is False
 
 
-def test_in_place_of_a_removed_one_comes_who_is_dominated_by_it_alone(storage: PostgresStorage) -> None:
+def test_a_removed_finalist_is_replaced_by_a_trial_only_it_dominates(storage: PostgresStorage) -> None:
     def without(*gone: int) -> StoredStudy:
         trials = copy.deepcopy(TRIALS)
         for number in gone:
@@ -94,7 +94,7 @@ def test_in_place_of_a_removed_one_comes_who_is_dominated_by_it_alone(storage: P
     assert numbers(both, removed=True) == [1, 2, 0]
 
 
-def test_where_none_keeps_to_the_bounds_it_is_said(storage: PostgresStorage) -> None:
+def test_no_feasible_trial_is_an_error(storage: PostgresStorage) -> None:
     study = search_several(storage, "b", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
     with pytest.raises(SearchError, match=r"no complete trial within its constraints: .*--infeasible$"):
         create_or_join(study, top=None, seeds=1)
@@ -103,7 +103,9 @@ def test_where_none_keeps_to_the_bounds_it_is_said(storage: PostgresStorage) -> 
     assert chosen.spec.finalists_of.trials == [0]
 
 
-def test_the_front_is_that_of_the_means(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pareto_front_of_finalists_is_that_of_the_means(
+    study: StoredStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = confirm(study, trials=5)
     assert (found.front, found.winner, found.is_decided, found.pending) == ((), None, False, 1)
     found = confirm(study)
@@ -130,7 +132,7 @@ def test_the_front_is_that_of_the_means(study: StoredStudy, capsys: pytest.Captu
     assert (record["front"], record["directions"], record["winner"]) == ([0, 2], study.spec.directions, None)
 
 
-def test_who_dominates_all_others_wins(study: StoredStudy) -> None:
+def test_a_finalist_that_dominates_all_others_wins(study: StoredStudy) -> None:
     found = confirm(study, {**FRESH, 0: ([0.95, 1.0], [0.96, 1.0])})
     assert (found.front, found.winner) == ((0,), 0)
     assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["winner", "dominated", "dominated"]
@@ -139,21 +141,21 @@ def test_who_dominates_all_others_wins(study: StoredStudy) -> None:
     assert (candidate.trial.number, candidate.finalists) == (0, "s.finalists")
 
 
-def test_without_a_value_for_every_seed_none_is_on_the_front(study: StoredStudy) -> None:
+def test_a_finalist_without_values_for_all_seeds_is_not_on_the_pareto_front(study: StoredStudy) -> None:
     found = confirm(study, {**FRESH, 2: ([0.99, 0.1], None)})
     assert (found.front, found.winner) == ((0,), 0)
     assert found.verdict(found.row(2)) == "incomplete"
     assert [row.trial for row in rank_finalists(study, found)] == [0, 1, 2]
 
 
-def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> None:
+def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy) -> None:
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
     assert (found.front, found.winner, found.is_decided) == ((), None, False)
     assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 new seeds"]
     assert why(study, 0) == "the finalists have no winner: none has all seeds"
 
 
-def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: StoredStudy) -> None:
+def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
     confirm(study)
     with pytest.raises(SearchError, match="no finalist of 's' dominates trials 0, 2: choose one with --trial"):
         choose_candidate(study, trial=None, unconfirmed=False)
@@ -166,7 +168,7 @@ def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: Stored
     assert (unconfirmed.trial.number, unconfirmed.finalists) == (1, None)
 
 
-def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
+def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
     assert why(study, 0) == "no finalists were trained"
     confirm(study, trials=2)
     assert why(study, 0) == "the finalists have no winner: 4 of their trials have not ended"
@@ -182,7 +184,7 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
     assert why(study, 2) == ""
 
 
-def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
+def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     confirm(study)
     with pytest.raises(SearchError, match=r"no finalist of 's' dominates trials 0, 2: choose one with --trial"):
         make_or_join_refit(study, seeds=None)
@@ -212,11 +214,11 @@ PREFERENCES = [
 
 
 @pytest.mark.parametrize(("text", "trial"), PREFERENCES)
-def test_a_sentence_prefers_a_trial_of_the_front(study: StoredStudy, text: str, trial: int) -> None:
+def test_prefer_selects_a_trial_of_the_pareto_front(study: StoredStudy, text: str, trial: int) -> None:
     assert select_preferred(study, text) == trial
 
 
-def test_where_there_are_finalists_their_means_decide(study: StoredStudy, say: Say) -> None:
+def test_prefer_uses_the_means_of_finalists(study: StoredStudy, say: Say) -> None:
     assert select_preferred(study, "accuracy") == 1
     confirm(study)
     assert select_preferred(study, "accuracy") == 0, "the search's best is dominated on new seeds"
@@ -232,7 +234,7 @@ def test_where_there_are_finalists_their_means_decide(study: StoredStudy, say: S
     )
 
 
-def test_another_metric_decides_between_equal_ones(storage: PostgresStorage) -> None:
+def test_prefer_breaks_ties_by_another_metric(storage: PostgresStorage) -> None:
     ways = {"accuracy": "maximize", "latency_ms": "minimize", "model_mb": "minimize"}
     trials = [ended(0, 0.9, 5.0, 3.0), ended(1, 0.8, 5.0, 1.0), ended(2, 0.8, 5.0, 1.0), ended(3, 0.7, 9.0, 0.5)]
     study = search_several(storage, "three", trials, ways=ways)
@@ -254,7 +256,7 @@ def test_another_metric_decides_between_equal_ones(storage: PostgresStorage) -> 
         ("accuracy >=", "'accuracy >=' cannot be read"),
     ],
 )
-def test_a_sentence_that_says_nothing_is_one_line(text: str, words: str) -> None:
+def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> None:
     with pytest.raises(SearchError) as error:
         parse_preference(text, ["accuracy", "latency_ms"])
     said = str(error.value)
@@ -263,7 +265,7 @@ def test_a_sentence_that_says_nothing_is_one_line(text: str, words: str) -> None
     assert "\n" not in said
 
 
-def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: PostgresStorage) -> None:
+def test_prefer_needs_several_metrics_and_a_trial(storage: PostgresStorage) -> None:
     with pytest.raises(SearchError, match="has one metric, accuracy: leave it out, or give --trial"):
         select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)

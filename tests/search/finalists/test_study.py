@@ -24,7 +24,7 @@ from tests.factories import SPACE
 from tests.search.finalists.support import VALUES, Say, finished, params, search, table, train
 
 
-def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: PostgresStorage) -> None:
+def test_the_best_trials_are_selected_once_and_ties_by_number(storage: PostgresStorage) -> None:
     trials = [finished(n, v) for n, v in enumerate(VALUES)]
     trials += [finished(1, 0.95), finished(6, float("inf")), create_trial(state=TrialState.FAIL)]
     trials += [create_trial(state=TrialState.PRUNED, value=0.99, params=params(8), distributions=SPACE)]
@@ -33,7 +33,7 @@ def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: Postgres
     assert [t.number for t in select_finalists(study, 99)] == [5, 3, 4, 2, 0]
 
 
-def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(study: StoredStudy) -> None:
+def test_finalist_trials_are_enqueued_in_turns_with_common_new_seeds(study: StoredStudy) -> None:
     chosen, created = create_or_join(study, top=3, seeds=2)
     assert created
     assert chosen.spec.name == "s.finalists"
@@ -70,7 +70,7 @@ def test_the_budget_is_exact(study: StoredStudy) -> None:
     assert table(study).pending == 0
 
 
-def test_a_second_call_joins_the_frozen_set(study: StoredStudy) -> None:
+def test_a_second_call_joins_the_same_finalists(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     study.storage.import_trials(study.study_id, [finished(9, 0.99)])
     for given in ({"top": None, "seeds": None}, {"top": 2, "seeds": 2}):
@@ -80,13 +80,13 @@ def test_a_second_call_joins_the_frozen_set(study: StoredStudy) -> None:
         create_or_join(study, top=3, seeds=1)
 
 
-def test_a_set_smaller_than_asked_for_is_joined_by_the_same_words(study: StoredStudy) -> None:
+def test_a_smaller_set_of_finalists_is_joined_with_the_same_options(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=9, seeds=1)
     assert chosen.spec.n_trials == 5
     assert create_or_join(study, top=9, seeds=1)[0].study_id == chosen.study_id
 
 
-def test_a_new_set_has_seeds_that_no_other_has(study: StoredStudy) -> None:
+def test_a_new_set_of_finalists_has_new_seeds(study: StoredStudy) -> None:
     first, _ = create_or_join(study, top=2, seeds=3)
     second, created = create_or_join(study, top=2, seeds=3, new_set=True)
     assert (created, second.spec.name) == (True, "s.finalists-2")
@@ -99,7 +99,7 @@ def test_a_new_set_has_seeds_that_no_other_has(study: StoredStudy) -> None:
     assert table(study).study == "s.finalists"
 
 
-def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
+def test_a_new_set_of_finalists_counts_once_it_has_a_winner(study: StoredStudy) -> None:
     first, _ = create_or_join(study, top=2, seeds=1)
     train(first, lambda trial, _: {1: 0.6, 3: 0.7}[trial])
     second, _ = create_or_join(study, top=2, seeds=1, new_set=True)
@@ -119,7 +119,7 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
     assert (candidate.trial.number, candidate.finalists) == (1, "s.finalists-2"), "a set without a winner replaces none"
 
 
-def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, database_url: str) -> None:
+def test_a_trial_without_its_model_is_skipped(study: StoredStudy, database_url: str) -> None:
     best = study.trials()[1]
     with RunLinks(study.storage.engine).lock_run(best._trial_id) as page:
         page.set_attrs({REMOVED: "hpsearch gc removed its model"})
@@ -128,18 +128,18 @@ def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, data
     assert list_excluded_trials(again, 3) == [1]
 
 
-def test_a_set_that_is_deleted_is_made_again_as_it_was(study: StoredStudy) -> None:
+def test_a_deleted_set_of_finalists_is_recreated_identically(study: StoredStudy) -> None:
     first, _ = create_or_join(study, top=2, seeds=2)
     study.storage.delete_study(first.study_id)
     assert create_or_join(study, top=2, seeds=2)[0].spec == first.spec
 
 
-def test_somebody_elses_study_of_the_name_is_left_alone(study: StoredStudy, storage: PostgresStorage) -> None:
+def test_another_study_with_the_name_of_finalists_is_not_changed(study: StoredStudy, storage: PostgresStorage) -> None:
     optuna.create_study(study_name="s.finalists", storage=storage)
     assert create_or_join(study, top=2, seeds=2)[0].spec.name == "s.finalists-2"
 
 
-def test_a_long_name_is_cut(storage: PostgresStorage) -> None:
+def test_a_long_name_of_finalists_is_truncated(storage: PostgresStorage) -> None:
     study = search(storage, "s" * 100, [finished(0, 0.5)])
     chosen, _ = create_or_join(study, top=1, seeds=1)
     assert chosen.spec.name == "s" * 90 + ".finalists"
@@ -151,7 +151,7 @@ def race(url: str, seeds: int) -> tuple[int, bool]:
     return chosen.study_id, created
 
 
-def test_eight_processes_make_one_set(study: StoredStudy, database_url: str) -> None:
+def test_eight_processes_create_one_set_of_finalists(study: StoredStudy, database_url: str) -> None:
     with multiprocessing.get_context("fork").Pool(8) as pool:
         made = pool.starmap(race, [(database_url, 2)] * 8, chunksize=1)
     assert len({study_id for study_id, _ in made}) == 1
@@ -178,7 +178,7 @@ def test_without_a_complete_trial_there_is_no_finalist(storage: PostgresStorage)
         create_or_join(study, top=1, seeds=1)
 
 
-def test_a_configuration_that_the_code_no_longer_gives_is_refused(study: StoredStudy) -> None:
+def test_a_configuration_that_changed_code_alters_is_rejected(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=1, seeds=1)
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
@@ -187,7 +187,7 @@ def test_a_configuration_that_the_code_no_longer_gives_is_refused(study: StoredS
     assert chosen.trials()[0].params == {}
 
 
-def test_a_failed_finalist_is_tried_again(study: StoredStudy, say: Say) -> None:
+def test_a_failed_finalist_is_retried(study: StoredStudy, say: Say) -> None:
     chosen, _ = create_or_join(study, top=1, seeds=2)
     train(chosen, lambda *_: None)
     assert "hpsearch finalists s" in say("retry", "s.finalists", "--trial", "1")

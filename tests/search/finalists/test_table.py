@@ -16,7 +16,7 @@ from hpsearch.storage.records.test_evaluations import record_test_evaluation, wr
 from tests.search.finalists.support import table, train
 
 
-def test_the_table_of_fresh_seeds_decides(study: StoredStudy) -> None:
+def test_the_table_of_new_seeds_decides(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
     values = {1: (0.80, 0.82), 3: (0.70, 0.72), 4: (0.85, 0.88)}
     of = chosen.spec.finalists_of
@@ -50,7 +50,7 @@ def test_the_table_of_fresh_seeds_decides(study: StoredStudy) -> None:
 DIVIDED = {"error": 0.01, "epochs": [3, 4], "divided": True, "sizes": [600, 200, 200]}
 
 
-def test_fresh_divisions_say_what_to_expect(study: StoredStudy) -> None:
+def test_new_splits_give_an_expected_test_score(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
     of = chosen.spec.finalists_of
     assert of is not None
@@ -70,7 +70,7 @@ def test_fresh_divisions_say_what_to_expect(study: StoredStudy) -> None:
 @pytest.mark.parametrize(
     ("test", "where"), [(0.84, "within"), (0.5, "below the expected"), (0.99, "above the expected")]
 )
-def test_the_test_score_is_set_beside_what_was_expected(study: StoredStudy, test: float, where: str) -> None:
+def test_the_test_score_is_compared_with_the_expected_one(study: StoredStudy, test: float, where: str) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
     train(chosen, lambda trial, _: 0.8 + trial / 100, fresh=DIVIDED)
     opening = record_test_evaluation(
@@ -89,7 +89,7 @@ def last_line(study: StoredStudy) -> str:
     return format_confirmation(study)[-1]
 
 
-def test_fixed_parts_are_said_to_be_so(study: StoredStudy) -> None:
+def test_fixed_splits_are_mentioned(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "divided": False})
     lines = format_confirmation(study)
@@ -97,14 +97,14 @@ def test_fixed_parts_are_said_to_be_so(study: StoredStudy) -> None:
     assert lines[1].endswith("so that only the seeds are new")
 
 
-def test_nothing_is_expected_where_nothing_is_known_of_the_samples(study: StoredStudy) -> None:
+def test_without_sampling_errors_there_is_no_expected_test_score(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "error": None})
     assert (table(study).winner, table(study).expected) == (3, None)
     assert "no prediction interval: the error from the validation samples is unknown" in format_confirmation(study)
 
 
-def test_a_set_that_was_chosen_before_there_were_divisions_goes_on_without(study: StoredStudy) -> None:
+def test_a_set_of_finalists_from_before_new_splits_continues_without_them(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     spec = chosen.attrs[SPEC]
     del spec["finalists_of"]["divisions"]  # as it was stored then
@@ -118,7 +118,7 @@ def test_a_set_that_was_chosen_before_there_were_divisions_goes_on_without(study
     assert (found.winner, found.expected, found.is_resplit) == (3, None, False)
 
 
-def test_who_lacks_a_value_cannot_win(study: StoredStudy) -> None:
+def test_a_finalist_without_all_values_cannot_win(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     of = chosen.spec.finalists_of
     assert of is not None
@@ -137,14 +137,14 @@ def test_who_lacks_a_value_cannot_win(study: StoredStudy) -> None:
     assert found.verdict(row) == "incomplete"
 
 
-def test_no_winner_where_none_is_whole(study: StoredStudy) -> None:
+def test_no_winner_without_a_complete_finalist(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     train(chosen, lambda *_: None)
     assert table(study).winner is None
     assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 1 new seed"]
 
 
-def test_ties_and_unknown_spreads_are_said_to_be_so(study: StoredStudy) -> None:
+def test_ties_and_unknown_spreads_are_mentioned(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     train(chosen, lambda *_: 0.75)
     found = table(study)
@@ -154,7 +154,7 @@ def test_ties_and_unknown_spreads_are_said_to_be_so(study: StoredStudy) -> None:
     assert "with one seed the standard deviation is unknown: a difference may be chance" in lines
 
 
-def test_the_table_is_printed_whole(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_without_truncation(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
     of = chosen.spec.finalists_of
     assert of is not None

@@ -14,7 +14,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 
 
-def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
+def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
@@ -29,7 +29,7 @@ def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
     assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in say("show", "s")
 
 
-def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> None:
+def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
@@ -40,7 +40,7 @@ def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> N
     assert chosen.storage.get_all_studies() == []
 
 
-def test_finalists_outlive_a_search_that_another_program_deletes(study: StoredStudy) -> None:
+def test_finalists_remain_if_another_program_deletes_the_search(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     study.storage.delete_study(study.study_id)
     with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
@@ -52,20 +52,20 @@ def test_finalists_outlive_a_search_that_another_program_deletes(study: StoredSt
     assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
 
 
-def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
+def test_a_spec_file_cannot_create_finalists(say: Say, tmp_path) -> None:
     path = tmp_path / "spec.toml"
     path.write_text('objective = "digits"\n[finalists_of]\nstudy = "s"\n')
     assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
 
 
-def test_no_search_takes_the_place_of_finalists(say: Say, study: StoredStudy) -> None:
+def test_a_search_cannot_have_the_name_of_finalists(say: Say, study: StoredStudy) -> None:
     away = ("--tracking-uri", "http://127.0.0.1:1", "--workers", "0")
     said = say("run", "digits", "--name", "s.finalists-2", *away, code=2)
     assert "--name 's.finalists-2' is kept for the finalists of 's'" in said
     assert len(study.storage.get_all_studies()) == 1
 
 
-def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:
+def test_evaluate_test_needs_a_winner(study: StoredStudy, say: Say) -> None:
     assert "'s' has no finalists" in say("evaluate-test", "s", "--yes", code=2)
     assert "--trial 77" in say("evaluate-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
     chosen, _ = create_or_join(study, top=2, seeds=1)
@@ -78,7 +78,7 @@ def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:
     assert "names no tracking server" in say("evaluate-test", "s", "--yes", code=2)
 
 
-def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, say: Say) -> None:
+def test_an_opened_test_set_is_shown_but_not_evaluated_again(study: StoredStudy, say: Say) -> None:
     engine = study.storage.engine
     opening = record_test_evaluation(
         engine, study.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None

@@ -15,7 +15,7 @@ def test_the_best_mean_wins(maximize: bool, winner: int) -> None:
     assert select_winner({2: [0.1, 0.2], 4: [0.9, 0.8], 3: [0.5, 0.51]}, maximize=maximize).winner == winner
 
 
-def test_of_two_finalists_the_error_is_that_of_the_paired_differences() -> None:
+def test_the_error_of_two_finalists_is_that_of_paired_differences() -> None:
     first, second = [0.91, 0.88, 0.93, 0.90], [0.90, 0.85, 0.93, 0.86]
     differences = [a - b for a, b in zip(first, second, strict=True)]
     choice = select_winner({0: first, 1: second}, maximize=True)
@@ -23,7 +23,7 @@ def test_of_two_finalists_the_error_is_that_of_the_paired_differences() -> None:
     assert math.isclose(choice.error, statistics.stdev(differences) / math.sqrt(len(differences)))
 
 
-def test_what_a_seed_does_to_all_alike_is_no_spread() -> None:
+def test_a_common_effect_of_a_seed_is_not_part_of_the_spread() -> None:
     """A lucky seed lifts all: the difference of 0.01 stands out although each finalist spreads by 0.1."""
     assert select_winner({0: [0.81, 0.91, 0.711], 1: [0.80, 0.90, 0.70]}, maximize=True).tie == ()
 
@@ -48,7 +48,7 @@ def test_ties_are_named_the_better_mean_first() -> None:
     assert (choice.winner, choice.tie) == (2, (3, 4, 1))
 
 
-def test_one_seed_says_nothing_of_the_spread() -> None:
+def test_one_seed_gives_no_spread() -> None:
     choice = select_winner({3: [0.90], 5: [0.91], 4: [0.91]}, maximize=True)
     assert (choice.winner, choice.tie, choice.error) == (4, (5,), None)
 

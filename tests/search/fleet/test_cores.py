@@ -40,7 +40,7 @@ def test_the_limit_of_a_cgroup(tmp_path: Path, mine: str, files: dict[str, str],
 
 
 @pytest.mark.parametrize(("limit", "found"), [(None, 8), (2.0, 2), (2.9, 2), (0.5, 1), (64.0, 8)])
-def test_cores_are_the_least_of_affinity_and_limit(
+def test_cores_are_the_minimum_of_affinity_and_limit(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, found: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
@@ -50,7 +50,7 @@ def test_cores_are_the_least_of_affinity_and_limit(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
-def test_the_affinity_that_an_engine_sets_counts() -> None:
+def test_the_affinity_set_by_an_engine_is_used() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
@@ -62,8 +62,6 @@ def test_the_affinity_that_an_engine_sets_counts() -> None:
 @pytest.mark.parametrize(
     ("given", "found"), [("", []), ("3", ["3"]), ("2, 5", ["2", "5"]), ("GPU-8a,MIG-1/2/3", ["GPU-8a", "MIG-1/2/3"])]
 )
-def test_only_the_gpus_that_an_engine_gives_are_divided(
-    monkeypatch: pytest.MonkeyPatch, given: str, found: list[str]
-) -> None:
+def test_only_the_gpus_of_an_engine_are_divided(monkeypatch: pytest.MonkeyPatch, given: str, found: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert visible_gpus() == found

@@ -12,7 +12,7 @@ from hpsearch.search.fleet.fork import assign_gpus, count_gpu_workers
 from hpsearch.search.worker.options import WorkerOptions
 
 
-def test_workers_of_several_devices_have_gpus_of_their_own() -> None:
+def test_workers_with_several_devices_have_different_gpus() -> None:
     four = ["0", "1", "2", "3"]
     assert [assign_gpus(index, four, 2) for index in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
     assert [assign_gpus(index, four, 1) for index in range(5)] == [["0"], ["1"], ["2"], ["3"], ["0"]]
@@ -21,7 +21,7 @@ def test_workers_of_several_devices_have_gpus_of_their_own() -> None:
     assert count_gpu_workers(four, workers_per_gpu=3, gpus_per_trial=1) == 12
 
 
-def test_machines_meet_where_they_are_told(tmp_path: Path) -> None:
+def test_machines_connect_to_the_given_address(tmp_path: Path) -> None:
     alone = find_rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
     assert (alone.endpoint, alone.file) == (str(tmp_path / "launcher"), tmp_path / "ranks")
     told = find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
@@ -39,7 +39,7 @@ def test_machines_meet_where_they_are_told(tmp_path: Path) -> None:
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "3"}, ["--nodes 2", "--nodes 3"]),
     ],
 )
-def test_machines_that_do_not_know_where_to_meet_are_told(
+def test_machines_without_an_address_are_an_error(
     environment: dict[str, str], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SearchError) as told:
@@ -47,7 +47,7 @@ def test_machines_that_do_not_know_where_to_meet_are_told(
     assert all(word in str(told.value) for word in words), told.value
 
 
-def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(WorkerOptions(device="cpu", devices=8))
     check_devices(WorkerOptions(device="cuda:1"))
     with pytest.raises(SearchError, match="--device cuda:1 selects one device"):
@@ -61,7 +61,7 @@ def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch)
         WorkerOptions(nodes=0)
 
 
-def test_a_fleet_tells_its_workers_of_their_devices() -> None:
+def test_a_fleet_passes_devices_to_its_workers() -> None:
     told = WorkerOptions(devices=2, collective_timeout=5.0, nodes=1).environment()
     assert (told["HPSEARCH_DEVICES"], told["HPSEARCH_COLLECTIVE_TIMEOUT"]) == ("2", "5.0")
     assert "HPSEARCH_DEVICES" not in WorkerOptions().environment()

@@ -37,7 +37,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         yield made
 
 
-def test_an_objective_that_kills_its_process_is_given_up_before_the_budget_is_burnt(fleet: Fleet) -> None:
+def test_a_fleet_stops_early_if_an_objective_kills_its_workers(fleet: Fleet) -> None:
     fleet.start()
     while fleet.poll(0):
         time.sleep(0.01)
@@ -45,7 +45,7 @@ def test_an_objective_that_kills_its_process_is_given_up_before_the_budget_is_bu
     assert fleet.slots[0].exit_code == -6
 
 
-def test_a_trial_with_a_result_forgives_the_deaths_before_it(fleet: Fleet) -> None:
+def test_a_completed_trial_resets_the_count_of_worker_deaths(fleet: Fleet) -> None:
     fleet.start()
     with_result = 0
     while fleet.poll(with_result):
@@ -54,7 +54,7 @@ def test_a_trial_with_a_result_forgives_the_deaths_before_it(fleet: Fleet) -> No
     assert len(fleet.slots[0].pids) > MAX_DEATHS
 
 
-def test_two_runs_of_one_study_write_logs_of_their_own(fleet: Fleet, tmp_path: Path) -> None:
+def test_two_runs_of_one_study_have_different_logs(fleet: Fleet, tmp_path: Path) -> None:
     def names(made: Fleet) -> list[str]:
         return [slot.log.name for slot in made.slots]
 
@@ -81,7 +81,7 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
-def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_command_equals_a_new_process(tmp_path: Path) -> None:
     """Its environment, its output, its session, its exit code; the next takes no interpreter's start."""
     start_fork_server(MANY)
     log = tmp_path / "log"
@@ -101,7 +101,7 @@ def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
-def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -> None:
+def test_a_forked_worker_can_use_loader_processes(tmp_path: Path) -> None:
     start_fork_server(MANY)
     arguments = [
         "train",
@@ -141,7 +141,7 @@ while not gone():
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
-def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
+def test_a_forked_worker_detects_that_its_fleet_was_killed(tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text(_WATCH)
     (tmp_path / "worker.py").write_text(_WORKER)
     fleet = subprocess.Popen(
@@ -155,7 +155,7 @@ def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
-def test_what_workers_are_forked_from_has_one_thread(tmp_path: Path) -> None:
+def test_the_fork_server_has_one_thread(tmp_path: Path) -> None:
     """Except for a memory allocator's thread (pyarrow's jemalloc), which handles forks itself."""
     start_fork_server(MANY)
     forked = ForkedProcess(

@@ -46,7 +46,7 @@ def launcher() -> Iterator[tuple[subprocess.Popen[str], Path]]:
         yield process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_goes_with_its_process(place: Path) -> None:
+def test_a_private_folder_is_removed_with_its_process(place: Path) -> None:
     with make_private_folder() as folder:
         (folder / "ranks").touch()
         assert list(place.iterdir()) == [folder]
@@ -54,7 +54,7 @@ def test_a_folder_goes_with_its_process(place: Path) -> None:
     assert not list(place.iterdir())
 
 
-def test_what_a_killed_launcher_left_is_removed_by_the_next_one(place: Path) -> None:
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(place: Path) -> None:
     """And not what one that lives has, nor while a process of a killed one does, nor anything else."""
     (place / "hpsearch-ranks-file").touch()
     (place / "hpsearch-ranks-link").symlink_to(place, target_is_directory=True)

@@ -45,7 +45,9 @@ def searched(best: float, *, direction: str, spread: float = 0.05) -> optuna.Stu
         ("mae", "minimize", 0.0005, 0.0005),
     ],
 )
-def test_no_more_is_gained_than_there_is(metric: str, direction: str, best: float, most: float) -> None:
+def test_the_expected_gain_is_limited_by_the_bound_of_the_metric(
+    metric: str, direction: str, best: float, most: float
+) -> None:
     study = searched(best, direction=direction)
     gain = expected_gain(study, LEFT, seed=0, metric=metric)
     assert gain == pytest.approx(most, abs=1e-12)
@@ -65,11 +67,11 @@ def test_no_more_is_gained_than_there_is(metric: str, direction: str, best: floa
         ("psnr", -20.0, True, -math.inf),
     ],
 )
-def test_a_metric_that_was_better_than_its_bound_has_none(metric, best, maximize, least) -> None:
+def test_a_metric_with_values_beyond_its_bound_has_no_bound(metric, best, maximize, least) -> None:
     assert get_loss_bound(metric, best, maximize=maximize) == least
 
 
-def test_a_band_ends_at_the_bound_though_other_values_were_below_zero() -> None:
+def test_an_interval_ends_at_the_bound_of_the_metric() -> None:
     random, trials = np.random.default_rng(1), []
     for number in range(24):
         x = float(random.random())
@@ -100,9 +102,9 @@ def test_a_band_ends_at_the_bound_though_other_values_were_below_zero() -> None:
         (Forecast(0.1 + 0.2, 0.3, 0.4), "0.3 (0.3 to 0.4)"),  # apart by rounding alone
     ],
 )
-def test_what_is_told_has_the_digits_that_tell_it_apart(found: Forecast, words: str) -> None:
+def test_forecasts_are_printed_with_enough_digits_to_differ(found: Forecast, words: str) -> None:
     assert str(found) == words
 
 
-def test_a_value_that_is_not_quite_as_good_does_not_look_so() -> None:
+def test_rounding_does_not_hide_a_difference_from_the_best() -> None:
     assert format_forecast(0.99996, Forecast(1.0, 0.99996, 1.0)) == ("0.99996", "1", "0.99996 to 1")

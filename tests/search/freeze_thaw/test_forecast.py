@@ -65,7 +65,7 @@ def forecasts(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
             yield found.value, found.low, found.high, losses[number].min(), now
 
 
-def test_nine_of_ten_ends_are_in_their_bands_and_forecasts_are_better_than_to_stay():
+def test_forecast_intervals_have_their_coverage_and_beat_the_current_value():
     value, low, high, end, now = np.array(list(forecasts(6))).T
     assert len(value) > 200
     assert 0.82 <= np.mean((low <= end) & (end <= high)) <= 0.98
@@ -75,7 +75,7 @@ def test_nine_of_ten_ends_are_in_their_bands_and_forecasts_are_better_than_to_st
     assert (high <= now).all()  # the best value so far stays
 
 
-def test_what_is_larger_is_foreseen_as_what_is_smaller():
+def test_forecasts_are_symmetric_in_the_direction():
     params, losses = family(0, 30)
     one = forecast_final_values(promoted(params, losses), epochs=EPOCHS, maximize=False)
     turned = [
@@ -89,7 +89,7 @@ def test_what_is_larger_is_foreseen_as_what_is_smaller():
         assert (found.value, found.low, found.high) == pytest.approx((-same.value, -same.high, -same.low))
 
 
-def test_the_same_trials_give_the_same_and_one_may_be_asked_about():
+def test_forecasts_are_repeatable_and_possible_for_one_trial():
     trials = promoted(*family(1, 90))
     found = forecast_final_values(trials, epochs=EPOCHS, maximize=False)
     assert found == forecast_final_values(trials, epochs=EPOCHS, maximize=False)
@@ -99,7 +99,7 @@ def test_the_same_trials_give_the_same_and_one_may_be_asked_about():
     assert forecast_final_values(trials, epochs=EPOCHS, maximize=False, of={left}).keys() == {left}
 
 
-def test_parameters_that_some_have_and_values_that_are_none_are_no_hindrance():
+def test_forecasts_work_with_conditional_parameters_and_nan():
     kinds, trials = CategoricalDistribution(["a", "b"]), []
     params, losses = family(2, 20)
     for each in promoted(params, losses):
@@ -123,7 +123,7 @@ def test_parameters_that_some_have_and_values_that_are_none_are_no_hindrance():
     assert all(math.isfinite(x) for each in found.values() for x in (each.value, each.low, each.high))
 
 
-def test_nothing_is_foreseen_of_few_trials_nor_where_none_is_open():
+def test_no_forecast_for_few_trials_or_without_unfinished_ones():
     trials = promoted(*family(3, MIN_REPORTED_TRIALS))
     assert forecast_final_values(trials, epochs=EPOCHS, maximize=False)
     assert not forecast_final_values(trials[1:], epochs=EPOCHS, maximize=False)
@@ -131,7 +131,7 @@ def test_nothing_is_foreseen_of_few_trials_nor_where_none_is_open():
     assert not forecast_final_values(ended * 8, epochs=EPOCHS, maximize=False)
 
 
-def test_trials_that_are_all_alike_stay_as_they_are():
+def test_the_forecast_of_identical_trials_is_their_current_value():
     trials = [trial(i, {"x": i / 9}, [0.5, 0.5], TrialState.WAITING) for i in range(9)]
     for found in forecast_final_values(trials, epochs=EPOCHS, maximize=True).values():
         assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)

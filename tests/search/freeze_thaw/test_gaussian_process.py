@@ -25,7 +25,7 @@ def points(count: int, *, seed: int = 0, trials: int = 5, columns: int = 3) -> P
     )
 
 
-def test_the_kernel_is_what_it_is_said_to_be():
+def test_the_kernel_follows_its_formula():
     process = GaussianProcess(
         torch.from_numpy(OWNER), torch.log(torch.tensor([0.9, 0.5, 1.1, 2.0, 0.3, 0.01, 0.7, 1.5]).double())
     )
@@ -44,7 +44,7 @@ def test_the_kernel_is_what_it_is_said_to_be():
     np.testing.assert_allclose(process.covariance(a, a).diagonal().numpy(), process.variance(a).numpy(), rtol=1e-6)
 
 
-def test_what_was_seen_is_expected_there_and_nothing_is_known_far_away():
+def test_predictions_match_observations_and_revert_to_the_prior_far_away():
     process = GaussianProcess.from_prior(OWNER)
     seen = points(8, trials=1000)
     y = torch.sin(5 * seen.x[:, 0])
@@ -55,7 +55,7 @@ def test_what_was_seen_is_expected_there_and_nothing_is_known_far_away():
     assert (far > 5 * deviation).all()
 
 
-def test_a_fit_makes_the_values_more_probable_and_finds_what_matters():
+def test_a_fit_raises_the_likelihood_and_finds_the_relevant_parameter():
     random = np.random.default_rng(0)
     x = random.random((60, 2))
     seen = Points.at_final_epoch(x, np.arange(60))
@@ -75,7 +75,7 @@ def test_a_fit_makes_the_values_more_probable_and_finds_what_matters():
     assert likelihood(again) == pytest.approx(likelihood(fitted), abs=0.1)
 
 
-def test_a_trial_that_began_better_than_its_twin_is_foreseen_to_end_better():
+def test_a_trial_with_a_better_start_has_a_better_forecast():
     x = np.full((2, 3), 0.5)
     early = Points(torch.from_numpy(x), torch.full((2,), 0.3).double(), torch.tensor([0, 1]), torch.tensor([0, 0]))
     posterior = GaussianProcess.from_prior(OWNER).posterior(early, torch.tensor([-0.5, 0.5]).double())
@@ -86,7 +86,7 @@ def test_a_trial_that_began_better_than_its_twin_is_foreseen_to_end_better():
     assert (unknown[0] > deviation).all()
 
 
-def test_what_runs_counts_as_ended_where_it_is_foreseen():
+def test_running_trials_count_with_their_predicted_values():
     seen = points(5)
     posterior = GaussianProcess.from_prior(OWNER).posterior(seen, torch.linspace(-1, 1, 5).double())
     running = Points.at_final_epoch(np.full((1, 3), 0.9), [77])
@@ -97,7 +97,7 @@ def test_what_runs_counts_as_ended_where_it_is_foreseen():
 
 
 @pytest.mark.parametrize("z", [3.0, 0.5, -0.5, -2.0, -6.0])
-def test_the_expected_improvement_is_the_integral(z):
+def test_the_expected_improvement_equals_the_integral(z):
     deviation, best = 0.7, 0.2
     mean = best - z * deviation
     integral, _ = quad(lambda value: (best - value) * norm.pdf(value, mean, deviation), best - 40 * deviation, best)
@@ -105,7 +105,7 @@ def test_the_expected_improvement_is_the_integral(z):
     assert float(found) == pytest.approx(math.log(integral), rel=1e-5)
 
 
-def test_hopeless_configurations_are_told_apart_too():
+def test_log_expected_improvement_orders_hopeless_configurations():
     means = torch.tensor([20.0, 30.0, 40.0]).double()
     found = log_expected_improvement(means, torch.ones(3).double(), 0.0)
     assert torch.isfinite(found).all()

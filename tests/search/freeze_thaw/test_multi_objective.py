@@ -70,7 +70,7 @@ def curves(seed: int) -> FreezeThawSampler:
     return FreezeThawSampler(seed=seed, epochs=EPOCHS, random_fraction=0.0)
 
 
-def test_its_fronts_are_wider_than_those_at_random():
+def test_multi_objective_search_beats_random_search():
     def worth(sampler: Callable[[int], BaseSampler], start: int) -> float:
         search = Search()
         return search.worth([search.run(sampler, start + number) for number in range(40)])
@@ -80,7 +80,7 @@ def test_its_fronts_are_wider_than_those_at_random():
     assert lost[curves] < 0.7 * lost[RandomSampler]
 
 
-def test_the_same_study_and_seed_give_the_same_and_each_metric_has_its_own_process():
+def test_suggestions_are_repeatable_and_each_metric_has_its_own_process():
     found = []
     for _ in range(2):
         search = Search(trials=14)
@@ -91,18 +91,18 @@ def test_the_same_study_and_seed_give_the_same_and_each_metric_has_its_own_proce
     assert found[0][0] != found[0][1]
 
 
-def test_constraints_are_kept_to():
+def test_suggestions_satisfy_constraints():
     search = Search(trials=20, broken_above=0.4)
     found = [search.run(curves, 100 + 3 * number)[0] for number in range(8)]
     assert sorted(found)[5] <= 0.42
 
 
-def test_where_every_trial_breaks_a_constraint_less_of_it_is_sought():
+def test_without_feasible_trials_violations_are_minimized():
     search = Search(trials=14, broken_above=-0.1)
     assert search.run(curves, 100)[0] < 0.3
 
 
-def test_it_notes_what_each_metric_is_foreseen_to_be():
+def test_a_suggestion_stores_the_prediction_of_each_metric():
     search = Search(trials=14)
     search.run(curves, 100)
     note = search.study._storage.get_all_trials(search.study._study_id)[-1].system_attrs[SUGGESTION_REASON_KEY]
@@ -114,7 +114,7 @@ def test_it_notes_what_each_metric_is_foreseen_to_be():
     assert format_suggestion_reason(shown) == "forecast 0.9621 (0.9481 to 0.9712), 12 (11.5 to 12.5); near trial 3"
 
 
-def test_what_is_expected_to_be_dominated_is_what_draws_dominate():
+def test_the_expected_hypervolume_gain_equals_that_of_draws():
     random = np.random.default_rng(0)
     mean, deviation = np.array([[0.0, 0.5], [1.0, -0.5]]), np.array([[0.5, 1.0], [0.2, 0.7]])
     vectors = random.standard_normal((40, 2))
@@ -138,7 +138,7 @@ FRONTS = {
 
 
 @pytest.mark.parametrize("name", FRONTS)
-def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
+def test_samples_represent_the_volume_that_no_trial_dominates(name):
     best = FRONTS[name]
     low, high = np.zeros(best.shape[1]), np.ones(best.shape[1])
     vectors, weights = sample_non_dominated(np.random.default_rng(0), best, low, high, 6_000)
@@ -152,7 +152,7 @@ def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
     assert within == pytest.approx(left, rel=0.15, abs=1e-3)
 
 
-def test_a_metric_that_never_changes_leaves_the_others_to_decide():
+def test_a_constant_metric_does_not_affect_the_suggestion():
     best = np.array([[0.2, 0.7, 3.0]])
     vectors, weights = sample_non_dominated(
         np.random.default_rng(0), best, np.array([0.0, 0.0, 3.0]), np.array([1.0, 1.0, 3.0]), 6_000
@@ -162,7 +162,7 @@ def test_a_metric_that_never_changes_leaves_the_others_to_decide():
     assert not (best <= vectors).all(1).any()
 
 
-def test_a_constraint_that_hardly_any_trial_breaks_is_not_learnt_from_points_without_it():
+def test_a_constraint_that_one_trial_violates_gives_a_finite_feasibility():
     search = Search(trials=40, broken_above=0.999)
     told = [trial({0: (0.1, 5.0)}, params={"x": 0.5 + number / 3000}) for number in range(1500)]
     sampler = MultiObjectiveSuggester(EPOCHS, np.random.default_rng(0))
@@ -171,7 +171,7 @@ def test_a_constraint_that_hardly_any_trial_breaks_is_not_learnt_from_points_wit
     assert all(each is None or np.isfinite(each[1]) for each in found)
 
 
-def test_where_a_front_is_at_the_corner_of_the_box_the_corner_is_what_is_left():
+def test_a_pareto_front_at_the_ideal_point_leaves_only_that_point():
     vectors, weights = sample_non_dominated(np.random.default_rng(0), np.zeros((1, 2)), np.zeros(2), np.ones(2), 100)
     assert (vectors.tolist(), weights.tolist()) == ([[0.0, 0.0]], [0.0])
 
@@ -183,17 +183,17 @@ def trial(values: dict[int, tuple[float, float]], /, **shape: object) -> FrozenT
     return create_trial(**{**kind, "intermediate_values": first, "system_attrs": attrs, **shape})
 
 
-def test_a_metric_that_is_steady_is_known_of_the_last_epoch_at_once():
+def test_a_metric_that_is_constant_during_training_is_known_after_one_epoch():
     told = [trial({0: (0.1, 5.0)}), trial({0: (0.1, 9.0), 1: (0.5, 9.2), 2: (0.4, 9.1)}), trial({})]
     assert build_secondary_curves(told, MAXIMIZE, EPOCHS) == [[{EPOCHS: 5.0}, {EPOCHS: 9.1}, {}]]
 
 
-def test_one_that_changes_is_that_of_the_best_epoch_so_far():
+def test_a_changing_metric_has_the_value_of_the_best_epoch_so_far():
     told = [trial({0: (0.1, 5.0), 1: (0.5, 1.0), 2: (0.4, 7.0)}), trial({0: (math.nan, 6.0), 1: (0.2, 2.0)})]
     assert build_secondary_curves(told, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
 
 
-def test_its_place_among_pruned_trials_breaks_no_constraint():
+def test_the_rank_of_a_pruned_trial_is_not_a_constraint_violation():
     assert math.isnan(get_max_violation(trial({0: (0.1, 5.0)})))
     broken = trial({0: (0.1, 5.0)}, user_attrs={INFEASIBLE: "diverged"})
     broken.set_constraint("model_mb", 0.5)
@@ -201,7 +201,7 @@ def test_its_place_among_pruned_trials_breaks_no_constraint():
     assert get_max_violation(broken) == 0.5
 
 
-def test_a_bound_that_training_may_come_to_keep_is_known_of_trials_that_ended():
+def test_a_bound_on_a_changing_metric_counts_for_ended_trials_only():
     waiting = trial({0: (0.1, 5.0)}, state=TrialState.WAITING)
     waiting.set_constraint("accuracy", 0.8)
     assert math.isnan(get_max_violation(waiting))
@@ -212,7 +212,7 @@ def test_a_bound_that_training_may_come_to_keep_is_known_of_trials_that_ended():
     assert get_max_violation(ended) == 0.8
 
 
-def test_while_nothing_is_known_of_a_metric_it_draws_at_random():
+def test_without_values_of_a_metric_suggestions_are_random():
     search = Search(trials=14)
     search.kept.clear()
     (x, y), (other, _) = search.run(curves, 100), search.run(curves, 101)
@@ -221,7 +221,7 @@ def test_while_nothing_is_known_of_a_metric_it_draws_at_random():
     assert (x, y) == (drawn.suggest_float("x", 0.0, 1.0), drawn.suggest_float("y", 0.0, 1.0))
 
 
-def test_where_all_diverged_it_draws_at_random():
+def test_suggestions_are_random_if_all_trials_diverged():
     search = Search()
     for number in range(12):
         diverged = trial({0: (math.nan, 1.0)}, user_attrs={INFEASIBLE: "diverged"}, params={"x": number / 12})

@@ -12,7 +12,7 @@ from hpsearch.storage.attributes import INFEASIBLE, VALUES
 MAXIMIZE = [True, False]
 
 
-def test_the_other_metrics_are_those_of_the_best_epoch_so_far():
+def test_secondary_metrics_are_those_of_the_best_epoch_so_far():
     found = track_incumbent({1: [0.5, 3.0], 2: [0.9, 7.0], 3: [0.7, 1.0], 4: [0.9, 2.0]}, MAXIMIZE)
     assert {epoch: vector.tolist() for epoch, vector in found.items()} == {
         1: [-0.5, 3.0],
@@ -22,7 +22,7 @@ def test_the_other_metrics_are_those_of_the_best_epoch_so_far():
     }
 
 
-def test_what_is_no_number_is_worth_nothing():
+def test_nan_is_an_infinite_loss():
     found = track_incumbent({1: [math.nan, 3.0], 2: [0.1, math.nan]}, MAXIMIZE)
     assert found[1].tolist() == [np.inf, np.inf]
     assert found[2].tolist() == [-0.1, np.inf]
@@ -32,7 +32,7 @@ def trial(**shape: object):
     return create_trial(**{"state": TrialState.PRUNED, "intermediate_values": {0: 0.2, 1: 0.4}, **shape})
 
 
-def test_a_trial_has_the_values_that_are_shown_with_it():
+def test_the_objective_vector_equals_the_shown_values():
     shown = trial(system_attrs={VALUES: {"0": [0.2, 5.0]}})
     found = read_values_by_epoch(shown, 2)
     assert found[1] == [0.2, 5.0]
@@ -41,5 +41,5 @@ def test_a_trial_has_the_values_that_are_shown_with_it():
 
 
 @pytest.mark.parametrize("shape", [{"user_attrs": {INFEASIBLE: "diverged"}}, {"intermediate_values": {}}])
-def test_one_that_diverged_or_reported_nothing_is_worth_nothing(shape):
+def test_diverged_and_empty_trials_have_infinite_losses(shape):
     assert get_objective_vector(trial(**shape), MAXIMIZE).tolist() == [np.inf, np.inf]

@@ -13,31 +13,31 @@ from hpsearch.search.freeze_thaw.observations import MAX_POINTS, select_observat
 RANDOM = np.random.default_rng(0)
 
 
-def test_the_last_two_epochs_on_the_grid_with_the_best_so_far():
+def test_observations_are_the_best_values_at_the_last_two_grid_epochs():
     found = select_observations([{epoch: abs(epoch - 8) / 10 for epoch in range(1, 11)}, {1: 5.0}], 27, RANDOM)
     assert list(found.trial) == [0, 0, 1]
     assert np.exp(found.s * math.log(27)) == pytest.approx([9, 10, 1])  # 1, 2, 3, 4, 6, 9 and 10 itself
     assert found.loss.tolist() == [0.0, 0.0, 5.0]  # that of epoch 8, which is not on the grid, counts from there on
 
 
-def test_the_scale_is_that_of_log_epochs():
+def test_the_epoch_scale_is_logarithmic():
     assert select_observations([{27: 0.0, 1: 0.0}], 27, RANDOM).s == pytest.approx([0.0, 1.0])
     assert select_observations([{1: 0.0}], 1, RANDOM).s == pytest.approx([0.0])
 
 
-def test_what_is_no_number_is_worse_than_all_that_is():
+def test_nan_is_worse_than_all_numbers():
     found = select_observations([{1: math.nan}, {1: 1e30}, {1: math.inf}, {1: 2.0, 2: math.nan}], 9, RANDOM)
     assert list(found.loss) == [math.inf, 1e30, math.inf, 2.0, 2.0]
     assert np.isfinite(found.scores).all()
     assert found.scores[0] == found.scores[2] == found.scores.max()
 
 
-def test_scores_are_those_of_the_ranks():
+def test_scores_depend_on_ranks_only():
     found = select_observations([{1: loss} for loss in (3.0, 1.0, 1000.0, 2.0)], 9, RANDOM)
     np.testing.assert_allclose(found.scores, norm.ppf((np.array([3, 1, 4, 2]) - 0.5) / 4))
 
 
-def test_where_there_are_too_many_the_longest_and_the_best_stay():
+def test_too_many_observations_are_reduced_to_the_longest_and_the_best():
     short = [{1: 1.0 + i} for i in range(2 * MAX_POINTS)]
     long = [{1: 9.0, 27: 0.5}] * 10
     found = select_observations([*short, *long], 27, np.random.default_rng(0))

@@ -28,12 +28,12 @@ LR = FloatDistribution(1e-4, 1.0, log=True)
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("epochs", [2, EPOCHS])
-def test_it_suggests_where_trials_are_foreseen_to_end_best(sign, epochs):
+def test_suggestions_are_near_the_predicted_optimum(sign, epochs):
     study = study_of([0.0, 0.1, 0.2, 0.35, 0.5, 0.6, 0.8, 0.9, 0.95, 1.0], epochs=epochs, sign=sign)
     assert suggestion(study) == pytest.approx(0.7, abs=0.06)
 
 
-def test_a_search_by_it_ends_nearer_than_one_at_random():
+def test_a_search_ends_nearer_to_the_optimum_than_random_search():
     def best(sampler) -> float:
         study = optuna.create_study()
         for number in range(30):
@@ -50,14 +50,14 @@ def test_a_search_by_it_ends_nearer_than_one_at_random():
     assert chosen < 0.2 * best(optuna.samplers.RandomSampler)
 
 
-def test_what_runs_is_not_suggested_again():
+def test_running_configurations_are_not_suggested_again():
     study = study_of([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], epochs=EPOCHS)
     first = suggestion(study, n_startup_trials=5)
     others = [suggestion(study, seed, n_startup_trials=5) for seed in range(1, 4)]
     assert len({round(x, 4) for x in [first, *others]}) == 4
 
 
-def test_configurations_that_diverged_are_left_alone():
+def test_suggestions_avoid_diverged_configurations():
     """They have no values, or an infinite one, and are worse than all that have."""
     values = [{0: float("inf")}, {}, {0: float("nan")}]
     study = study_of([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
@@ -66,7 +66,7 @@ def test_configurations_that_diverged_are_left_alone():
     assert suggestion(study) < 0.62
 
 
-def test_before_there_are_enough_it_draws_at_random():
+def test_the_first_suggestions_are_random():
     study = study_of([0.1] * 9)
     found = {round(suggestion(study, seed), 9) for seed in range(5)}
     assert len(found) == 5
@@ -75,7 +75,7 @@ def test_before_there_are_enough_it_draws_at_random():
     assert suggestion(study_of([]), 3) == drawn
 
 
-def test_what_was_fitted_is_kept_until_there_is_much_more():
+def test_hyperparameters_are_refitted_only_after_many_new_trials():
     study = study_of(list(np.linspace(0, 1, 12)))
 
     def fitted() -> dict:
@@ -93,14 +93,14 @@ def test_what_was_fitted_is_kept_until_there_is_much_more():
     assert fitted()["theta"] != first["theta"]
 
 
-def test_a_fraction_is_drawn_at_random():
+def test_a_fraction_of_suggestions_is_random():
     study = study_of(list(np.linspace(0, 1, 12)))
     near = sum(abs(suggestion(study, seed, random_fraction=0.3) - 0.7) < 0.1 for seed in range(60))
     assert 0.5 * 60 < near < 0.9 * 60
     assert len({round(suggestion(study, seed, random_fraction=1.0), 6) for seed in range(20)}) == 20
 
 
-def test_a_parameter_that_comes_later_is_taken_up():
+def test_a_parameter_added_later_is_sampled():
     study = study_of(list(np.linspace(0, 1, 12)))
     suggestion(study)
     for lr in np.geomspace(1e-4, 1, 10):
@@ -111,7 +111,7 @@ def test_a_parameter_that_comes_later_is_taken_up():
     assert kept["names"] == ["lr", "x"]
 
 
-def test_what_a_trial_had_is_not_tried_again_though_it_is_a_corner_of_the_space():
+def test_a_tried_corner_of_the_space_is_not_suggested_again():
     study = optuna.create_study()
     for number in range(14):
         x = 1.0 if number > 9 else number / 10
@@ -122,7 +122,7 @@ def test_what_a_trial_had_is_not_tried_again_though_it_is_a_corner_of_the_space(
     assert min(found) > 0.8
 
 
-def test_one_value_is_no_parameter():
+def test_a_parameter_with_one_value_is_ignored():
     study = optuna.create_study()
     for x in np.linspace(0, 1, 12):
         shape = {"x": X, "fixed": FloatDistribution(3.0, 3.0)}
@@ -134,7 +134,7 @@ def test_one_value_is_no_parameter():
     assert SUGGESTION_REASON_KEY in study.trials[-1].system_attrs
 
 
-def test_it_notes_with_a_trial_why_it_has_its_configuration():
+def test_a_suggestion_stores_its_reason():
     study = study_of(list(np.linspace(0.0, 1.0, 11)), sign=-1.0)
     x = suggestion(study)
     note = study.trials[-1].system_attrs[SUGGESTION_REASON_KEY]
@@ -147,7 +147,7 @@ def test_it_notes_with_a_trial_why_it_has_its_configuration():
     assert "best then" in format_suggestion_reason(note)
 
 
-def test_of_what_it_did_not_choose_alone_it_notes_nothing():
+def test_partly_fixed_configurations_have_no_stored_reason():
     study = optuna.create_study()
     for number, x in enumerate(np.linspace(0.0, 1.0, 14)):
         params = {"x": x, "lr": 10 ** -(number % 4)}
@@ -162,13 +162,13 @@ def test_of_what_it_did_not_choose_alone_it_notes_nothing():
 
 
 @pytest.mark.parametrize(("maximize", "expected"), [(False, (2.0, 1.0, 3.0)), (True, (-2.0, -3.0, -1.0))])
-def test_scores_are_turned_back_into_values(maximize, expected):
+def test_scores_are_converted_back_to_values(maximize, expected):
     points = Observations(np.arange(4), np.ones(4), np.array([3.0, np.inf, 1.0, 2.0]))
     two = float(points.scores[3])
     assert score_interval_to_metric(points, two, 100.0, maximize=maximize) == pytest.approx(expected)
 
 
-def test_a_note_fits_a_line_of_eighty_columns():
+def test_a_stored_reason_fits_80_columns():
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 1234}
     assert format_suggestion_reason(note) == "forecast 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
     assert format_suggestion_reason({**note, "near": None}).endswith("; best of many random candidates")
@@ -188,7 +188,7 @@ def two_suggestions(url: str) -> list[float]:
     return [suggestion(study, 5) for study in studies]
 
 
-def test_the_same_study_and_seed_give_the_same_suggestion_in_any_process(tmp_path: Path):
+def test_suggestions_depend_only_on_study_and_seed(tmp_path: Path):
     urls = [f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db")]
     for url in urls:
         study = optuna.create_study(study_name="s", storage=url)

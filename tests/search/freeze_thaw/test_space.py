@@ -31,7 +31,7 @@ def drawn(distributions: dict, seed: int) -> dict:
 
 
 @given(st.integers(0, 2**31 - 1))
-def test_there_and_back(seed):
+def test_encoding_and_decoding_round_trips(seed):
     space, params = Space(ALL, []), drawn(ALL, seed)
     again = space.to_params(np.array(space.to_row(params)))
     assert again == pytest.approx(params) if params["optimizer"] is None else again.keys() == params.keys()
@@ -39,7 +39,7 @@ def test_there_and_back(seed):
         assert again[name] == (pytest.approx(value) if isinstance(value, float) else value)
 
 
-def test_candidates_are_what_they_would_be_run_with():
+def test_candidates_are_valid_configurations():
     space, random = Space(ALL, []), np.random.default_rng(0)
     rows = space.sample(random, 200)
     rows = np.concatenate([rows, space.perturb(random, rows[:5], 20)])
@@ -58,7 +58,7 @@ def test_neighbours_are_near_and_most_choices_stay():
     assert np.median(np.linalg.norm(near - here, axis=1)) < 0.5 * np.median(np.linalg.norm(far - here, axis=1))
 
 
-def test_choices_are_as_far_apart_as_the_ends_of_a_range_and_what_is_not_there_is_half_as_far():
+def test_distances_between_choices_and_to_absent_parameters():
     space = Space({"kind": CategoricalDistribution(["a", "b", "c"]), "lr": FloatDistribution(0, 1)}, [])
     rows = np.array([[0, 0.0], [1, 0.0], [0, 1.0], [0, math.nan]])
     features = space.to_features(rows)
@@ -76,7 +76,7 @@ def nested(trial) -> None:
         trial.suggest_float("stride", 1, 3)
 
 
-def test_what_a_configuration_has_is_learnt_from_trials():
+def test_conditional_parameters_are_learnt_from_trials():
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     for _ in range(60):
         trial = study.ask()
@@ -93,13 +93,13 @@ def test_what_a_configuration_has_is_learnt_from_trials():
         assert asked.params.keys() == params.keys()
 
 
-def test_a_parameter_that_follows_nothing_counts_as_there():
+def test_a_parameter_without_a_condition_counts_as_present():
     distributions = {"a": FloatDistribution(0, 1), "b": FloatDistribution(0, 1)}
     seen = [{"a": 0.1, "b": 0.5}, {"a": 0.5}, {"a": 0.9, "b": 0.5}]
     rows = Space(distributions, seen).sample(np.random.default_rng(0), 20)
     assert not np.isnan(rows).any()
 
 
-def test_a_range_that_was_larger_once_is_no_hindrance():
+def test_values_outside_of_a_narrowed_range_are_accepted():
     space = Space({"lr": FloatDistribution(1e-3, 1e-1, log=True)}, [{"lr": 1.0}, {"lr": 1e-6}, {"lr": 1e-2}])
     np.testing.assert_allclose(space.rows[:, 0], [1.0, 0.0, 0.5])

@@ -43,7 +43,7 @@ def warm(xs: list[float], *, flipped: bool = False) -> optuna.Study:
     return study
 
 
-def test_the_first_configuration_is_chosen_by_what_an_earlier_study_shows():
+def test_the_first_suggestion_uses_an_earlier_study():
     study = warm(list(np.linspace(0, 1, 12)))
     assert suggestion(study) == pytest.approx(0.7, abs=0.1)
     assert study._storage.get_study_system_attrs(study._study_id)[HYPERPARAMETERS_KEY]["trials"] == 10
@@ -52,13 +52,13 @@ def test_the_first_configuration_is_chosen_by_what_an_earlier_study_shows():
     )
 
 
-def test_an_earlier_study_of_few_trials_counts_at_the_start():
+def test_an_earlier_study_with_few_trials_counts_at_the_start():
     drawn = suggestion(study_of([]), 3)
     assert suggestion(warm([0.1, 0.5]), 3) == drawn
     assert suggestion(warm(list(np.linspace(0, 1, 10))), 3) != drawn
 
 
-def test_what_an_earlier_study_has_wrong_is_unlearnt():
+def test_own_trials_override_a_misleading_earlier_study():
     study = warm(list(np.linspace(0, 1, 16)), flipped=True)
     for x in np.linspace(0, 1, 14):
         study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
@@ -67,7 +67,7 @@ def test_what_an_earlier_study_has_wrong_is_unlearnt():
     assert format_suggestion_reason(note).endswith((f"near trial {note['near']}", "of s1", "of many random candidates"))
 
 
-def test_a_trial_counts_as_far_as_it_is_in_the_new_space():
+def test_an_earlier_trial_counts_for_parameters_in_the_new_space():
     narrow = {"x": FloatDistribution(0.4, 0.8), "kind": CategoricalDistribution([1, True])}
     trials = [
         pruned({"x": 0.3}, {"x": X}, {0: 1.0}),  # out of the range
@@ -83,7 +83,7 @@ def test_a_trial_counts_as_far_as_it_is_in_the_new_space():
         told(trials[:1], space=narrow)
 
 
-def test_of_many_the_longest_and_the_best_are_kept_and_own_points_come_first():
+def test_too_many_points_are_reduced_to_the_best_and_own_ones_come_first():
     trials = [pruned({"x": i / 500}, {"x": X}, curve(i / 500, 2 if i % 5 else EPOCHS)) for i in range(500)]
     found = told(trials, trials)
     assert len(found.trials) == MAX_SOURCE_TRIALS
@@ -103,7 +103,7 @@ def alike(process: GaussianProcess) -> float:
     return float(process.theta[-1].sigmoid())
 
 
-def test_the_same_configuration_in_another_study_tells_as_much_as_they_are_alike():
+def test_the_correlation_of_studies_follows_from_their_similarity():
     x = torch.full((3, 1), 0.5, dtype=torch.float64)
     points = Points(x, torch.ones(3).double(), torch.arange(3), torch.tensor([0, 0, 1]))
     process = GaussianProcess.from_prior(np.array([0]), several=True)
@@ -114,7 +114,7 @@ def test_the_same_configuration_in_another_study_tells_as_much_as_they_are_alike
     assert torch.linalg.eigvalsh(process.noisy_covariance(points)).min() > 0
 
 
-def test_how_alike_studies_are_is_learnt():
+def test_the_similarity_of_studies_is_learnt():
     random = np.random.default_rng(0)
     x = random.random((40, 1))
     points = Points(

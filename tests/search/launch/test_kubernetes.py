@@ -30,7 +30,7 @@ def paths(value: Any, at: str = "") -> set[str]:
     return {at}
 
 
-def test_it_is_this_and_nothing_else() -> None:
+def test_the_manifest_equals_the_expected_one() -> None:
     """Field by field: a misspelt one is taken for none by a server that does not validate."""
     labels = {"app.kubernetes.io/name": "hpsearch", "app.kubernetes.io/component": "worker"}
     worker = {
@@ -112,7 +112,7 @@ def test_it_is_this_and_nothing_else() -> None:
     }
 
 
-def test_without_a_url_it_is_in_the_secret() -> None:
+def test_without_a_url_the_manifest_refers_to_the_secret() -> None:
     (worker,) = manifest(storage_url=None, home=HOME)["spec"]["template"]["spec"]["containers"]
     assert worker["envFrom"] == [{"secretRef": {"name": "hpsearch"}}]
     reference = {"secretKeyRef": {"name": "hpsearch", "key": "HPSEARCH_STORAGE_URL"}}
@@ -121,7 +121,7 @@ def test_without_a_url_it_is_in_the_secret() -> None:
     assert "nvidia.com/gpu" not in worker["resources"]["limits"]
 
 
-def test_a_url_arrives_as_it_is() -> None:
+def test_a_url_is_passed_unchanged() -> None:
     """Kubernetes replaces $(NAME) in a value; $$( is a plain $(."""
     (worker,) = manifest(storage_url=URL)["spec"]["template"]["spec"]["containers"]
     assert worker["env"][0]["value"].replace("$$(", "$(") == URL
@@ -131,7 +131,7 @@ def test_a_url_arrives_as_it_is() -> None:
 @pytest.mark.parametrize(
     "study", ["wine", "A.b_c", "a-b-c", "9", "x" * 100, "x" * 99 + "y", "a..", "Wine", "a" * 50 + "b"]
 )
-def test_the_name_is_one_that_kubernetes_takes(study: str) -> None:
+def test_the_job_name_is_valid_for_kubernetes(study: str) -> None:
     name = make_job_name(study)
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
     assert len(name) <= 63 - len("-9999")
@@ -140,14 +140,14 @@ def test_the_name_is_one_that_kubernetes_takes(study: str) -> None:
     assert worker["command"][3] == study, "not a number, whatever it looks like"
 
 
-def test_studies_have_jobs_of_their_own() -> None:
+def test_different_studies_have_different_jobs() -> None:
     studies = ["a.b", "a_b", "a-b", "A-b", "A.B", "x" * 100, "x" * 99, "x" * 50, "..", "a.", "a"]
     assert len({make_job_name(study) for study in studies}) == len(studies)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on this machine")
 @pytest.mark.parametrize("changed", [{"gpus": 1.0}, {"storage_url": None}, {"storage_url": URL}])
-def test_kubectl_knows_every_field(changed: dict[str, Any]) -> None:
+def test_kubectl_accepts_every_field(changed: dict[str, Any]) -> None:
     """It reads the manifest into the real types, without a cluster, and writes what they held: no more, no less."""
     given = text(engine="kubernetes", image=IMAGE, **changed)
     assert paths(yaml.safe_load(given)) - paths(_typed(given)) == set()

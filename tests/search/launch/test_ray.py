@@ -35,7 +35,7 @@ def actor(program: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("gpus", "found"), [(0.0, 0), (0.25, 0.25), (1.0, 1), (2.0, 2)])
-def test_what_each_worker_is_given(gpus: float, found: float) -> None:
+def test_the_arguments_of_each_worker(gpus: float, found: float) -> None:
     program = text(engine="ray", gpus=gpus, cpus=3, memory="6G", workers=7, grace=90)
     assert actor(program) == {
         "num_cpus": 3, "num_gpus": found, "memory": 6 * 2**30, "max_restarts": -1, "max_concurrency": 2,
@@ -45,7 +45,7 @@ def test_what_each_worker_is_given(gpus: float, found: float) -> None:
     assert "timeout=90" in program
 
 
-def test_values_arrive_as_they_are() -> None:
+def test_values_are_passed_unchanged() -> None:
     found = constants(text(engine="ray", storage_url=URL, home=HOME, folder=HOME))
     assert {name: found[name] for name in ("STUDY", "STORAGE_URL", "HOME", "FOLDER")} == {
         "STUDY": "wine", "STORAGE_URL": URL, "HOME": HOME, "FOLDER": HOME,

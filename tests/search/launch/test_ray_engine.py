@@ -75,7 +75,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("how", ["killed", "told"])
-def test_a_worker_that_is_killed_comes_again_and_told_workers_save(site: Site, tmp_path: Path, how: str) -> None:
+def test_killed_workers_restart_and_stopped_workers_save(site: Site, tmp_path: Path, how: str) -> None:
     driver = Driver(site, how, 8, tmp_path / "log")
     try:
         driver.wait(lambda: site.states(how).count("RUNNING") == 2, "both workers to train")
@@ -120,7 +120,7 @@ def workers_of(node: Any) -> list[psutil.Process]:
     return [one for one in below if "ray::Worker" in " ".join(one.cmdline())]
 
 
-def test_a_node_that_is_lost_costs_no_trial(site: Site, tmp_path: Path, nodes: Any) -> None:
+def test_a_lost_node_costs_no_trial(site: Site, tmp_path: Path, nodes: Any) -> None:
     driver = Driver(site, "nodes", 12, tmp_path / "log", workers=3, address=nodes.address)
     try:
         driver.wait(lambda: site.states("nodes").count("RUNNING") == 3, "all workers to train")

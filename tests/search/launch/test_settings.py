@@ -52,7 +52,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changed", "words"), BAD, ids=lambda value: str(value)[:60])
-def test_a_mistake_is_one_line(changed: dict[str, object], words: list[str]) -> None:
+def test_a_mistake_is_an_error_of_one_line(changed: dict[str, object], words: list[str]) -> None:
     with pytest.raises(USER_ERRORS) as raised:
         launch(**changed)
     message = str(raised.value)
@@ -70,13 +70,13 @@ def test_a_mistake_is_one_line(changed: dict[str, object], words: list[str]) -> 
         "postgresql://u:a@geheim@h/d",
     ],
 )
-def test_a_password_is_refused_and_not_repeated(engine: str, url: str) -> None:
+def test_a_password_in_a_url_is_rejected_and_not_printed(engine: str, url: str) -> None:
     with pytest.raises(USER_ERRORS, match="contains a password") as raised:
         launch(engine=engine, image="hpsearch:1" if engine == "kubernetes" else None, storage_url=url)
     assert "geheim" not in str(raised.value)
 
 
-def test_what_is_derived() -> None:
+def test_derived_settings() -> None:
     assert [launch(gpus=gpus).workers_per_gpu for gpus in (0, 0.1, 0.25, 0.3, 0.34, 0.5, 0.7, 1, 2)] == [
         *(1, 10, 4, 3, 2, 2, 1, 1, 1)
     ]
@@ -113,20 +113,20 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=lambda value: " ".join(value)[:60],
 )
-def test_the_command_line_tells_it_so(refuse, arguments: list[str], words: list[str]) -> None:
+def test_invalid_options_of_fleet_print_are_an_error(refuse, arguments: list[str], words: list[str]) -> None:
     message = refuse(*arguments)
     assert [word for word in words if word not in message] == []
     assert "geheim" not in message
 
 
-def test_the_url_of_the_environment_is_looked_at_too(refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_from_the_environment_is_checked_too(refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", "postgresql://u:geheim@h/d")
     message = refuse("systemd", "wine", "--workers", "2")
     assert "worker.env" in message
     assert "geheim" not in message
 
 
-def test_an_unknown_study_is_told_where_the_database_answers(
+def test_an_unknown_study_is_an_error_if_the_database_answers(
     refuse, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, _, rest = database_url.partition("://")
@@ -138,7 +138,7 @@ def test_an_unknown_study_is_told_where_the_database_answers(
     assert "no study 'wine'" in message
 
 
-def test_where_it_does_not_answer_it_is_printed_all_the_same(
+def test_the_script_is_printed_if_the_database_does_not_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpsearch.storage.database.connect.STARTUP_RETRY_SECONDS", 0.1)

@@ -80,7 +80,7 @@ def options(script: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))
 
 
-def test_the_options() -> None:
+def test_the_slurm_options_of_the_script() -> None:
     script = text(workers=8, cpus=3, memory="6G", time="1-04:00:00", grace=90)
     assert options(script) == {
         "job-name": "hpsearch-wine", "array": "1-8", "nodes": "1", "ntasks": "1", "cpus-per-task": "3", "mem": "6G",
@@ -102,7 +102,7 @@ def test_the_options() -> None:
         (0.9, 2, {"array": "1-2", "gres": "gpu:1", "cpus-per-task": "2", "mem": "8G"}),
     ],
 )
-def test_gpus_and_what_shares_them(gpus: float, workers: int, found: dict[str, str]) -> None:
+def test_gpus_and_workers_that_share_them(gpus: float, workers: int, found: dict[str, str]) -> None:
     script = text(gpus=gpus, workers=workers)
     assert {name: options(script)[name] for name in found} == found
     assert (" --devices 2 &" in script) == (gpus == 2), "a trial trains on all that its worker has"
@@ -110,13 +110,13 @@ def test_gpus_and_what_shares_them(gpus: float, workers: int, found: dict[str, s
 
 
 @pytest.mark.parametrize("changed", [{}, {"gpus": 0.5}, {"storage_url": URL, "home": HOME}, {"storage_url": None}])
-def test_bash_can_read_it(changed: dict[str, object]) -> None:
+def test_the_script_is_valid_bash(changed: dict[str, object]) -> None:
     subprocess.run(["bash", "-n"], input=text(**changed), text=True, check=True)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 137, 143])
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING", "PREEMPTED", ""])
-def test_what_is_queued_again(tmp_path: Path, code: int, state: str) -> None:
+def test_exit_codes_that_requeue_a_job(tmp_path: Path, code: int, state: str) -> None:
     node = Node(tmp_path)
     assert node.run("9" if code == 137 else str(code), state) == code
     again = code in (1, 143)
@@ -128,20 +128,20 @@ def test_what_is_queued_again(tmp_path: Path, code: int, state: str) -> None:
     ("codes", "code"),
     [("0 0", 0), ("0 143", 143), ("143 3", 3), ("2 0", 2), ("1 0", 1), ("1 143", 143), ("0 9", 137), ("9 1", 1)],
 )
-def test_of_several_workers_what_is_final_comes_first(tmp_path: Path, codes: str, code: int) -> None:
+def test_a_final_exit_code_of_one_worker_has_precedence(tmp_path: Path, codes: str, code: int) -> None:
     node = Node(tmp_path, gpus=0.5, workers=3)
     assert node.run(codes, task=1) == code
     assert len(node.said("started")) == 2
 
 
-def test_the_last_task_has_those_that_are_left(tmp_path: Path) -> None:
+def test_the_last_task_runs_the_remaining_workers(tmp_path: Path) -> None:
     node = Node(tmp_path, gpus=0.5, workers=3)
     assert node.run("0 0", task=2) == 0
     assert len(node.said("started")) == 1
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_notice_is_handed_on_and_the_script_waits_for_the_worker(
+def test_a_signal_is_forwarded_and_the_script_waits_for_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     node = Node(tmp_path)
@@ -157,7 +157,7 @@ def test_a_notice_is_handed_on_and_the_script_waits_for_the_worker(
     assert node.said("scontrol") == ["requeue 70_2"]
 
 
-def test_a_notice_reaches_all_that_share_a_gpu(tmp_path: Path) -> None:
+def test_a_signal_reaches_all_workers_that_share_a_gpu(tmp_path: Path) -> None:
     node = Node(tmp_path, gpus=0.5, workers=4)
     process = node.start("wait wait wait")
     node.wait("started", 2)
@@ -167,7 +167,7 @@ def test_a_notice_reaches_all_that_share_a_gpu(tmp_path: Path) -> None:
     assert node.said("signals") == ["signalled", "signalled"]
 
 
-def test_a_worker_that_ends_with_0_when_it_is_told_is_not_queued_again(tmp_path: Path) -> None:
+def test_a_worker_that_exits_with_0_after_a_signal_is_not_requeued(tmp_path: Path) -> None:
     node = Node(tmp_path)
     worker = tmp_path / "fake-worker"
     worker.write_text(_WORKER.replace("exit 143", "exit 0"))
@@ -179,7 +179,7 @@ def test_a_worker_that_ends_with_0_when_it_is_told_is_not_queued_again(tmp_path:
     assert node.said("scontrol") == []
 
 
-def test_values_arrive_as_they_are(tmp_path: Path) -> None:
+def test_values_are_passed_unchanged(tmp_path: Path) -> None:
     node = Node(tmp_path, storage_url=URL, home=HOME)
     assert node.run("0") == 0
     found = dict(line.split("=", 1) for line in (node.noted / "environment").read_text().split("\0") if "=" in line)

@@ -33,7 +33,7 @@ def submit(cluster: Cluster, site: Site, name: str, trials: int, *, step: str) -
     return told
 
 
-def test_a_notice_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site) -> None:
+def test_a_preemption_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site) -> None:
     job = submit(cluster, site, "slurm", 12, step="0.5")
     cluster.wait(lambda: set(cluster.states(job).values()) == {"RUNNING"}, "all tasks to run")
     cluster.wait(lambda: site.states("slurm").count("RUNNING") == 3, "all workers to train")

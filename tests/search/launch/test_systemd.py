@@ -21,7 +21,7 @@ def settings(unit: str) -> dict[str, list[str]]:
     return found
 
 
-def test_it_is_started_again_on_two_codes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unit_restarts_only_for_two_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_worker_user", lambda: "someone")
     found = settings(text(engine="systemd", grace=90, cpus=3, memory="6G", folder="/srv/100% mine"))
     assert found["Restart"] == ["no"]
@@ -39,7 +39,7 @@ def test_it_is_started_again_on_two_codes_alone(monkeypatch: pytest.MonkeyPatch)
     assert "CUDA_VISIBLE_DEVICES=" in found["Environment"]
 
 
-def test_root_runs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unit_does_not_run_workers_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert settings(text(engine="systemd"))["User"] == ["hpsearch"]
 
@@ -48,7 +48,7 @@ def test_root_runs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpus", "devices"),
     [(1.0, ["0", "1", "2", "3"]), (2.0, ["0,1", "2,3", "4,5", "6,7"]), (0.5, ["0", "0", "1", "1"])],
 )
-def test_an_instance_has_a_gpu_of_its_own_or_a_part_of_one(gpus: float, devices: list[str]) -> None:
+def test_an_instance_has_its_own_gpu_or_a_share_of_one(gpus: float, devices: list[str]) -> None:
     (line,) = settings(text(engine="systemd", gpus=gpus, command=("echo",)))["ExecStart"]
     found = []
     for instance in range(4):
@@ -61,7 +61,7 @@ def test_an_instance_has_a_gpu_of_its_own_or_a_part_of_one(gpus: float, devices:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd on this machine")
 @pytest.mark.parametrize("changed", [{}, {"gpus": 0.5}, {"gpus": 2.0}, {"storage_url": URL, "home": HOME}])
-def test_systemd_can_read_it(tmp_path: Path, changed: dict[str, object]) -> None:
+def test_the_unit_is_valid_for_systemd(tmp_path: Path, changed: dict[str, object]) -> None:
     unit = tmp_path / "hpsearch-worker@.service"
     unit.write_text(text(engine="systemd", folder="/", **changed))
     command = [
@@ -79,6 +79,6 @@ def test_systemd_can_read_it(tmp_path: Path, changed: dict[str, object]) -> None
     assert "RestartForcedExitStatus" in done.stderr, "a misspelt one would be noticed"
 
 
-def test_words_are_quoted_as_systemd_reads_them() -> None:
+def test_arguments_are_quoted_for_systemd() -> None:
     assert launch.quote_systemd_word('a "b" $c %d \\') == '"a \\"b\\" $$c %%d \\\\"'
     assert launch.quote_systemd_word("$c", command=False) == '"$c"'

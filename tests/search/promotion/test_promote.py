@@ -32,7 +32,7 @@ from tests.search.promotion.support import Tracked, train_finalists
 WHO = r"\S+@\S+"
 
 
-def test_the_best_trial_is_promoted_with_its_evidence(tracked: Tracked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_trial_is_promoted_with_its_metadata(tracked: Tracked, capsys: pytest.CaptureFixture[str]) -> None:
     done = promote(tracked.stored, tracked.tracking)
     assert (done.trial, done.model, done.version, done.alias, done.replaced) == (1, tracked.name, 1, "champion", None)
     version = tracked.version("champion")
@@ -67,7 +67,7 @@ def test_promoting_again_changes_nothing(tracked: Tracked) -> None:
     assert [v.version for v in tracked.client.search_model_versions(f"name = '{tracked.name}'")] == ["1"]
 
 
-def test_what_is_replaced_can_be_gone_back_to(tracked: Tracked) -> None:
+def test_the_previous_model_can_be_promoted_again(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     done = promote(tracked.stored, tracked.tracking, trial=2)
     assert (done.version, done.replaced) == (2, 1)
@@ -80,7 +80,7 @@ def test_what_is_replaced_can_be_gone_back_to(tracked: Tracked) -> None:
     assert tracked.version("previous").run_id == tracked.run_of(1), "another alias takes nothing from the champion's"
 
 
-def test_what_mlflow_refuses_is_told_before_anything_is_done(tracked: Tracked) -> None:
+def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Tracked) -> None:
     for setting in ({"alias": "two words"}, {"model": "a/b"}):
         with pytest.raises(
             StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*(use letters|slash|characters|name)"
@@ -90,7 +90,7 @@ def test_what_mlflow_refuses_is_told_before_anything_is_done(tracked: Tracked) -
     assert tracked.told() == []
 
 
-def test_a_trial_that_has_nothing_to_promote(tracked: Tracked) -> None:
+def test_promoting_a_trial_that_is_not_complete_is_an_error(tracked: Tracked) -> None:
     states = {
         TrialState.PRUNED: r"it was pruned \(why\); promote one that has run to its end, such as 1",
         TrialState.FAIL: r"it failed \(why\); promote",
@@ -104,7 +104,7 @@ def test_a_trial_that_has_nothing_to_promote(tracked: Tracked) -> None:
             promote(tracked.stored, tracked.tracking, trial=number)
 
 
-def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
+def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_tracked: Tracked) -> None:
     attrs = {"hpsearch:infeasible": True, "hpsearch:reason": "NaN"}
     own_tracked.storage.import_trials(
         own_tracked.stored.study_id, [create_trial(state=TrialState.PRUNED, user_attrs=attrs)]
@@ -132,14 +132,14 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
         promote(own_tracked.stored, own_tracked.tracking, trial=2)
 
 
-def test_finalists_are_promoted_by_the_study_that_they_confirm(tracked: Tracked) -> None:
+def test_finalists_are_promoted_through_their_search(tracked: Tracked) -> None:
     train_finalists(tracked, [1, 2], winner=1)
     (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}': promote it with: .*promote"):
         promote(load_study(tracked.storage, name), tracked.tracking)
 
 
-def test_a_server_that_is_away_is_one_line(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_an_error_of_one_line(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     elsewhere = type(tracked.client)("http://127.0.0.1:9")
     monkeypatch.setattr(tracked.tracking, "client", elsewhere)
@@ -184,7 +184,7 @@ def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> No
     assert note == study_note(tracked.stored, summarise(tracked.stored))
 
 
-def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> None:
+def test_moving_or_deleting_the_alias_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
     sync_promotions(tracked.storage, tracked.tracking)
@@ -202,7 +202,7 @@ def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> Non
     assert [holds for *_, holds in tracked.told()] == [False, False, False]
 
 
-def test_a_version_that_is_deleted_ends_the_promotion(tracked: Tracked) -> None:
+def test_deleting_the_version_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
     sync_promotions(tracked.storage, tracked.tracking)
@@ -218,7 +218,7 @@ def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Trac
     assert tracked.told() == [(1, tracked.name, 1, "champion", by, True)]
 
 
-def test_models_of_others_are_left_alone(tracked: Tracked) -> None:
+def test_models_of_other_projects_are_not_changed(tracked: Tracked) -> None:
     run = tracked.client.create_run(tracked.tracking.experiment_id).info.run_id
     tracked.client.create_registered_model(tracked.name)
     source = tracked.client.get_run(run).info.artifact_uri
@@ -229,7 +229,7 @@ def test_models_of_others_are_left_alone(tracked: Tracked) -> None:
     assert tracked.version("champion").tags == {}
 
 
-def test_a_promotion_on_another_server_stays(tracked: Tracked) -> None:
+def test_a_promotion_on_another_server_stays_current(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
     with tracked.storage.engine.begin() as connection:
@@ -240,7 +240,7 @@ def test_a_promotion_on_another_server_stays(tracked: Tracked) -> None:
     assert [holds for *_, holds in tracked.told()] == [True]
 
 
-def test_the_watch_notices_by_itself_and_outlives_an_absent_server(tracked: Tracked) -> None:
+def test_the_background_sync_detects_promotions_and_survives_outages(tracked: Tracked) -> None:
     asked: list[None] = []
 
     def server() -> object:
@@ -258,7 +258,7 @@ def test_the_watch_notices_by_itself_and_outlives_an_absent_server(tracked: Trac
     assert not watch._thread.is_alive()
 
 
-def test_two_that_notice_at_once_record_it_once(tracked: Tracked) -> None:
+def test_two_concurrent_syncs_record_a_promotion_once(tracked: Tracked) -> None:
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
     with (
         RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01) as one,
@@ -269,7 +269,7 @@ def test_two_that_notice_at_once_record_it_once(tracked: Tracked) -> None:
     assert len(tracked.told()) == 1
 
 
-def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
+def test_later_finalists_and_test_scores_update_a_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     train_finalists(tracked, [1, 2], winner=2)
     refresh_evidence(tracked.stored, tracked.tracking)
@@ -299,7 +299,7 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
     assert "unconfirmed" not in format_promotions(tracked.stored)[0]
 
 
-def test_a_test_score_without_finalists_confirms_nothing(tracked: Tracked) -> None:
+def test_a_test_score_without_finalists_does_not_confirm_a_promotion(tracked: Tracked) -> None:
     engine = tracked.storage.engine
     opening = record_test_evaluation(
         engine, tracked.stored.study_id, trial_number=1, model_sha256="0" * 64, opened_by="me", finalists=None
@@ -311,7 +311,7 @@ def test_a_test_score_without_finalists_confirms_nothing(tracked: Tracked) -> No
     assert done.unconfirmed == "the test set was opened for it without finalists"
 
 
-def test_what_ended_stays_ended(tracked: Tracked) -> None:
+def test_an_ended_promotion_stays_ended(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     with registry_lock(tracked.storage.engine) as connection:
         end_promotion(connection, tracked.promotions()[0])
@@ -321,7 +321,7 @@ def test_what_ended_stays_ended(tracked: Tracked) -> None:
     assert tracked.promotions()[0].ended_at == first is not None
 
 
-def test_a_version_that_was_made_again_is_another_trials(tracked: Tracked) -> None:
+def test_recreating_a_registered_model_ends_its_earlier_promotion(tracked: Tracked) -> None:
     """A registered model that is deleted and made again counts its versions from 1."""
     promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.delete_registered_model(tracked.name)
@@ -332,7 +332,7 @@ def test_a_version_that_was_made_again_is_another_trials(tracked: Tracked) -> No
     ]
 
 
-def test_a_score_that_is_no_number_is_recorded_as_none(tracked: Tracked) -> None:
+def test_a_nan_score_is_recorded_as_none(tracked: Tracked) -> None:
     with tracked.storage.engine.begin() as connection:
         trial = {"study_id": tracked.stored.study_id, "trial": 1}
         evidence = {"test": {"scores": {"loss": math.nan, "auroc": 0.5}}, "best": [math.inf]}
@@ -341,7 +341,7 @@ def test_a_score_that_is_no_number_is_recorded_as_none(tracked: Tracked) -> None
     assert promotion.evidence == {**trial, "test": {"scores": {"loss": None, "auroc": 0.5}}, "best": [None]}
 
 
-def test_the_report_shows_what_it_is_given_as_text(tracked: Tracked, tmp_path: Path) -> None:
+def test_the_report_escapes_texts_of_promotions(tracked: Tracked, tmp_path: Path) -> None:
     reason = "TypeError: expected <class 'torch.Tensor'> & <script>alert(1)</script>"
     study = optuna.load_study(study_name=tracked.name, storage=tracked.storage)
     study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs={REASON: reason}))

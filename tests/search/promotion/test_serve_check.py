@@ -32,18 +32,18 @@ def alone(code: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["hpsearch", "hpsearch.objectives.training", "hpsearch.storage.urls"])
-def test_our_packages_are_refused_although_they_are_installed(name: str) -> None:
+def test_serving_blocks_installed_packages_of_hpsearch(name: str) -> None:
     assert f"the model needs {name.partition('.')[0]}, which is not there where it is served" in alone(f"import {name}")
 
 
-def test_other_packages_are_there() -> None:
+def test_serving_can_import_other_packages() -> None:
     assert alone("import yaml; print('fine')") == "fine\n"
 
 
 @pytest.mark.parametrize(
     "reference", ["digits", "", "@champion", "digits@", "digits/", "digits/x", "digits/0", "a/b@c", "models:/a/1/2"]
 )
-def test_what_names_no_version(reference: str) -> None:
+def test_a_reference_without_a_version_is_an_error(reference: str) -> None:
     with pytest.raises(SearchError, match="names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSI"):
         find_version(None, reference)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ def test_versions_are_found_by_alias_and_number(tracked: Tracked) -> None:
             find_version(registry, f"models:/{tracked.name}{missing}")
 
 
-def test_a_model_is_judged_with_all_metrics_of_the_study(tracked: Tracked) -> None:
+def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Tracked) -> None:
     """Not with the first alone: one that the objective does not have is reported."""
     version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
     spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
@@ -86,7 +86,7 @@ class Twice(Objective):
         return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
 
 
-def test_a_step_that_calls_its_model_twice_cannot_be_judged() -> None:
+def test_a_step_that_calls_its_model_twice_cannot_be_evaluated() -> None:
     objective = Twice()
     with pytest.raises(
         ObjectiveError, match=r"^serve-check cannot judge Twice: its step calls the model more than once"

@@ -66,7 +66,7 @@ def confirm(several: Tracked, means: dict[int, list[float]]) -> None:
             held.add_trial(create_trial(values=means[trial]))
 
 
-def test_of_a_front_one_has_to_be_chosen(several: Tracked) -> None:
+def test_a_trial_of_the_pareto_front_must_be_named(several: Tracked) -> None:
     with pytest.raises(SearchError) as error:
         promote(several.stored, several.tracking)
     assert str(error.value) == (
@@ -80,12 +80,12 @@ def test_of_a_front_one_has_to_be_chosen(several: Tracked) -> None:
     assert (tags["hpsearch.metric"], tags["hpsearch.value"]) == ("val_accuracy", "0.9")
 
 
-def test_the_only_one_of_a_front_is_promoted_unasked(several: Tracked) -> None:
+def test_the_only_trial_of_a_pareto_front_is_promoted_by_default(several: Tracked) -> None:
     confirm(several, {0: [0.95, 4.0], 1: [0.9, 9.0]})
     assert promote(several.stored, several.tracking).trial == 0
 
 
-def test_a_trial_out_of_bounds_is_promoted_only_when_told(several: Tracked) -> None:
+def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None:
     with pytest.raises(SearchError) as error:
         promote(several.stored, several.tracking, trial=2)
     assert str(error.value) == (
@@ -95,7 +95,7 @@ def test_a_trial_out_of_bounds_is_promoted_only_when_told(several: Tracked) -> N
     assert promote(several.stored, several.tracking, trial=2, infeasible=True).trial == 2
 
 
-def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracked) -> None:
+def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: Tracked) -> None:
     stored, engine = several.stored, several.storage.engine
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
     with pytest.raises(SearchError, match="no finalist of 'several-promoted' dominates trials 1, 0"):
@@ -120,7 +120,7 @@ def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracke
     assert several.version("champion").tags["hpsearch.unconfirmed"] == "the test set was opened for trial 0"
 
 
-def test_a_promoted_trial_that_fresh_seeds_dominate_has_no_test_set(several: Tracked) -> None:
+def test_the_test_set_does_not_open_for_a_dominated_promoted_trial(several: Tracked) -> None:
     promote(several.stored, several.tracking, trial=2, infeasible=True)
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
     with pytest.raises(SearchError, match="dominates trials 1, 0: choose one with --trial"):
@@ -129,7 +129,7 @@ def test_a_promoted_trial_that_fresh_seeds_dominate_has_no_test_set(several: Tra
     assert several.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 1 or 0"
 
 
-def test_the_front_is_told_to_mlflow_and_the_dashboard(several: Tracked) -> None:
+def test_the_pareto_front_is_sent_to_mlflow_and_the_dashboard(several: Tracked) -> None:
     stored = several.stored
     close_study(stored, summarise(stored), several.tracking)
     tags = several.client.get_run(stored.attrs[RUN_ID]).data.tags
@@ -151,7 +151,7 @@ def test_the_front_is_told_to_mlflow_and_the_dashboard(several: Tracked) -> None
     assert several.client.get_run(several.run_of(0)).data.tags["hpsearch.finalist"] == "front"
 
 
-def test_what_is_tidied_away_is_not_of_the_front(several: Tracked, tmp_path: Path) -> None:
+def test_cleanup_keeps_the_models_of_the_pareto_front(several: Tracked, tmp_path: Path) -> None:
     found, problems = find_garbage(several.stored, home=tmp_path, tracking=several.tracking, keep_top=1)
     assert problems == []
     assert [(garbage.what, garbage.trials) for garbage in found] == [

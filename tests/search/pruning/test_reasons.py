@@ -92,14 +92,14 @@ FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
-def test_the_reason(pruner, direction, curve, reason) -> None:
+def test_the_reason_of_a_pruning_decision(pruner, direction, curve, reason) -> None:
     decision = decide(spec_of(direction, **pruner), FINISHED, curve)
     assert decision.prune
     assert decision.reason == reason
     json.loads(json.dumps(decision.record()), parse_constant=pytest.fail)
 
 
-def test_the_grounds_are_kept_apart_from_the_sentence() -> None:
+def test_the_numbers_of_a_reason_are_stored_separately() -> None:
     decision = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.2])
     assert decision.record() == {"pruner": "median", "epoch": 1, "value": 0.7, "cutoff": 0.9, "peers": 3}
     going_on = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.95])
@@ -117,6 +117,6 @@ def test_pruning_starts_with_the_trial_that_completes_the_start_up() -> None:
     [{"name": "median", "n_warmup_steps": 3}, {"name": "percentile", "n_warmup_steps": 1, "interval_steps": 7}],
     ids=lambda pruner: pruner["name"],
 )
-def test_nothing_is_read_at_an_epoch_at_which_nobody_is_judged(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_query_at_an_epoch_without_a_decision(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredOtherTrials, "finished", lambda self: pytest.fail("it read the finished trials"))
     assert not decide(spec_of(**pruner), FINISHED, [0.1, 0.1, 0.1]).prune

@@ -48,7 +48,7 @@ class Search:
 
 @pytest.mark.parametrize("pruner", [HALVING, HYPERBAND], ids=lambda pruner: pruner["name"])
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
-def test_a_whole_search_is_pruned_as_by_optuna(database_url: str, pruner, direction: str) -> None:
+def test_a_search_is_pruned_as_by_optuna(database_url: str, pruner, direction: str) -> None:
     search = Search(database_url, spec_of(direction, epochs=9, **pruner))
     numbers = random.Random(3)
     running = {n: search.ask() for n in range(5)}
@@ -71,7 +71,7 @@ def test_a_whole_search_is_pruned_as_by_optuna(database_url: str, pruner, direct
     assert [t.system_attrs for t in search.study.trials] == [t.system_attrs for t in search.twin.trials]
 
 
-def test_the_reason_names_the_rung_its_cut_off_and_how_many_were_there(database_url: str) -> None:
+def test_the_reason_names_the_rung_its_cutoff_and_the_number_of_trials(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING))
     first, second, third = search.ask(), search.ask(), search.ask()
     assert not search.report(first, 1, 0.9).prune
@@ -86,7 +86,7 @@ def test_the_reason_names_the_rung_its_cut_off_and_how_many_were_there(database_
     assert (decision.prune, decision.rung, decision.peers) == (False, 1, 0)
 
 
-def test_a_rung_that_is_still_to_fill_says_so(database_url: str) -> None:
+def test_the_reason_mentions_an_unfilled_rung(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING, bootstrap_count=2))
     assert search.report(search.ask(), 1, 0.9).reason.endswith(
         "is number 1 at rung 0, which promotes none of the first 2"
@@ -95,7 +95,7 @@ def test_a_rung_that_is_still_to_fill_says_so(database_url: str) -> None:
     assert not search.report(search.ask(), 1, 0.9).prune
 
 
-def test_a_trial_judged_again_after_its_workers_death_gets_the_same_answer(database_url: str) -> None:
+def test_a_repeated_decision_after_a_lost_worker_is_the_same(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING))
     search.report(search.ask(), 1, 0.9)
     worse = search.ask()
@@ -105,7 +105,7 @@ def test_a_trial_judged_again_after_its_workers_death_gets_the_same_answer(datab
     assert not worse[1].should_prune(), "Optuna forgets it: this test shows why ours differs"
 
 
-def test_other_studies_and_other_attributes_are_no_peers(database_url: str) -> None:
+def test_trials_of_other_studies_do_not_affect_decisions(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING))
     other = optuna.create_study(study_name="other", storage=search.storage)
     search.storage.set_trial_system_attr(other.ask()._trial_id, get_rung_key(0), 99.0)

@@ -140,7 +140,7 @@ def test_none_never_prunes(direction, history, curve) -> None:
     check_against_finished({"name": "none"}, direction, history, curve)
 
 
-def test_a_trial_without_a_value_goes_on() -> None:
+def test_a_trial_without_a_value_continues() -> None:
     for name in ("median", "percentile", "successive_halving", "hyperband", "none"):
         check_against_finished({"name": name}, "maximize", [{0: 1.0}], {})
 

@@ -39,7 +39,7 @@ class Search:
         return self.judge(trial, trial.intermediate_values, reported=reported, vector=vector)
 
 
-def test_successive_halving_stops_who_is_behind_by_fronts(database_url: str) -> None:
+def test_successive_halving_prunes_by_rank_in_pareto_fronts(database_url: str) -> None:
     search = Search(database_url, spec(directions=WAYS, pruner=HALVING))
     vectors = [[0.5, 5.0], [0.4, 6.0], [0.9, 9.0], [0.6, 5.5], [0.3, 1.0], [0.2, 7.0]]
     for number, vector in enumerate(vectors):
@@ -57,7 +57,7 @@ def test_successive_halving_stops_who_is_behind_by_fronts(database_url: str) -> 
     assert not search.report(2, 2, [0.9, 9.0]).prune, "the first of the next rung"
 
 
-def test_of_equal_ones_the_earlier_goes_on_and_a_verdict_is_the_same_when_it_is_asked_for_again(
+def test_ties_keep_the_earlier_trial_and_decisions_are_repeatable(
     database_url: str,
 ) -> None:
     search = Search(database_url, spec(directions=WAYS, pruner=HALVING))
@@ -69,7 +69,7 @@ def test_of_equal_ones_the_earlier_goes_on_and_a_verdict_is_the_same_when_it_is_
     assert search.judge(trial, trial.intermediate_values, vector=[0.5, 5.0]) == first
 
 
-def test_a_rung_that_is_still_to_fill_promotes_nobody(database_url: str) -> None:
+def test_an_unfilled_rung_promotes_no_trial(database_url: str) -> None:
     search = Search(database_url, spec(directions=WAYS, pruner={**HALVING, "bootstrap_count": 2}))
     assert search.report(search.ask(), 1, [0.9, 1.0]).reason.endswith("which promotes none of the first 2")
     assert search.report(search.ask(), 1, [0.8, 0.5]).prune
@@ -86,7 +86,7 @@ def test_a_rung_that_is_still_to_fill_promotes_nobody(database_url: str) -> None
         (None, [0.5, 9.0], 9.0, ""),
     ],
 )
-def test_a_threshold_is_on_the_metric_that_it_names(
+def test_a_threshold_applies_to_the_named_metric(
     database_url: str, metric: str | None, vector: list[float], model_mb: float, said: str
 ) -> None:
     named = {} if metric is None else {"metric": metric}
@@ -97,7 +97,7 @@ def test_a_threshold_is_on_the_metric_that_it_names(
     assert decision.reason == (f"threshold pruner at epoch 1 of 9: {said}" if said else "")
 
 
-def test_a_threshold_names_a_metric_that_is_reported() -> None:
+def test_a_threshold_must_name_a_reported_metric() -> None:
     pruner = {"name": "threshold", "upper": 5, "metric": "latency_ms"}
     assert "pruner.metric 'latency_ms' is none of the study's (accuracy)" in refused(
         metric="accuracy", direction="maximize", pruner=pruner
@@ -112,7 +112,7 @@ OUT = "out of bounds: parameters 200, not <= 100, which no more training changes
 
 @pytest.mark.parametrize("metrics", [{"directions": WAYS}, ONE], ids=["several", "one"])
 @pytest.mark.parametrize("pruner", ["asha", "successive_halving", "none"])
-def test_what_no_training_changes_is_pruned_after_one_epoch_but_by_none(
+def test_a_violated_constant_constraint_prunes_after_one_epoch(
     database_url: str, metrics: dict[str, Any], pruner: str
 ) -> None:
     bounds = "parameters<=100,accuracy>=0.9,peak_memory_mb<=5"
@@ -125,7 +125,7 @@ def test_what_no_training_changes_is_pruned_after_one_epoch_but_by_none(
     assert decision.reason == ("" if pruner == "none" else f"{pruner} pruner at epoch 1 of 9: {OUT}")
 
 
-def test_rungs_know_which_way_each_metric_is_better() -> None:
+def test_rungs_use_the_direction_of_each_metric() -> None:
     rungs = make_rungs(spec(directions=WAYS, pruner={"name": "asha", "min_complete": 2}))
     assert rungs is not None
     assert (rungs.maximize_each, rungs.epochs, rungs.min_complete) == ((True, False), (1, 3), 2)

@@ -35,7 +35,7 @@ def page_of(study: StoredStudy, folder: Path) -> tuple[str, dict[str, Any]]:
     return page, json.loads(data[1], parse_constant=pytest.fail)
 
 
-def test_the_page_tells_the_front_in_place_of_the_best(study: StoredStudy, tmp_path: Path) -> None:
+def test_the_page_shows_the_pareto_front_instead_of_the_best_trial(study: StoredStudy, tmp_path: Path) -> None:
     page, data = page_of(study, tmp_path)
     assert "The Pareto front in accuracy and latency_ms has 2 of 5 trials" in page
     assert "maximize accuracy, minimize latency_ms · latency_ms &lt;= 5 · model_mb &lt;= 10" in page
@@ -52,16 +52,16 @@ def test_the_page_tells_the_front_in_place_of_the_best(study: StoredStudy, tmp_p
     assert re.findall(r'<tr data-trial="(\d)">', rows[1]) == ["0", "1"]
 
 
-def test_trials_are_in_the_order_of_the_fronts_and_those_out_of_bounds_after_them(study: StoredStudy) -> None:
+def test_trials_are_sorted_by_pareto_fronts_and_infeasible_ones_are_last(study: StoredStudy) -> None:
     assert [each.number for each in select_shown_trials(study)] == [0, 1, 2, 3, 4]
 
 
-def test_the_bounds_that_a_trial_breaks_are_told_also_where_it_was_pruned_as_it_waited(study: StoredStudy) -> None:
+def test_violated_constraints_are_shown_also_for_trials_pruned_while_waiting(study: StoredStudy) -> None:
     told = [list_violations(study.spec, each) for each in study.trials()]
     assert told == [[], [], [], ["model_mb 12, not <= 10"], ["latency_ms 6, not <= 5"]]
 
 
-def test_the_hypervolume_grows_to_that_of_the_front(study: StoredStudy) -> None:
+def test_the_hypervolume_history_ends_at_that_of_the_pareto_front(study: StoredStudy) -> None:
     found = compute_hypervolume_history(
         study, [(0, 0), (3, 0), (0, 1), (1, 0), (4, 0), (4, 1), (1, 1), (2, 0), (2, 1), (3, 1)]
     )
@@ -71,7 +71,7 @@ def test_the_hypervolume_grows_to_that_of_the_front(study: StoredStudy) -> None:
     assert found.points == [(3, pytest.approx(0.3 * 0.5 / whole), 0, 2), (7, pytest.approx(1.0), 1, 2)]
 
 
-def test_the_volume_shrinks_where_a_trials_best_epoch_costs_another_metric(storage: PostgresStorage) -> None:
+def test_the_hypervolume_decreases_if_a_best_epoch_worsens_another_metric(storage: PostgresStorage) -> None:
     better = {"accuracy": "maximize", "speed": "maximize"}  # whose first epoch had twice of it
     made = study_of(storage, [trial(0, (0.8, 2.0)), trial(1, (0.3, 5.0)), trial(2, (0.9, 1.0))], ways=better)
     found = compute_hypervolume_history(made, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
@@ -80,7 +80,7 @@ def test_the_volume_shrinks_where_a_trials_best_epoch_costs_another_metric(stora
     assert shares[:2] == [pytest.approx(0.1 * 3 / 0.5), pytest.approx(1.0)]
 
 
-def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresStorage, tmp_path: Path) -> None:
+def test_identical_trials_have_no_hypervolume(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 2.0))])
     assert compute_hypervolume_history(made, compute_epoch_usage(made).order) is None
     page, _ = page_of(made, tmp_path)
@@ -88,7 +88,7 @@ def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresSt
     assert "The Pareto front in accuracy and latency_ms has one of 1 trial: trial 0." in page
 
 
-def test_each_metric_has_importances_of_its_own(storage: PostgresStorage) -> None:
+def test_each_metric_has_its_own_importances(storage: PostgresStorage) -> None:
     """The learning rate, which grows with the number, makes the one; the kind, which alternates, the other."""
     trials = [trial(n, (n / 99, float(n % 2))) for n in range(99)]
     made = study_of(storage, trials)
@@ -96,7 +96,7 @@ def test_each_metric_has_importances_of_its_own(storage: PostgresStorage) -> Non
     assert (first[0][0], second[0][0]) == ("lr", "kind")
 
 
-def test_a_better_trial_out_of_bounds_is_marked_and_not_the_best(storage: PostgresStorage, tmp_path: Path) -> None:
+def test_a_better_infeasible_trial_is_marked_and_not_the_best(storage: PostgresStorage, tmp_path: Path) -> None:
     trials = [trial(0, (0.8,)), trial(1, (0.9,), broken=["model_mb 12, not <= 10"]), trial(2, (0.7,))]
     made = study_of(storage, trials, ways={"accuracy": "maximize"}, constraints={"model_mb": "<= 10"})
     page, data = page_of(made, tmp_path)
@@ -108,7 +108,7 @@ def test_a_better_trial_out_of_bounds_is_marked_and_not_the_best(storage: Postgr
     assert "complete, but out of bounds: model_mb &lt;= 10" in page
 
 
-def test_where_all_break_a_bound_the_head_says_so(storage: PostgresStorage, tmp_path: Path) -> None:
+def test_the_heading_mentions_that_all_trials_are_infeasible(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 9.0), broken=["latency_ms 9, not <= 5"])], constraints=BOUNDS)
     page, _ = page_of(made, tmp_path)
     assert "No complete trial is within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
@@ -116,7 +116,7 @@ def test_where_all_break_a_bound_the_head_says_so(storage: PostgresStorage, tmp_
     assert 'id="on-front"' not in page
 
 
-def test_the_names_of_metrics_are_no_markup(storage: PostgresStorage, tmp_path: Path) -> None:
+def test_the_names_of_metrics_are_escaped(storage: PostgresStorage, tmp_path: Path) -> None:
     ways = {"<u>a": "maximize", "</script><b>": "minimize"}
     page, data = page_of(study_of(storage, TRIALS, ways=ways), tmp_path)
     assert page.count("<script") == 2

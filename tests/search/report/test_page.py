@@ -59,7 +59,7 @@ def page(request: pytest.FixtureRequest, database_url: str, tmp_path: Path) -> s
 
 
 @pytest.mark.parametrize("page", STUDIES, indirect=True)
-def test_what_users_named_is_no_markup_and_the_data_are_json(page: str) -> None:
+def test_names_of_users_are_escaped_and_the_data_are_valid_json(page: str) -> None:
     assert page.count("<script") == 2
     assert "alert(1)</script>" not in page
     assert "<u>" not in page
@@ -84,12 +84,12 @@ def test_what_users_named_is_no_markup_and_the_data_are_json(page: str) -> None:
     ],
     indirect=["page"],
 )
-def test_the_head_says_what_came_of_the_study(page: str, said: list[str]) -> None:
+def test_the_heading_summarizes_the_study(page: str, said: list[str]) -> None:
     for words in said:
         assert words in page
 
 
-def test_of_very_many_trials_the_best_and_the_latest_are_shown(
+def test_the_report_of_many_trials_shows_the_best_and_the_latest(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shown, "MAX_SHOWN_TRIALS", 3)
@@ -101,7 +101,7 @@ def test_of_very_many_trials_the_best_and_the_latest_are_shown(
     )
 
 
-def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -> None:
+def test_a_single_parameter_has_no_importance(database_url: str) -> None:
     def alone(number: int) -> FrozenTrial:
         params, space = {"lr": 1e-3 / (number + 1)}, {"lr": SPACE["lr"]}
         return create_trial(value=number, params=params, distributions=space)
@@ -110,7 +110,7 @@ def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -
     assert compute_importances(study) == "Not available: the study has only one parameter."
 
 
-def test_of_equal_values_no_parameter_is_said_to_matter(database_url: str) -> None:
+def test_equal_values_give_no_importances(database_url: str) -> None:
     """Optuna's evaluator gives each the same share."""
     study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(3)])
     assert compute_importances(study) == "Not available: all 3 complete trials have the same value."

@@ -29,7 +29,7 @@ def study(database_url: str) -> StoredStudy:
     return study_of(open_storage(database_url, application_name="test"), TRIALS, constraints=BOUNDS)
 
 
-def test_a_study_has_a_column_for_each_metric(study: StoredStudy) -> None:
+def test_the_table_has_a_column_for_each_metric(study: StoredStudy) -> None:
     lines = lines_of(lambda console: print_study(console, study, None, every=False))
     assert "   directions  accuracy=maximize, latency_ms=minimize" in lines
     assert "  constraints  latency_ms <= 5, model_mb <= 10" in lines
@@ -40,7 +40,7 @@ def test_a_study_has_a_column_for_each_metric(study: StoredStudy) -> None:
     assert "front: 2 trials that no other dominates" in lines
 
 
-def test_a_trial_has_all_its_values_by_epoch_and_the_bounds_that_it_breaks(study: StoredStudy) -> None:
+def test_a_trial_has_its_values_by_epoch_and_its_violated_constraints(study: StoredStudy) -> None:
     lines = [line.split() for line in lines_of(lambda console: print_trial(console, study, 4))]
     assert ["values", "accuracy", "0.5,", "latency_ms", "6", "(last", "epoch)"] in lines
     assert ["bounds", "violated:", "latency_ms", "6,", "not", "<=", "5"] in lines
@@ -48,7 +48,7 @@ def test_a_trial_has_all_its_values_by_epoch_and_the_bounds_that_it_breaks(study
     assert lines[at + 1 : at + 3] == [["1", "0.25", "12"], ["2", "0.5", "6"]]
 
 
-def test_top_tells_the_front_and_scripts_have_it(study: StoredStudy) -> None:
+def test_top_prints_the_pareto_front_also_as_json(study: StoredStudy) -> None:
     standing = read_status(study)
     shown = " ".join(" ".join(lines_of(lambda console: console.print(render_status(standing, None)))).split())
     assert "best accuracy 0.9 (trial 0), 2 on the front" in shown
@@ -57,11 +57,11 @@ def test_top_tells_the_front_and_scripts_have_it(study: StoredStudy) -> None:
     assert told["front"][1] == {"trial": 1, "values": {"accuracy": 0.7, "latency_ms": 1.0}}
 
 
-def test_of_one_metric_scripts_have_what_they_had(database_url: str) -> None:
+def test_the_json_of_a_single_objective_study_is_unchanged(database_url: str) -> None:
     storage = open_storage(database_url, application_name="test")
     told = json.loads(read_status(study_of(storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"})).to_json())
     assert not {"directions", "front"} & set(told)
 
 
-def test_nothing_is_foreseen_of_several_metrics(study: StoredStudy) -> None:
+def test_no_forecast_for_several_metrics(study: StoredStudy) -> None:
     assert forecast_trials(study, study.trials()) == {}

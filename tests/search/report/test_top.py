@@ -25,7 +25,7 @@ def standing() -> StudyStatus:
 
 
 @pytest.mark.parametrize("width", [60, 80, 112, 200])
-def test_every_column_of_what_ended_fits_however_long_its_reason(width: int) -> None:
+def test_the_columns_of_ended_trials_fit_with_long_reasons(width: int) -> None:
     console = Console(width=width)
     with console.capture() as capture:
         console.print(render_status(standing(), 1.0, width=width))

@@ -42,7 +42,7 @@ def parsed(**options: object) -> SamplerSpec:
     return SamplerSpec.parse({"name": "optunahub", "package": "samplers/half", "ref": REF, **options})
 
 
-def test_it_is_the_registrys_class_with_the_trials_seed(cached: Path) -> None:
+def test_the_sampler_is_the_registered_class_with_the_seed_of_the_trial(cached: Path) -> None:
     spec = parsed(arguments={"share": 0.25})
     spec.prepare()
     sampler = spec.build(seed=7, common_seed=0, epochs=1)
@@ -59,12 +59,12 @@ def test_it_is_the_registrys_class_with_the_trials_seed(cached: Path) -> None:
         ({"sampler_class": "Third"}, "sampler.sampler_class is 'Third': choose from Half"),
     ],
 )
-def test_what_does_not_fit_is_told(cached: Path, options: dict, words: str) -> None:
+def test_incompatible_samplers_are_an_error(cached: Path, options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parsed(**options).prepare()
 
 
-def test_a_package_that_cannot_be_had_is_told(cached: Path) -> None:
+def test_an_unavailable_package_is_an_error(cached: Path) -> None:
     (cached / "__init__.py").write_text("import nothing_of_this_name")
     with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be loaded from OptunaHub: No module"):
         parsed().prepare()
@@ -93,7 +93,7 @@ def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
 
 
-def test_a_package_is_fetched_once(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_downloaded_once(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
     parsed(ref=head.stdout.strip()).prepare()
     _loaded.cache_clear()
@@ -101,7 +101,7 @@ def test_a_package_is_fetched_once(registry: Path, monkeypatch: pytest.MonkeyPat
     parsed(ref=head.stdout.strip()).prepare()
 
 
-def test_without_a_network_one_line_says_what_would_do(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_error_has_a_remedy(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reach(monkeypatch, "https://127.0.0.1:1/")
     with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be fetched from OptunaHub") as refused:
         parsed().prepare()
@@ -112,7 +112,7 @@ def test_without_a_network_one_line_says_what_would_do(registry: Path, monkeypat
 
 
 @pytest.mark.parametrize("package", ["samplers/half", "samplers/whole"])
-def test_a_commit_or_a_package_that_is_not_there_is_told(registry: Path, package: str) -> None:
+def test_a_missing_commit_or_package_is_an_error(registry: Path, package: str) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
     ref = REF if package == "samplers/half" else head.stdout.strip()
     with pytest.raises(ValueError, match=f"'{package}' at {ref} is not in OptunaHub's registry: give"):
@@ -120,6 +120,6 @@ def test_a_commit_or_a_package_that_is_not_there_is_told(registry: Path, package
 
 
 @pytest.mark.parametrize(("key", "value"), [("ref", "main"), ("package", "../../etc"), ("package", "pruners/x")])
-def test_a_branch_and_a_path_are_no_commit_and_no_package(key: str, value: str) -> None:
+def test_branches_and_paths_are_rejected_as_commit_or_package(key: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"sampler.{key}"):
         parsed(**{key: value})

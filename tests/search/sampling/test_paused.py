@@ -44,13 +44,13 @@ def storage(database_url: str) -> PostgresStorage:
     return open_storage(database_url, application_name="test storage")
 
 
-def test_who_waits_counts_as_pruned(storage: PostgresStorage) -> None:
+def test_paused_trials_count_as_pruned(storage: PostgresStorage) -> None:
     expected = suggested(told(storage, "pruned", TrialState.PRUNED))
     assert suggested(as_sampled(told(storage, "waits", TrialState.WAITING))) == expected
     assert suggested(told(storage, "unseen", TrialState.WAITING)) != expected
 
 
-def test_what_others_see_is_as_it_was(storage: PostgresStorage) -> None:
+def test_the_stored_trials_are_not_changed(storage: PostgresStorage) -> None:
     study = as_sampled(told(storage, "waits", TrialState.WAITING))
     shown = study.get_trials(deepcopy=False, states=(TrialState.PRUNED, TrialState.COMPLETE))
     assert [(t.number, t.state) for t in shown] == [(number, TrialState.PRUNED) for number in range(12)]

@@ -68,7 +68,7 @@ def run(worker: Worker, *, end: Callable[[int], Outcome] = lambda _: Outcome.COM
 
 
 @pytest.mark.parametrize("key", LEARN)
-def test_who_has_run_all_trials_and_who_joins_for_each_suggest_the_same(database_url: str, key: str) -> None:
+def test_suggestions_do_not_depend_on_the_age_of_a_process(database_url: str, key: str) -> None:
     settings = {"sampler": sampler(key), "n_trials": 12}
     stays = Worker(database_url, plane, name="stays", **settings)
     found = [run(stays) for _ in range(12)]
@@ -97,7 +97,7 @@ def two_of_each(url: str, name: str) -> list[list[dict[str, object]]]:
 
 
 @pytest.mark.slow
-def test_processes_suggest_the_same(database_url: str) -> None:
+def test_all_processes_suggest_the_same(database_url: str) -> None:
     """Of studies in the same state, with a categorical parameter besides."""
     for key in KEYS:
         before = [goes_on(database_url, f"{key}-{name}", key, 6) for name in "ab"]
@@ -110,7 +110,7 @@ def test_processes_suggest_the_same(database_url: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["cmaes", "nsga2", "nsga3"])
-def test_workers_that_suggest_before_any_has_ended_get_different_points(database_url: str, key: str) -> None:
+def test_concurrent_first_suggestions_differ(database_url: str, key: str) -> None:
     first = Worker(database_url, plane, sampler=sampler(key))
     for _ in range(5):
         run(first)
@@ -129,13 +129,13 @@ def attrs(worker: Worker, prefix: str) -> dict[int, object]:
     }
 
 
-def test_cmaes_gets_nearer_to_the_optimum(database_url: str) -> None:
+def test_cmaes_approaches_the_optimum(database_url: str) -> None:
     worker = Worker(database_url, plane, sampler=sampler("cmaes"))
     found = [abs(math.log10(float(str(run(worker)["lr"]))) + 1) for _ in range(40)]
     assert sum(found[-10:]) < 0.75 * sum(found[:10])
 
 
-def test_cmaes_keeps_its_generations_in_trials_and_goes_on_after_one_was_taken_up_again(database_url: str) -> None:
+def test_cmaes_stores_its_generations_in_trials_and_continues_after_a_resume(database_url: str) -> None:
     worker = Worker(database_url, plane, sampler=sampler("cmaes margin"))
     run(worker)
     claims = [worker.claim() for _ in range(6)]
@@ -158,7 +158,7 @@ def test_cmaes_keeps_its_generations_in_trials_and_goes_on_after_one_was_taken_u
     assert any("cmawm:optimizer:0" in t.system_attrs for t in again.study.get_trials(deepcopy=False))
 
 
-def test_a_configuration_of_somebody_is_no_sample_of_cmaes(database_url: str) -> None:
+def test_an_enqueued_configuration_is_not_a_sample_of_cmaes(database_url: str) -> None:
     worker = Worker(database_url, plane, sampler=sampler("cmaes"))
     for _ in range(2):
         run(worker)
@@ -169,7 +169,7 @@ def test_a_configuration_of_somebody_is_no_sample_of_cmaes(database_url: str) ->
 
 
 @pytest.mark.parametrize("state", ["pruned", "paused", "diverged"])
-def test_cmaes_learns_from_trials_that_were_pruned_where_it_is_told_to(database_url: str, state: str) -> None:
+def test_cmaes_can_use_pruned_trials(database_url: str, state: str) -> None:
     """From the trials of two generations of which none has run to its end, one excepted."""
 
     def generations(consider: bool) -> set[object]:
@@ -196,7 +196,7 @@ def test_cmaes_learns_from_trials_that_were_pruned_where_it_is_told_to(database_
     assert generations(consider=True) >= {0, 1, 2}
 
 
-def test_generations_are_kept_in_the_trials_and_pruned_ones_are_no_parents(database_url: str) -> None:
+def test_generations_are_stored_in_trials_and_pruned_ones_are_no_parents(database_url: str) -> None:
     worker = Worker(database_url, plane, sampler=sampler("nsga2"))
     for _ in range(16):
         run(worker, end=lambda number: Outcome.PRUNED if number % 2 else Outcome.COMPLETE)
@@ -215,7 +215,7 @@ def of_grid(params: dict[str, object]) -> tuple[object, object]:
     return params["lr"], params["width"]
 
 
-def test_killed_workers_leave_no_hole_in_a_grid(database_url: str) -> None:
+def test_killed_workers_leave_no_gap_in_a_grid(database_url: str) -> None:
     """Four workers at once; one trial in three loses two of them, before and after it has a suggestion."""
     settings = {"sampler": sampler("grid"), "n_trials": 12}
     Worker(database_url, plane, **settings)
@@ -257,7 +257,7 @@ def test_part_of_a_grid_is_spread_over_it_and_another_seed_has_another_part(data
     assert part(0) != part(1)
 
 
-def test_what_somebody_enqueued_takes_no_point_of_the_grid(database_url: str) -> None:
+def test_enqueued_trials_take_no_point_of_the_grid(database_url: str) -> None:
     worker = Worker(database_url, plane, sampler=sampler("grid"), n_trials=12)
     for _ in range(2):
         worker.study.enqueue_trial({"lr": 0.5, "width": 8})
@@ -267,7 +267,7 @@ def test_what_somebody_enqueued_takes_no_point_of_the_grid(database_url: str) ->
     assert found[2:] == [of_grid(run(without)) for _ in range(10)]
 
 
-def test_no_configuration_is_run_twice_by_brute_force_whoever_waits(database_url: str) -> None:
+def test_brute_force_runs_no_configuration_twice(database_url: str) -> None:
     worker = Worker(database_url, nine, sampler={"name": "brute_force"}, n_trials=9)
     waiting = [worker.claim() for _ in range(7)]
     kept = [worker.suggest(claim) for claim in waiting]
@@ -318,7 +318,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_objective_is_one_line(
+def test_an_incompatible_sampler_is_an_error_of_one_line(
     options: dict[str, object], space: Callable[[optuna.Trial], object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
@@ -326,7 +326,7 @@ def test_what_does_not_fit_the_objective_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_space_that_fails_is_the_objectives_mistake() -> None:
+def test_an_error_in_the_search_space_is_an_objective_error() -> None:
     class Broken(Small):
         def suggest(self, trial):
             raise ValueError("a bug")

@@ -101,7 +101,7 @@ SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_go_with_trials_in_every_state(name: str) -> None:
+def test_multi_objective_samplers_accept_trials_in_every_state(name: str) -> None:
     made = whole()
     study = made.sampled()
     study.sampler = SAMPLERS[name]()
@@ -112,7 +112,7 @@ def test_samplers_go_with_trials_in_every_state(name: str) -> None:
         made.study.tell(trial.number, [0.5, 0.5])
 
 
-def test_tpe_takes_pruned_trials_after_complete_ones_and_before_those_that_break_a_constraint() -> None:
+def test_tpe_ranks_pruned_trials_between_complete_and_infeasible_ones() -> None:
     made = Made()
     poor = made.add(COMPLETE, [(0.1, 9.0), (0.2, 9.0)])
     early = made.add(PRUNED, [(9.0, 0.0)])
@@ -130,7 +130,7 @@ def test_tpe_takes_pruned_trials_after_complete_ones_and_before_those_that_break
     ]
 
 
-def test_the_copies_alone_have_places_and_values() -> None:
+def test_only_copies_of_trials_have_ranks_and_values() -> None:
     made = whole()
     study = made.sampled()
     shown = study.get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
@@ -142,14 +142,14 @@ def test_the_copies_alone_have_places_and_values() -> None:
     assert not any(RANK_CONSTRAINT in t.system_attrs for t in study.get_trials(deepcopy=False, states=(COMPLETE,)))
 
 
-def test_where_only_the_first_metric_is_known_it_decides() -> None:
+def test_the_first_metric_decides_if_only_it_is_known() -> None:
     made = Made()
     numbers = [made.add(PRUNED, [(first, 0.0)]) for first in (0.2, 0.9, 0.5)]
     made.kept.clear()
     assert made.tpe_order() == [numbers[place] for place in (1, 2, 0)]
 
 
-def test_with_one_metric_trials_are_shown_as_they_are() -> None:
+def test_trials_of_one_metric_are_not_copied() -> None:
     study = optuna.create_study(direction="maximize")
     kind = {"params": {"x": 0.5}, "distributions": {"x": X}, "intermediate_values": {0: 1.0}}
     study.add_trial(create_trial(state=PRUNED, **kind))

@@ -21,7 +21,7 @@ from tests.search.sampling.support import Worker, branches, distinct, nine
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
-def test_nine_trials_run_all_nine_configurations_and_more_trials_repeat_them(
+def test_all_nine_configurations_run_before_any_is_repeated(
     database_url: str, sampler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -42,7 +42,7 @@ def one(trial: optuna.Trial) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])
-def test_a_worker_learns_from_all_trials_that_ended_since_it_began(database_url: str, sampler: str) -> None:
+def test_a_worker_uses_all_trials_that_ended_since_it_started(database_url: str, sampler: str) -> None:
     """What one that has run them all suggests is what one that has just joined does."""
     options = {"sampler": {"name": sampler, "n_startup_trials": 5}}
 
@@ -70,7 +70,7 @@ def test_tpe_ends_near_the_optimum(database_url: str) -> None:
     assert sum(tried[-10:]) / 10 < 0.15
 
 
-def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(database_url: str) -> None:
+def test_configurations_of_unfinished_and_failed_trials_are_not_repeated(database_url: str) -> None:
     worker = Worker(database_url)
     states = ["RUNNING", "WAITING", "FAIL", "PRUNED", "COMPLETE", "RUNNING", "WAITING", "FAIL", "PRUNED"]
     ends = {
@@ -86,7 +86,7 @@ def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(
     assert distinct([t.params for t in trials]) == 9
 
 
-def test_workers_that_suggest_at_the_same_time_do_not_meet(database_url: str) -> None:
+def test_concurrent_suggestions_differ(database_url: str) -> None:
     workers = [Worker(database_url, sampler={"name": "random"}) for _ in range(3)]
     claims = [[worker.claim() for _ in range(3)] for worker in workers]
     start = threading.Barrier(3)
@@ -114,7 +114,7 @@ def first_suggestion(worker: Worker, number: int) -> optuna.Trial:
     return trial
 
 
-def test_what_another_worker_writes_meanwhile_is_seen(database_url: str) -> None:
+def test_suggestions_see_concurrent_writes_of_other_workers(database_url: str) -> None:
     worker, other = Worker(database_url, sampler={"name": "random"}), Worker(database_url)
     claim, others_claim = worker.claim(), other.claim()
     twin = first_suggestion(worker, claim.number)
@@ -142,7 +142,7 @@ def await_waiting_lock(worker: Worker) -> None:
             time.sleep(0.005)
 
 
-def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
+def test_a_frozen_worker_with_the_suggestion_lock_blocks_others_briefly(
     database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(database_url)
@@ -157,7 +157,7 @@ def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
         assert take(), "the turn ends with its block"
 
 
-def test_branches_of_a_space_are_gone_through_whole(database_url: str) -> None:
+def test_all_branches_of_a_conditional_space_are_run(database_url: str) -> None:
     worker = Worker(database_url, branches, sampler={"name": "random"})
     configurations = [worker.run() for _ in range(25)]
     assert distinct(configurations) == 25
@@ -165,14 +165,14 @@ def test_branches_of_a_space_are_gone_through_whole(database_url: str) -> None:
     assert (kinds["tree"], kinds["line"]) == (3, 2)
 
 
-def test_the_untried_are_not_listed_where_they_are_too_many() -> None:
+def test_untried_configurations_of_a_large_space_are_not_listed() -> None:
     trial = optuna.create_study(sampler=_Untried(1)).ask()
     assert 0 <= trial.suggest_int("n", 0, 10**12) <= 10**12
     assert 0 <= trial.suggest_float("x", 0, 1) <= 1
     assert trial.suggest_int("few", 1, 2) in {1, 2}
 
 
-def test_a_continuous_space_is_suggested_once_and_looks_at_no_other_trial(database_url: str) -> None:
+def test_a_continuous_space_needs_no_search_for_duplicates(database_url: str) -> None:
     calls = []
 
     def space(trial: optuna.Trial) -> None:
@@ -183,7 +183,7 @@ def test_a_continuous_space_is_suggested_once_and_looks_at_no_other_trial(databa
     assert len(calls) == 3
 
 
-def test_a_trial_taken_up_again_keeps_its_parameters(database_url: str) -> None:
+def test_a_resumed_trial_keeps_its_parameters(database_url: str) -> None:
     worker = Worker(database_url)
     claim = worker.claim()
     params = worker.suggest(claim)
@@ -194,7 +194,7 @@ def test_a_trial_taken_up_again_keeps_its_parameters(database_url: str) -> None:
     assert again.suggest(second) == params
 
 
-def test_what_somebody_enqueued_is_run_though_it_was_before(database_url: str) -> None:
+def test_an_enqueued_configuration_runs_even_if_it_ran_before(database_url: str) -> None:
     worker = Worker(database_url)
     params = worker.run()
     worker.study.enqueue_trial(params)
@@ -205,7 +205,7 @@ def test_what_somebody_enqueued_is_run_though_it_was_before(database_url: str) -
     assert half != params
 
 
-def test_an_objective_that_raises_leaves_no_parameter(database_url: str) -> None:
+def test_an_objective_that_raises_stores_no_parameter(database_url: str) -> None:
     def space(trial: optuna.Trial) -> None:
         nine(trial)
         raise RuntimeError("a bug")
@@ -216,7 +216,7 @@ def test_an_objective_that_raises_leaves_no_parameter(database_url: str) -> None
     assert [t.params for t in worker.study.get_trials()] == [{}]
 
 
-def test_start_up_points_are_a_function_of_seed_and_number_and_differ_between_trials(
+def test_start_up_points_depend_on_seed_and_number_and_differ(
     database_url: str,
 ) -> None:
     def space(trial: optuna.Trial) -> None:

@@ -46,7 +46,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("toys")
-def test_a_sampler_from_outside_is_chosen_by_name_and_suggests() -> None:
+def test_a_registered_sampler_is_selected_by_name_and_suggests() -> None:
     spec = parse_spec({**BASE, "sampler": {"name": "toy_steady", "points": 2}})
     assert parse_spec(spec.model_dump()) == spec, "as it is stored, so it is read"
     study = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=0, trial_number=0, epochs=1))
@@ -56,7 +56,7 @@ def test_a_sampler_from_outside_is_chosen_by_name_and_suggests() -> None:
 
 
 @pytest.mark.usefixtures("toys")
-def test_a_pruner_from_outside_judges_with_a_reason() -> None:
+def test_a_registered_pruner_decides_with_a_reason() -> None:
     study = optuna.create_study(direction="maximize")
     judge = StudyPruner(spec_of(name="toy_second"), study._storage, study._study_id)  # type: ignore[arg-type]
 
@@ -85,21 +85,21 @@ def test_a_pruner_from_outside_judges_with_a_reason() -> None:
         ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: toy_second has no such option; it takes none"),
     ],
 )
-def test_messages_know_what_comes_from_outside(change: dict[str, Any], message: str) -> None:
+def test_messages_list_registered_samplers_and_pruners(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SearchError) as caught:
         parse_spec({**BASE, **change})
     assert str(caught.value) == message
 
 
 @pytest.mark.usefixtures("toys")
-def test_a_name_is_given_once() -> None:
+def test_a_name_can_be_registered_once() -> None:
     with pytest.raises(TypeError, match="there is a sampler 'tpe' already"):
 
         class Twin(SamplerSpec):
             name: Literal["tpe"] = "tpe"
 
 
-def test_a_setting_from_outside_is_one_field_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_setting_is_a_field_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its flag, the help, the check and the message come from the field."""
 
     class More(StudySpec):

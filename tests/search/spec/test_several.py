@@ -14,7 +14,7 @@ from tests.factories import WAYS, refused, spec
 @pytest.mark.parametrize(
     "given", [WAYS, "accuracy=maximize,latency_ms=minimize", "accuracy = maximize , latency_ms=minimize,"]
 )
-def test_the_first_of_several_is_the_metric(given: Any) -> None:
+def test_the_first_of_several_metrics_is_the_main_one(given: Any) -> None:
     made = spec(directions=given)
     assert (made.metric, made.direction, made.direction_by_metric) == ("accuracy", "maximize", WAYS)
     assert made.is_multi_objective
@@ -28,13 +28,13 @@ def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
     assert list(parse_spec(made.model_dump()).direction_by_metric) == ["zeta", "alpha"]
 
 
-def test_one_direction_is_one_metric() -> None:
+def test_one_direction_means_one_metric() -> None:
     made = spec(directions={"loss": "minimize"})
     assert (made.metric, made.direction, made.directions, made.is_multi_objective) == ("loss", "minimize", None, False)
     assert (made.sampler.name, made.pruner.name) == ("tpe", "median")
 
 
-def test_options_without_a_name_are_those_of_the_usual_kind() -> None:
+def test_options_without_a_name_apply_to_the_default() -> None:
     options: Any = {"sampler": {"n_startup_trials": 5}, "pruner": {"min_resource": 3}}
     made = spec(directions=WAYS, **options)
     assert made.sampler.model_dump().items() >= {"name": "freeze_thaw", "n_startup_trials": 5}.items()
@@ -49,7 +49,7 @@ def test_options_without_a_name_are_those_of_the_usual_kind() -> None:
 
 
 @pytest.mark.parametrize("given", [{"model_mb": "<= 10", "accuracy": ">=0.9"}, "model_mb<=10, accuracy >= 0.9"])
-def test_bounds(given: Any) -> None:
+def test_constraints_are_parsed(given: Any) -> None:
     made = spec(metric="accuracy", direction="maximize", constraints=given)
     assert made.bounds == (Bound("model_mb", "<=", 10.0), Bound("accuracy", ">=", 0.9))
     assert made.reported_metrics == ("model_mb",)
@@ -90,5 +90,5 @@ def test_bounds(given: Any) -> None:
         ({"directions": WAYS, "constraints": 5}, "give a table"),
     ],
 )
-def test_what_is_refused_is_told_in_one_line(settings: dict[str, Any], named: str) -> None:
+def test_invalid_metrics_and_constraints_are_errors_of_one_line(settings: dict[str, Any], named: str) -> None:
     assert named in refused(**settings)

@@ -17,7 +17,7 @@ from hpsearch.storage.urls import Addresses
 from tests.factories import BASE
 
 
-def test_defaults_are_written_down() -> None:
+def test_defaults_are_stored() -> None:
     dumped = parse_spec(BASE).model_dump()
     assert dumped["version"] == 1
     assert dumped["sampler"]["n_startup_trials"] == 10
@@ -119,7 +119,7 @@ def test_a_wrong_setting_is_named_with_its_value(change: dict[str, Any], words: 
         assert word in message
 
 
-def test_former_names_are_read_where_they_are_stored_and_rejected_elsewhere() -> None:
+def test_former_names_are_read_from_storage_and_rejected_elsewhere() -> None:
     named = {"min_expected_gain": 0.01, "sampler": {"name": "freeze_thaw", "n_startup_trials": 5}}
     former = {"stop_when": 0.01, "sampler": {"name": "curves", "n_startup_trials": 5}}
     assert parse_stored_spec({**BASE, **former}) == parse_spec({**BASE, **named})
@@ -135,7 +135,7 @@ def test_a_missing_setting_is_named() -> None:
         parse_spec({key: value for key, value in BASE.items() if key != "metric"})
 
 
-def test_hyperband_writes_its_largest_resource_down() -> None:
+def test_hyperband_stores_its_maximum_resource() -> None:
     spec = parse_spec({**BASE, "pruner": {"name": "hyperband"}})
     assert spec.model_dump()["pruner"]["max_resource"] == 12
 
@@ -148,7 +148,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_wrapped_pruner_is_written_down_whole_and_may_be_named_alone() -> None:
+def test_a_wrapped_pruner_is_stored_with_options_and_can_be_given_by_name() -> None:
     spec = parse_spec({**BASE, "pruner": {"name": "patient", "wrapped": "hyperband"}})
     dumped = spec.model_dump()["pruner"]
     assert (dumped["patience"], dumped["min_delta"]) == (3, 0.0)
@@ -178,7 +178,7 @@ def test_every_sampler_suggests(name: str) -> None:
     assert first_values(1) != first_values(2)
 
 
-def test_derived_seeds_differ_and_stay() -> None:
+def test_derived_seeds_differ_and_are_stable() -> None:
     seeds = {derive_seed(0, "trial", number) for number in range(1000)}
     assert len(seeds) == 1000
     assert derive_seed(0, "trial", 7) == 681317022
@@ -209,7 +209,7 @@ def test_a_trial_of_one_epoch_is_never_paused() -> None:
         parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha", "min_resource": 2}})
 
 
-def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
+def test_the_sampler_knows_the_hyperband_brackets_before_any_decision() -> None:
     """It is to learn from the trials of its own bracket alone, and our judge leaves Optuna's pruner unused."""
     pruner = parse_spec({**BASE, "pruner": {"name": "hyperband"}}).pruner.build()
     study = optuna.create_study(study_name="night", pruner=pruner)
@@ -247,13 +247,13 @@ def test_a_program_has_a_keyword_for_each_setting() -> None:
         ({"pruner": {"name": "percentile", "percentile": 101}}, "pruner.percentile is 101: it must be at most 100"),
     ],
 )
-def test_each_constraint_is_told_in_a_sentence(settings: dict[str, Any], said: str) -> None:
+def test_each_constraint_is_described_in_a_sentence(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SearchError) as error:
         parse_spec({**BASE, **settings})
     assert str(error.value) == said
 
 
-def test_a_list_that_is_too_short_is_told_in_a_sentence() -> None:
+def test_a_list_that_is_too_short_is_an_error_in_a_sentence() -> None:
     of = {"study": "s", "study_id": 1, "top": 1, "trials": [], "seeds": [1]}
     with pytest.raises(SearchError, match=r"^finalists_of.trials is \[\]: it must have at least 1 item$"):
         parse_spec({**BASE, "finalists_of": of})

@@ -32,14 +32,14 @@ from tests.factories import BASE
         ({"wandb": "a b"}, "--wandb 'a b': give a project of Weights & Biases, or entity/project, such as me/wine"),
     ],
 )
-def test_what_is_wrong_is_one_line(change: dict[str, Any], told: str) -> None:
+def test_mistakes_are_errors_of_one_line(change: dict[str, Any], told: str) -> None:
     with pytest.raises(SearchError) as error:
         parse_spec({**BASE, **change})
     assert str(error.value).startswith(told)
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_is_stored_as_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     assert parse_spec({**BASE, "tensorboard": "a/../runs"}).tensorboard == str(tmp_path / "runs")
@@ -59,7 +59,7 @@ def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | No
 
 
 @pytest.mark.parametrize(("setting", "value"), [("tensorboard", "/runs"), ("wandb", "me/wine")])
-def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, setting: str, value: str) -> None:
+def test_a_missing_package_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch, setting: str, value: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(StorageError) as error:
         check_trackers(parse_spec({**BASE, setting: value}))
@@ -80,9 +80,9 @@ def test_a_wrong_folder_is_named_by_its_setting() -> None:
         OtherTracker(csv="s3://runs")
 
 
-def test_every_tracker_has_a_setting_of_its_name() -> None:
+def test_every_tracker_has_a_setting_with_its_name() -> None:
     assert {tracker.name for tracker in TRACKERS} <= StudySpec.model_fields.keys()
 
 
-def test_without_these_settings_nothing_is_asked_for() -> None:
+def test_without_tracker_settings_nothing_is_checked() -> None:
     check_trackers(parse_spec(BASE))

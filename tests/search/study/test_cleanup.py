@@ -48,7 +48,7 @@ def files_of(stack: StackInfo, tracked: Tracked, trial: int) -> set[str]:
     return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
-def test_models_beyond_the_best_go_with_their_files(
+def test_models_beyond_the_best_are_removed_with_their_files(
     own_tracked: Tracked, tmp_path: Path, stack: StackInfo, database_url: str
 ) -> None:
     (garbage,) = find(own_tracked, tmp_path)
@@ -67,7 +67,7 @@ def test_models_beyond_the_best_go_with_their_files(
         evaluate_on_test_set(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
 
 
-def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:
+def test_registered_models_and_finalists_are_kept(tracked: Tracked, tmp_path: Path) -> None:
     promote(tracked.stored, tracked.tracking, trial=0)
     tracked.client.delete_registered_model_alias(tracked.name, "champion")
     assert on_server(find(tracked, tmp_path)) == [2], "a registered version needs no alias"
@@ -75,7 +75,7 @@ def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: 
     assert on_server(find(tracked, tmp_path)) == []
 
 
-def test_what_becomes_needed_after_it_was_shown_stays(tracked: Tracked, tmp_path: Path) -> None:
+def test_files_that_become_needed_after_the_listing_are_kept(tracked: Tracked, tmp_path: Path) -> None:
     (garbage,) = find(tracked, tmp_path)
     promote(tracked.stored, tracked.tracking, trial=0)
     train_finalists(tracked, [1, 2], winner=1)
@@ -84,7 +84,7 @@ def test_what_becomes_needed_after_it_was_shown_stays(tracked: Tracked, tmp_path
     assert has_model(tracked, 2)
 
 
-def test_what_could_not_be_removed_is_not_called_so(
+def test_failed_removals_are_not_counted(
     own_tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
 ) -> None:
     (garbage,) = find(own_tracked, tmp_path)
@@ -104,7 +104,7 @@ def test_what_could_not_be_removed_is_not_called_so(
     assert marked == removed
 
 
-def test_a_removal_that_was_cut_short_is_gone_on_with(own_tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
+def test_an_interrupted_removal_is_completed(own_tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
     folder = next((stack.home / "artifacts").glob(f"*/models/{own_tracked.model_of(0)}"))
     shutil.rmtree(folder)  # the files are gone, the model is still listed
     (garbage,) = find(own_tracked, tmp_path)
@@ -127,14 +127,14 @@ def left(runs: Path) -> list[str]:
     return sorted(path.name for path in runs.iterdir())
 
 
-def test_directories_of_a_study_that_has_ended_go(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
+def test_run_dirs_of_an_ended_study_are_removed(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
     (garbage,) = find(tracked, tmp_path, keep_top=9)
     assert (garbage.where, garbage.trials, garbage.size) == ("this machine", (0, 1, 2), 30)
     assert garbage.remove() == 30
     assert left(runs) == ["notes"]
 
 
-def test_directories_of_a_live_study_or_without_a_copy_in_mlflow_stay(
+def test_run_dirs_of_a_live_study_or_without_a_copy_in_mlflow_are_kept(
     tracked: Tracked, runs: Path, tmp_path: Path
 ) -> None:
     import_trial = create_trial(state=TrialState.WAITING)
@@ -142,7 +142,7 @@ def test_directories_of_a_live_study_or_without_a_copy_in_mlflow_stay(
     assert find(tracked, tmp_path, keep_top=9) == []
 
 
-def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Tracked, tmp_path: Path) -> None:
+def test_run_dirs_of_superseded_attempts_are_removed_while_the_study_runs(tracked: Tracked, tmp_path: Path) -> None:
     run = tracked.run_of(0)
     attrs = {"hpsearch:mlflow_run_id": run, ATTEMPT: 3, TRACKING: "missing"}
     tracked.storage.import_trials(
@@ -158,7 +158,7 @@ def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Track
     assert left(folder) == ["0004-3", "0005-1", "0005-2"]
 
 
-def test_checkpoints_that_were_left_behind_go(tracked: Tracked, tmp_path: Path) -> None:
+def test_leftover_checkpoints_are_removed(tracked: Tracked, tmp_path: Path) -> None:
     store = tmp_path / "store"
     tracked.stored.set_attr(CHECKPOINT_URL, str(store))
     tracked.storage.import_trials(tracked.stored.study_id, [create_trial(state=TrialState.RUNNING)])
@@ -172,7 +172,9 @@ def test_checkpoints_that_were_left_behind_go(tracked: Tracked, tmp_path: Path) 
     assert [path.parent.name for path in store.rglob("*.pt")] == ["0004"], "what a running trial needs stays"
 
 
-def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
+def test_an_unreachable_store_is_reported_and_other_files_are_found(
+    tracked: Tracked, runs: Path, tmp_path: Path
+) -> None:
     tracked.stored.set_attr(CHECKPOINT_URL, "nosuch://x")
     found, problems = find_garbage(tracked.stored, home=tmp_path, tracking=None)
     assert [garbage.where for garbage in found] == ["this machine"]
@@ -180,7 +182,7 @@ def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, ru
     assert "unknown protocol 'nosuch'" in problem
 
 
-def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
+def test_files_that_mlflow_has_not_received_are_kept(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
     assert on_server(find(tracked, tmp_path)) == [0, 2]
     with RunLinks(tracked.storage.engine).lock_run(tracked.stored.trials()[2]._trial_id) as page:
         page.set_attrs({TRACKING: "pending: on its way from elsewhere"})

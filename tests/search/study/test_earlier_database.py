@@ -41,7 +41,7 @@ def claimed(storage: PostgresStorage, name: str) -> Claim:
     return claim
 
 
-def test_what_it_came_to_is_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_an_earlier_version_are_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["studies"], ["show", "kept"], ["show", "cut", "--trial", "0"]):
         assert run_command([*arguments, "--storage-url", url]) == 0
     said = capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_what_it_came_to_is_shown(url: str, capsys: pytest.CaptureFixture[str]) 
         assert line in said, said
 
 
-def test_a_trial_whose_worker_died_then_goes_on_with_its_parameters_and_its_checkpoint(
+def test_a_lost_trial_of_an_earlier_version_resumes_from_its_checkpoint(
     storage: PostgresStorage,
 ) -> None:
     study = load_study(storage, "halfway")
@@ -71,11 +71,11 @@ def test_a_trial_whose_worker_died_then_goes_on_with_its_parameters_and_its_chec
     assert len(storage.get_trial(claim.trial_id).intermediate_values) == 19, "the epochs up to its last checkpoint"
 
 
-def test_a_study_whose_budget_was_spent_is_extended(url: str, storage: PostgresStorage) -> None:
+def test_a_study_of_an_earlier_version_can_be_extended(url: str, storage: PostgresStorage) -> None:
     assert run_command(["extend", "cut", "--trials", "+1", "--storage-url", url]) == 0
     claim = claimed(storage, "cut")
     assert (claim.number, claim.attempt) == (3, 1)
 
 
-def test_seeds_are_what_they_were(storage: PostgresStorage) -> None:
+def test_seeds_equal_those_of_the_earlier_version(storage: PostgresStorage) -> None:
     assert training_seed(load_study(storage, "kept").spec, 0) == 247054594, "as the evidence of its promotion has it"

@@ -59,7 +59,7 @@ def study_of(url: str, objective: LoopObjective, enqueued: list[Any] = (), **set
     return create_or_join(storage, given, objective, sanity_check=lambda *_: None, enqueued=enqueued)[0]
 
 
-def test_a_table_is_read_as_the_search_space_has_it(tmp_path: Path) -> None:
+def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> None:
     found = rows(tmp_path, "lr, width,kind\n1e-1,16,a\n0.5,,none\n,8,TRUE\n\n1,32,3.0\n")
     assert fixed(found) == [
         {"lr": 0.1, "width": 16, "kind": "a"},
@@ -90,7 +90,7 @@ def test_a_table_is_read_as_the_search_space_has_it(tmp_path: Path) -> None:
         ("", "has no configuration"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_one_line_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+def test_a_mistake_in_a_table_is_one_line_with_its_location(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(SearchError) as caught:
         rows(tmp_path, text)
     assert words in str(caught.value)
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_a_table_is_one_line_with_its_place(tmp_path: Path, t
         pytest.param("rows.jsonl", "[" * 100_000, "line 1: no JSON: maximum recursion depth exceeded", id="deep"),
     ],
 )
-def test_what_is_no_table_is_one_line(tmp_path: Path, name: str, text: str, words: str) -> None:
+def test_an_unreadable_table_is_an_error_of_one_line(tmp_path: Path, name: str, text: str, words: str) -> None:
     with pytest.raises(SearchError) as caught:
         rows(tmp_path, text, name)
     assert words in str(caught.value)
@@ -117,7 +117,7 @@ def test_what_is_no_table_is_one_line(tmp_path: Path, name: str, text: str, word
         read_rows(tmp_path / "nowhere.csv", Wide())
 
 
-def test_a_program_gives_a_dictionary_or_a_list() -> None:
+def test_the_api_accepts_a_dictionary_or_a_list() -> None:
     assert fixed(read_rows({"lr": 0.1}, Wide())) == [{"lr": 0.1}]
     found = read_rows([{"lr": 0.1}, {"width": 8}], Wide())
     assert fixed(found) == [{"lr": 0.1}, {"width": 8}]
@@ -126,7 +126,7 @@ def test_a_program_gives_a_dictionary_or_a_list() -> None:
         read_rows([{"lr": 0.1}, {"lr": 5}], Wide())
 
 
-def test_a_study_begins_with_the_default_and_then_what_was_enqueued(database_url: str, tmp_path: Path) -> None:
+def test_a_study_starts_with_the_default_and_then_enqueued_trials(database_url: str, tmp_path: Path) -> None:
     given = rows(tmp_path, "lr,width,kind\n0.5,8,a\n0.1,24,b\n")  # the second is the default
     study = study_of(database_url, Started(), given)
     trials = study.trials()
@@ -136,14 +136,14 @@ def test_a_study_begins_with_the_default_and_then_what_was_enqueued(database_url
     assert len(study.trials()) == 2, "joined, it has each once"
 
 
-def test_no_default_where_nobody_gives_one_or_it_is_not_wanted(database_url: str) -> None:
+def test_no_default_trial_without_a_default_or_on_request(database_url: str) -> None:
     assert study_of(database_url, Wide(), name="none").trials() == []
     assert study_of(database_url, Started(), name="off", default_first=False).trials() == []
     grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
     assert study_of(database_url, Started(), name="grid", sampler=grid).trials() == []
 
 
-def test_a_default_that_the_space_does_not_have_is_refused_before_there_is_a_study(database_url: str) -> None:
+def test_a_default_outside_of_the_space_is_rejected_before_creation(database_url: str) -> None:
     with pytest.raises(ObjectiveError, match=r"Misspelt.defaults: knid: .*--no-default-first"):
         study_of(database_url, Misspelt())
     with pytest.raises(SearchError, match="no study 's'"):
@@ -152,14 +152,14 @@ def test_a_default_that_the_space_does_not_have_is_refused_before_there_is_a_stu
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_the_defaults_of_each_built_in_are_in_its_space(name: str) -> None:
+def test_the_defaults_of_built_in_objectives_are_in_their_spaces(name: str) -> None:
     objective = load_objective(name)
     params = default_params(objective)
     assert params is not None
     assert params == dict(objective.defaults), "all parameters are named"
 
 
-def test_what_is_enqueued_twice_at_once_is_there_once(database_url: str, tmp_path: Path) -> None:
+def test_concurrent_equal_enqueues_create_one_trial(database_url: str, tmp_path: Path) -> None:
     study_of(database_url, Wide())
     given = rows(tmp_path, "lr\n0.1\n0.2\n0.5\n")
     start, made = threading.Barrier(4), []
@@ -181,7 +181,7 @@ def test_what_is_enqueued_twice_at_once_is_there_once(database_url: str, tmp_pat
     assert enqueue(study, longer) == 1
 
 
-def test_the_budget_has_room_for_all_or_nothing_is_written(database_url: str, tmp_path: Path) -> None:
+def test_enqueue_writes_nothing_if_the_budget_is_too_small(database_url: str, tmp_path: Path) -> None:
     given = rows(tmp_path, "lr\n0.1\n0.2\n0.5\n")
     with pytest.raises(SearchError, match="there would be 3 trials, and the budget is 2"):
         study_of(database_url, Wide(), given, n_trials=2)
@@ -205,7 +205,7 @@ def test_the_budget_has_room_for_all_or_nothing_is_written(database_url: str, tm
         ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration and runs each once"),
     ],
 )
-def test_what_is_wrong_with_a_grid_is_told_before_its_size(database_url: str, grid: dict[str, Any], words: str) -> None:
+def test_mistakes_in_a_grid_are_reported_before_its_size(database_url: str, grid: dict[str, Any], words: str) -> None:
     settings = {"sampler": {"name": "grid", "search_space": grid}, "n_trials": 50}
     check_settings({"objective": "x.py", **settings})
     with pytest.raises(SearchError, match=re.escape(words)):
@@ -213,7 +213,7 @@ def test_what_is_wrong_with_a_grid_is_told_before_its_size(database_url: str, gr
     assert open_storage(database_url, application_name="test").get_all_studies() == []
 
 
-def test_a_grid_takes_no_other_configurations(database_url: str, tmp_path: Path) -> None:
+def test_a_grid_rejects_enqueued_configurations(database_url: str, tmp_path: Path) -> None:
     grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
     with pytest.raises(SearchError, match="grid runs what its search_space lists"):
         study_of(database_url, Wide(), rows(tmp_path, "lr\n0.1\n"), sampler=grid)

@@ -28,11 +28,11 @@ def test_the_final_best_were_among_the_best_when_they_ended(maximize: bool) -> N
 
 
 @pytest.mark.parametrize(("number", "value", "among"), [(3, 0.8, False), (0, 0.8, True), (3, 0.85, True)])
-def test_a_tie_is_the_earlier_trials(number: int, value: float, among: bool) -> None:
+def test_a_tie_is_won_by_the_earlier_trial(number: int, value: float, among: bool) -> None:
     assert is_among_best(number, value, {1: 0.9, 2: 0.8}, top=2, maximize=True) is among
 
 
-def test_who_is_asked_about_is_not_counted_twice() -> None:
+def test_the_ranked_trial_is_not_counted_twice() -> None:
     """A trial whose model is made again, long after its end, is among those that have ended."""
     assert is_among_best(1, 0.8, {1: 0.8, 2: 0.9}, top=2, maximize=True)
 
@@ -48,7 +48,7 @@ def several(*vectors: list[float], broken: tuple[int, ...] = ()) -> list[FrozenT
     return trials
 
 
-def test_of_several_metrics_fronts_come_in_their_order() -> None:
+def test_several_metrics_are_ranked_by_pareto_fronts() -> None:
     trials = several([0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.99, 0.1], [0.3, 1.0], [0.6, 5.0], broken=(3,))
     assert [trial.number for trial in find_pareto_front(trials, (True, False))] == [1, 5, 4]
     assert [trial.number for trial in rank_trials(trials, (True, False))] == [1, 4, 5, 0, 2]
@@ -57,7 +57,7 @@ def test_of_several_metrics_fronts_come_in_their_order() -> None:
     assert find_pareto_front([], (True, False)) == rank_trials([], (True, False)) == []
 
 
-def test_who_leaves_a_model_was_on_the_front_at_its_end() -> None:
+def test_a_trial_gets_a_model_if_it_ends_on_the_pareto_front() -> None:
     others = [[0.5, 5.0], [0.9, 9.0]]
     maximize = (True, False)
     assert is_on_front([0.6, 4.0], others, maximize)

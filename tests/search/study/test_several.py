@@ -55,7 +55,7 @@ def refused(url: str, searched: LoopObjective | None = None, /, **settings: Any)
     return str(error.value)
 
 
-def test_the_metrics_are_the_objectives_own_and_plain_optuna_has_them(database_url: str) -> None:
+def test_the_metrics_of_the_objective_are_stored_for_plain_optuna(database_url: str) -> None:
     study, created = made(database_url)
     assert created
     assert (study.spec.direction_by_metric, study.spec.metric, study.spec.constraints) == (
@@ -70,7 +70,7 @@ def test_the_metrics_are_the_objectives_own_and_plain_optuna_has_them(database_u
     assert load_study(study.storage, "s").spec == study.spec
 
 
-def test_they_are_given_as_a_flag_or_in_a_file(database_url: str, tmp_path: Path) -> None:
+def test_metrics_are_given_as_an_option_or_in_a_file(database_url: str, tmp_path: Path) -> None:
     flag, _ = made(database_url, One(), directions="latency_ms=minimize,accuracy=maximize", constraints="model_mb<=5")
     assert list(flag.spec.direction_by_metric.items()) == [("latency_ms", "minimize"), ("accuracy", "maximize")]
     assert optuna.load_study(study_name="s", storage=database_url).directions == BOTH[::-1]
@@ -83,7 +83,7 @@ def test_they_are_given_as_a_flag_or_in_a_file(database_url: str, tmp_path: Path
     assert (filed.spec.direction_by_metric, filed.spec.constraints) == (WAYS, {"model_mb": "<= 5.0"})
 
 
-def test_one_metric_may_be_asked_of_an_objective_of_several(database_url: str) -> None:
+def test_one_of_several_metrics_can_be_optimized(database_url: str) -> None:
     study, _ = made(database_url, metric="accuracy", direction="maximize")
     assert (study.spec.is_multi_objective, study.spec.metric, study.spec.pruner.name) == (False, "accuracy", "median")
     assert optuna.load_study(study_name="s", storage=database_url).direction == StudyDirection.MAXIMIZE
@@ -100,7 +100,7 @@ def test_one_metric_may_be_asked_of_an_objective_of_several(database_url: str) -
         {"directions": WAYS, "metric": "accuracy", "direction": "maximize"},
     ],
 )
-def test_it_is_joined_by_who_asks_for_the_same(database_url: str, same: dict[str, Any]) -> None:
+def test_a_study_is_joined_with_equal_metrics(database_url: str, same: dict[str, Any]) -> None:
     first, _ = made(database_url)
     again, created = made(database_url, **same)
     assert not created
@@ -132,7 +132,7 @@ THREE = {**WAYS, "parameters": "minimize"}
         ({"direction": "minimize"}, ["--direction minimize", "leave --direction out"]),
     ],
 )
-def test_other_metrics_are_refused_by_a_line_that_names_them(
+def test_other_metrics_are_rejected_in_a_line_that_names_them(
     database_url: str, other: dict[str, Any], words: list[str]
 ) -> None:
     made(database_url, One(), directions=THREE, constraints="accuracy>=0.5,model_mb<=10")
@@ -140,15 +140,13 @@ def test_other_metrics_are_refused_by_a_line_that_names_them(
     assert all(word in said for word in words), said
 
 
-def test_several_are_not_asked_of_a_study_of_one(database_url: str) -> None:
+def test_a_single_objective_study_rejects_several_metrics(database_url: str) -> None:
     made(database_url, One())
     said = refused(database_url, One(), directions="distance=minimize,model_mb=minimize")
     assert "directions: None -> distance minimize, model_mb minimize" in said
 
 
-def test_a_larger_budget_and_what_is_enqueued_leave_its_metrics_in_their_order(
-    database_url: str, tmp_path: Path
-) -> None:
+def test_extend_and_enqueue_keep_the_order_of_metrics(database_url: str, tmp_path: Path) -> None:
     backwards = {"parameters": "minimize", "accuracy": "maximize", "mb": "minimize"}
     study, _ = made(database_url, One(), directions=backwards, n_trials=2)
     extend_study(study, "+3")
@@ -166,7 +164,7 @@ def test_a_larger_budget_and_what_is_enqueued_leave_its_metrics_in_their_order(
     assert rows(study.engine, "SELECT * FROM hpsearch_epoch_values") == []
 
 
-def test_options_without_a_name_are_those_of_the_usual_kind_or_of_the_study_that_is_joined(database_url: str) -> None:
+def test_options_without_a_name_apply_to_the_default_or_the_joined_study(database_url: str) -> None:
     options: dict[str, Any] = {"sampler": {"random_fraction": 0.1}, "pruner": {"min_complete": 2}}
     study, created = made(database_url, **options)
     assert created

@@ -14,7 +14,7 @@ from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
 
 
-def test_code_that_changed_since_the_study_was_created_is_told(database_url: str, tmp_path: Path) -> None:
+def test_changed_code_of_a_study_is_reported(database_url: str, tmp_path: Path) -> None:
     path = tmp_path / "wine.py"
     write_template(path)
     storage = open_storage(database_url, application_name="test")

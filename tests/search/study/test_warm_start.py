@@ -58,7 +58,7 @@ def kept(study: StoredStudy) -> dict:
     return study.storage.get_study_system_attrs(study.study_id)[WARM_START_KEY]
 
 
-def test_the_new_study_knows_its_earlier_ones_whatever_becomes_of_them(storage, objective):
+def test_warm_start_data_are_copied_into_the_new_study(storage, objective):
     first = made(storage, objective, "first")
     filled(storage, first)
     filled(storage, first, 1, state=TrialState.RUNNING)
@@ -91,7 +91,7 @@ def test_the_new_study_knows_its_earlier_ones_whatever_becomes_of_them(storage, 
         made(storage, objective, "cold", warm_start=["second"])
 
 
-def test_what_tells_nothing_is_refused_and_nothing_is_made(storage, objective):
+def test_unusable_earlier_studies_are_rejected_before_creation(storage, objective):
     filled(storage, made(storage, objective, "other_way", direction="minimize"))
     filled(storage, made(storage, objective, "other_space"), name="depth")
     filled(storage, made(storage, objective, "out_of_range"), 3, params={"lr": 7.0}, distributions={
@@ -112,7 +112,7 @@ def test_what_tells_nothing_is_refused_and_nothing_is_made(storage, objective):
     assert len(storage.get_all_studies()) == there
 
 
-def test_finalists_are_refused_as_an_earlier_study_and_have_none_themselves(storage, objective):
+def test_finalists_cannot_be_or_have_earlier_studies(storage, objective):
     first = made(storage, objective, "first")
     of = {"study": "first", "study_id": first.study_id, "top": 1, "trials": [0], "seeds": [1]}
     spec = parse_spec({**first.spec.model_dump(), "name": "first.finalists", "finalists_of": of})
@@ -134,7 +134,9 @@ def test_finalists_are_refused_as_an_earlier_study_and_have_none_themselves(stor
         (["--sampler", "freeze_thaw", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_an_error_of_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["run", "digits", *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said

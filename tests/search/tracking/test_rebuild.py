@@ -46,7 +46,7 @@ def deliver(tracked: Tracked, home: Path, number: int) -> None:
     open_checkpoints(tracked.stored, home, None).forget_trial(number)
 
 
-def test_a_checkpoint_that_is_gone_is_told_of_each_trial(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
+def test_a_lost_checkpoint_is_reported_for_each_trial(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
     problems = send(tracked, study, tmp_path, lambda _: None)
     assert [problem.partition(" is not under")[0] for problem in problems] == [
         "trial 0: gone/0000-1.pt",
@@ -54,9 +54,7 @@ def test_a_checkpoint_that_is_gone_is_told_of_each_trial(tracked: Tracked, study
     ]
 
 
-def test_a_model_is_made_again_with_all_metrics_of_the_study(
-    tracked: Tracked, study: StoredStudy, tmp_path: Path
-) -> None:
+def test_a_model_is_rebuilt_with_all_metrics_of_the_study(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
     """Not with the first alone: one that the objective does not have is reported."""
     bounded = replace(study, spec=parse_spec({**study.spec.model_dump(), "constraints": "sparsity<=1"}))
     problems = send(tracked, bounded, tmp_path, lambda _: None)
@@ -66,7 +64,7 @@ def test_a_model_is_made_again_with_all_metrics_of_the_study(
     ]
 
 
-def test_a_trial_that_arrives_while_this_looks_is_not_missed(
+def test_a_trial_that_arrives_during_the_check_is_not_missing(
     tracked: Tracked, study: StoredStudy, tmp_path: Path
 ) -> None:
     """Between the look at what is on its way and that at the checkpoints."""
@@ -82,7 +80,7 @@ def test_a_trial_that_arrives_while_this_looks_is_not_missed(
     assert len(told) == 2, "both were on their way at first"
 
 
-def test_a_trial_that_has_arrived_since_it_was_read_is_left_alone(
+def test_a_trial_that_arrived_after_the_check_is_not_changed(
     tracked: Tracked, study: StoredStudy, tmp_path: Path
 ) -> None:
     assert study.trials()[0].user_attrs[TRACKING] == PENDING

@@ -13,7 +13,7 @@ from tests.search.promotion.support import Tracked
 
 
 @pytest.mark.timeout(50)  # after which the server takes the lock away
-def test_a_frozen_process_that_makes_the_parent_run_holds_up_only_those_who_have_none(
+def test_a_frozen_creator_of_the_parent_run_blocks_only_workers_without_one(
     tracked: Tracked, tracking: Tracking
 ) -> None:
     tracked.stored.set_attr(TRACKING_URI, tracking.uri)
@@ -22,14 +22,14 @@ def test_a_frozen_process_that_makes_the_parent_run_holds_up_only_those_who_have
         assert open_parent_run(tracked.stored, tracking) == made
 
 
-def test_another_address_for_browsers_is_taken_over(tracked: Tracked, tracking: Tracking) -> None:
+def test_another_browser_address_is_stored(tracked: Tracked, tracking: Tracking) -> None:
     made = open_parent_run(tracked.stored, tracking)
     elsewhere = Tracking(tracking.uri, ui_url="http://mlflow.example")
     assert open_parent_run(tracked.stored, elsewhere) == made
     assert tracked.stored.attrs[RUN_URL] == elsewhere.run_url(made)
 
 
-def test_who_loses_the_lock_makes_no_second_run(
+def test_a_process_that_loses_the_lock_creates_no_second_run(
     tracked: Tracked, tracking: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process freezes between its search for the run and the creation, and wakes up after it lost the lock."""

@@ -19,7 +19,7 @@ from tests.faults.harness import Zygote
 from tests.search.worker.checkpointed import Study, state_after
 
 
-def test_two_checkpoints_are_kept_and_each_has_its_pointer(study: Study) -> None:
+def test_two_checkpoints_are_kept_with_a_pointer_each(study: Study) -> None:
     attempt = study.attempt(1).epochs(0, 1, 2)
     assert study.files() == ["0000/0001-1.pt", "0000/0002-1.pt"]
     assert study.pointers() == ["0000/0002-1.pt", "0000/0001-1.pt"]
@@ -28,7 +28,7 @@ def test_two_checkpoints_are_kept_and_each_has_its_pointer(study: Study) -> None
 
 
 @pytest.mark.parametrize("machine", ["a", "b"])
-def test_an_attempt_goes_on_after_the_last_committed_epoch(study: Study, machine: str) -> None:
+def test_an_attempt_resumes_after_the_last_committed_epoch(study: Study, machine: str) -> None:
     """On the same machine and on another; an epoch that was saved but never reported is trained again."""
     study.attempt(1).epochs(0, 1, 2).save(3)
     second = study.attempt(2, machine=machine)
@@ -42,7 +42,7 @@ def test_an_attempt_goes_on_after_the_last_committed_epoch(study: Study, machine
     assert study.pointers() == ["0000/0003-2.pt", "0000/0002-1.pt"]
 
 
-def test_the_same_machine_brings_back_nothing_that_it_has(folder_study: Study) -> None:
+def test_a_resume_on_the_same_machine_downloads_nothing(folder_study: Study) -> None:
     first = folder_study.attempt(1).epochs(0, 1)
     inode = first.local.last_path.stat().st_ino
     for path in folder_study.folder.glob("store/*/*/*.pt"):
@@ -51,7 +51,7 @@ def test_the_same_machine_brings_back_nothing_that_it_has(folder_study: Study) -
     assert first.local.last_path.stat().st_ino == inode
 
 
-def test_a_local_file_of_an_epoch_that_was_never_reported_gives_way(folder_study: Study) -> None:
+def test_a_local_file_of_an_unreported_epoch_is_replaced(folder_study: Study) -> None:
     first = folder_study.attempt(1).epochs(0)
     first.save(1)
     (first.local.run_dir / "metrics.jsonl").write_text('{"epoch": 1}\n')
@@ -62,7 +62,7 @@ def test_a_local_file_of_an_epoch_that_was_never_reported_gives_way(folder_study
 
 
 @pytest.mark.parametrize("data", [None, b"", b"PK torn"])
-def test_the_one_before_is_taken_when_the_newest_is_torn_or_gone(
+def test_the_previous_checkpoint_is_used_if_the_newest_is_torn_or_gone(
     study: Study, caplog: pytest.LogCaptureFixture, data: bytes | None
 ) -> None:
     study.attempt(1).epochs(0, 1, 2)
@@ -75,7 +75,7 @@ def test_the_one_before_is_taken_when_the_newest_is_torn_or_gone(
     assert study.pointers() == ["0000/0002-2.pt", "0000/0001-1.pt"]
 
 
-def test_a_file_of_the_right_checksum_that_is_no_checkpoint_is_passed_over(folder_study: Study) -> None:
+def test_a_file_that_is_no_checkpoint_is_skipped_despite_its_checksum(folder_study: Study) -> None:
     first = folder_study.attempt(1).epochs(0)
     (folder_study.folder / "other").write_bytes(b"not what torch writes")
     (folder_study.folder / "other").replace(first.local.last_path)
@@ -85,7 +85,9 @@ def test_a_file_of_the_right_checksum_that_is_no_checkpoint_is_passed_over(folde
     assert folder_study.attempt(2, machine="b").restore() == 0
 
 
-def test_without_a_usable_checkpoint_the_trial_starts_anew(study: Study, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trial_without_a_usable_checkpoint_restarts_from_scratch(
+    study: Study, caplog: pytest.LogCaptureFixture
+) -> None:
     study.attempt(1).epochs(0, 1)
     for name in study.files():
         study.replace(name, None)
@@ -97,7 +99,7 @@ def test_without_a_usable_checkpoint_the_trial_starts_anew(study: Study, caplog:
     assert study.files() == ["0000/0000-2.pt", "0000/0001-2.pt"]
 
 
-def test_machines_that_share_no_folder_do_not_forget_each_others_checkpoints(database_url: str, tmp_path: Path) -> None:
+def test_machines_without_a_shared_folder_keep_the_pointers_of_others(database_url: str, tmp_path: Path) -> None:
     study = Study(f"file://{tmp_path}/store-a", database_url, tmp_path)
     study.attempt(1).epochs(0, 1, 2)
     study.checkpoints.files = CheckpointStore(f"file://{tmp_path}/store-b")
@@ -108,7 +110,7 @@ def test_machines_that_share_no_folder_do_not_forget_each_others_checkpoints(dat
     assert study.attempt(3).restore() == 2
 
 
-def test_a_store_that_is_away_is_not_taken_for_an_empty_one(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_not_treated_as_empty(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     study.attempt(1).epochs(0)
 
     def away(*_: object) -> None:
@@ -121,7 +123,7 @@ def test_a_store_that_is_away_is_not_taken_for_an_empty_one(study: Study, monkey
         second.restore()
 
 
-def test_a_thawed_attempt_removes_what_it_put_and_nothing_else(study: Study) -> None:
+def test_a_thawed_attempt_removes_only_its_own_files(study: Study) -> None:
     """It was frozen past its lease. Another worker resumed the trial and is uploading its next file."""
     frozen = study.attempt(1).epochs(0)
     second = study.attempt(2, machine="b")
@@ -136,7 +138,7 @@ def test_a_thawed_attempt_removes_what_it_put_and_nothing_else(study: Study) -> 
     assert study.attempt(3, machine="c").restore() == 2
 
 
-def test_a_commit_whose_answer_was_lost_keeps_its_file(study: Study) -> None:
+def test_a_commit_with_a_lost_reply_keeps_its_file(study: Study) -> None:
     first = study.attempt(1)
     first.save(0)
     first.commit()
@@ -145,7 +147,7 @@ def test_a_commit_whose_answer_was_lost_keeps_its_file(study: Study) -> None:
     assert study.attempt(2, machine="b").restore() == 0
 
 
-def test_a_settled_trial_leaves_its_best_alone(study: Study) -> None:
+def test_a_completed_trial_keeps_only_its_best_checkpoint(study: Study) -> None:
     first = study.attempt(1).epochs(0, 1)
     study.storage.set_trial_state_values(study.trial_id, TrialState.COMPLETE, [1.0])
     first.kept.forget()
@@ -162,9 +164,7 @@ def test_a_settled_trial_leaves_its_best_alone(study: Study) -> None:
         (TrialState.RUNNING, ["0000/0000-1.pt", "0000/0001-1.pt", "0000/0002-1.pt"], True),
     ],
 )
-def test_what_dead_workers_left_is_tidied_up(
-    study: Study, state: TrialState, files: list[str], resumable: bool
-) -> None:
+def test_files_of_dead_workers_are_removed(study: Study, state: TrialState, files: list[str], resumable: bool) -> None:
     first = study.attempt(1).epochs(0, 1)
     first.save(2)  # and there it died, or right after it settled
     half_written = first.local.run_dir / ".previous.pt.4711.tmp"
@@ -178,13 +178,13 @@ def test_what_dead_workers_left_is_tidied_up(
     assert first.local.best_path.exists()
 
 
-def test_a_deleted_studys_files_go(study: Study) -> None:
+def test_files_of_a_deleted_study_are_removed(study: Study) -> None:
     study.attempt(1).epochs(0)
     study.checkpoints.forget()
     assert study.files() == []
 
 
-def test_a_best_that_was_lost_is_written_again(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_best_checkpoint_is_written_again(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:
     """The disk was full when the best epoch was saved: an older best must not pass for it."""
 
     def full(_state: object) -> None:
@@ -219,13 +219,13 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_is_called_so_and_leaves_the_old_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_old_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
     """Torch itself speaks of an unexpected position."""
     said, _ = zygote.python(FULL, tmp_path / "x.pt").communicate()
     assert said.strip() == "File too large 10 ['x.pt']"
 
 
-def test_best_is_what_a_promotion_needs(folder_study: Study) -> None:
+def test_the_best_checkpoint_has_everything_for_a_promotion(folder_study: Study) -> None:
     folder_study.attempt(1).epochs(0, 1)
     second = folder_study.attempt(2, machine="b")
     second.restore()

@@ -20,7 +20,7 @@ def in_parts(*checkpoints: str) -> list[str]:
     return [f"0000/{name}.pt{part}" for name in checkpoints for part in PARTS]
 
 
-def test_the_parts_of_a_checkpoint_come_and_go_with_it(study: Study) -> None:
+def test_shards_are_uploaded_and_removed_with_their_checkpoint(study: Study) -> None:
     first = study.attempt(1).epochs(0, 1, 2, parts=True)
     assert study.files() == in_parts("0001-1", "0002-1")
     first.save(3, parts=True)
@@ -42,7 +42,7 @@ def test_the_parts_of_a_checkpoint_come_and_go_with_it(study: Study) -> None:
 
 
 @pytest.mark.parametrize("data", [None, b"", b"__1_0.distcp after epoch 0"])
-def test_the_one_before_is_taken_when_a_part_is_torn_changed_or_gone(
+def test_the_previous_checkpoint_is_used_if_a_shard_is_damaged_or_gone(
     study: Study, caplog: pytest.LogCaptureFixture, data: bytes | None
 ) -> None:
     study.attempt(1).epochs(0, 1, 2, parts=True)
@@ -55,9 +55,7 @@ def test_the_one_before_is_taken_when_a_part_is_torn_changed_or_gone(
     ], "what was brought of the other is gone"
 
 
-def test_parts_that_were_not_written_cost_the_checkpoint_alone(
-    folder_study: Study, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_shards_cost_only_their_checkpoint(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:
     first = folder_study.attempt(1).epochs(0, parts=True)
     state = {**state_after(1), "shards": {"folder": "x", "files": {}, "failed": "No space left on device"}}
     first.kept.save(state, best=False)
@@ -67,9 +65,7 @@ def test_parts_that_were_not_written_cost_the_checkpoint_alone(
     assert folder_study.attempt(2).restore() == 0
 
 
-def test_a_store_that_is_full_keeps_no_part_of_what_it_did_not_take(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_store_keeps_no_shard_of_a_failed_checkpoint(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     first = study.attempt(1).epochs(0, parts=True)
     put = study.checkpoints.files.put
 
@@ -83,7 +79,7 @@ def test_a_store_that_is_full_keeps_no_part_of_what_it_did_not_take(
     assert study.files() == in_parts("0000-1")
 
 
-def test_a_settled_trial_leaves_no_parts(study: Study) -> None:
+def test_a_completed_trial_leaves_no_shards(study: Study) -> None:
     first = study.attempt(1).epochs(0, 1, parts=True)
     study.storage.set_trial_state_values(study.trial_id, TrialState.COMPLETE, [1.0])
     first.kept.forget()
@@ -99,7 +95,7 @@ def test_a_settled_trial_leaves_no_parts(study: Study) -> None:
         (TrialState.RUNNING, ["0000-1", "0001-1", "0002-1"]),
     ],
 )
-def test_parts_that_dead_workers_left_are_tidied_up(study: Study, state: TrialState, left: list[str]) -> None:
+def test_shards_of_dead_workers_are_removed(study: Study, state: TrialState, left: list[str]) -> None:
     first = study.attempt(1).epochs(0, 1, parts=True)
     first.save(2, parts=True)
     if state != TrialState.RUNNING:

@@ -97,7 +97,7 @@ def tags(stack: StackInfo, trial: FrozenTrial) -> dict[str, str]:
     return dict(Tracking(stack.tracking_uri).client.get_run(trial.user_attrs[RUN_ID]).data.tags)
 
 
-def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_url: str) -> None:
+def test_outcomes_of_multi_objective_trials(ran: Ran, stack: StackInfo, database_url: str) -> None:
     study = ran("good", "better", "small", "silent", "large", "costly", "nan", pruner="none", **SEVERAL, **BOUNDS)
     good, better, small, silent, large, costly, nan = study.trials
     ends = [trial.state.name for trial in study.trials]
@@ -140,7 +140,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert parent.tags["hpsearch.out_of_bounds"] == "2"
 
 
-def test_what_no_training_changes_is_known_after_an_epoch(ran: Ran) -> None:
+def test_constant_metrics_are_known_after_one_epoch(ran: Ran) -> None:
     study = ran("large", "costly", "good", pruner={"name": "asha", "min_resource": 2}, **SEVERAL, **BOUNDS)
     large, costly, good = study.trials
     assert large.state == TrialState.PRUNED
@@ -169,7 +169,7 @@ def test_one_metric_with_constraints(ran: Ran) -> None:
     assert read_epoch_values(stored.engine, stored.study_id) == {}, "one value an epoch is Optuna's"
 
 
-def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran, tmp_path: Path) -> None:
+def test_a_retrained_trial_that_violates_a_constraint_is_infeasible(ran: Ran, tmp_path: Path) -> None:
     """It waited in vain, and its checkpoint is gone: what it reported is known to the database alone."""
     asha = {"name": "asha", "min_resource": 1, "reduction_factor": 2, "min_complete": 1}
     study = ran("memory", "good", pruner=asha, **SEVERAL)
@@ -186,7 +186,7 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
     assert [trial.state.name for trial in others] == ["COMPLETE", "PRUNED", "PRUNED"]
 
 
-def test_a_study_asks_for_what_it_optimises_or_bounds() -> None:
+def test_a_study_requests_optimized_and_constrained_metrics() -> None:
     asked = spec(directions={"accuracy": "maximize", "latency_ms": "minimize"}, constraints="model_mb<=10")
     found = asked.select_metrics({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
     assert found == {"accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0}
@@ -195,7 +195,7 @@ def test_a_study_asks_for_what_it_optimises_or_bounds() -> None:
         asked.select_metrics({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
 
 
-def test_of_equal_epochs_the_earliest_is_the_best() -> None:
+def test_the_earliest_of_equal_epochs_is_the_best() -> None:
     curve = Curve("accuracy", maximize=True, known={0: 0.4, 5: 0.9})
     kept = [
         curve.add(EpochRecord(epoch, 0.0, {"val_accuracy": value}), dict) for epoch, value in enumerate((0.5, 0.7, 0.7))

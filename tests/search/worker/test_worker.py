@@ -14,12 +14,12 @@ from hpsearch.storage.trials import process_identity
     ("message", "text"),
     [("nul\0byte", "nulbyte"), ("half \ud800 a character", "half \\ud800 a character"), ("ü 中\n", "ü 中\n")],
 )
-def test_what_an_exception_says_fits_into_files_and_databases(message: str, text: str) -> None:
+def test_exception_texts_are_made_valid_for_files_and_databases(message: str, text: str) -> None:
     assert _as_text(message) == text
     assert text.encode()
 
 
-def test_workers_of_two_containers_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_two_containers_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though host and process number are the same."""
     names = set()
     for machine in ("boot/pid:[1]", "boot/pid:[2]"):
@@ -30,7 +30,7 @@ def test_workers_of_two_containers_have_two_names(monkeypatch: pytest.MonkeyPatc
     assert {name.rpartition("-")[0].rpartition(":")[2] for name in names} == {"1"}
 
 
-def test_sigusr1_is_left_to_nccl() -> None:
+def test_sigusr1_is_not_handled() -> None:
     sources = [path for room in ("storage", "objectives", "search") for path in (ROOT / room).rglob("*.py")]
     assert sources
     assert not [path for path in sources if "SIGUSR" in path.read_text()]

@@ -51,7 +51,7 @@ def cut(claims: Claims) -> PrunedTrial:
     return retired
 
 
-def test_what_is_spent_is_told_in_its_unit(
+def test_the_spent_budget_is_printed_in_its_unit(
     say: Say, claims: Claims, storage: PostgresStorage, database_url: str
 ) -> None:
     retired = cut(claims)
@@ -69,7 +69,7 @@ def test_what_is_spent_is_told_in_its_unit(
     assert storage.get_trial(retired.trial_id).user_attrs[BUDGET_CUT] is True
 
 
-def test_an_extended_budget_lets_the_study_go_on(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     retired = cut(claims)
     assert "s: 2 -> 5 epochs" in say("extend", "s", "--budget-epochs", "+3")
     again = take(claims)
@@ -92,7 +92,7 @@ def test_an_extended_budget_lets_the_study_go_on(say: Say, claims: Claims, stora
         ([], ["one budget at a time"]),
     ],
 )
-def test_a_wrong_budget_is_refused_and_changes_nothing(
+def test_a_wrong_budget_is_rejected_and_changes_nothing(
     say: Say, claims: Claims, storage: PostgresStorage, arguments: list[str], words: list[str]
 ) -> None:
     cut(claims)
@@ -105,7 +105,7 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
     assert stored.spending.budget_epochs == 2
 
 
-def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() -> None:
+def test_a_budget_in_epochs_or_seconds_has_no_default_limit_of_trials() -> None:
     digits = load_objective("digits")
     of_epochs = resolve({"objective": "digits", "budget_epochs": 100}, digits)
     assert of_epochs.n_trials == MAX_TRIALS
@@ -121,7 +121,7 @@ def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
     return create_or_join(storage, given, digits, sanity_check=lambda *_: None)[0]
 
 
-def test_a_study_is_made_with_its_row_and_joined_without_another(storage: PostgresStorage) -> None:
+def test_creating_a_study_writes_its_budget_row_once(storage: PostgresStorage) -> None:
     made = _create(storage, budget_epochs=100, budget_seconds=5.5)
     assert made.spending is not None
     assert (made.spending.budget_epochs, made.spending.budget_seconds) == (100, 5.5)
@@ -131,7 +131,7 @@ def test_a_study_is_made_with_its_row_and_joined_without_another(storage: Postgr
     assert extend_study(made, "+0.75", setting="budget_seconds").after == 6.25
 
 
-def test_a_budget_below_one_full_trial_is_refused(storage: PostgresStorage) -> None:
+def test_a_budget_below_one_full_trial_is_rejected(storage: PostgresStorage) -> None:
     with pytest.raises(SearchError, match="--budget-epochs 5 is less than one full trial of 6 epochs"):
         _create(storage, epochs=6, budget_epochs=5)
     assert storage.get_all_studies() == []
@@ -149,7 +149,7 @@ def test_a_budget_below_one_full_trial_is_refused(storage: PostgresStorage) -> N
         ["--budget-seconds", "inf"],
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_an_error_of_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "digits", *arguments]) == 2
     said = capsys.readouterr().err
     assert arguments[0] in said

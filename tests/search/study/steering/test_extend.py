@@ -23,7 +23,7 @@ from tests.search.study.steering.support import Say, rows, take
 
 
 @pytest.mark.parametrize(("trials", "budget"), [("+2", 5), ("10", 10), ("2", 2)])
-def test_the_budget_is_changed_for_claims_to_come(
+def test_an_extension_applies_to_later_claims(
     say: Say, claims: Claims, storage: PostgresStorage, trials: str, budget: int
 ) -> None:
     take(claims)
@@ -34,7 +34,7 @@ def test_the_budget_is_changed_for_claims_to_come(
     assert claims.claim() == NoTrialAvailable(running=budget)
 
 
-def test_a_budget_that_is_the_same_is_told(say: Say, study: optuna.Study) -> None:
+def test_an_unchanged_budget_is_reported(say: Say, study: optuna.Study) -> None:
     assert "has a budget of 3 trials already" in say("extend", "s", "--trials", "3")
 
 
@@ -52,7 +52,7 @@ def test_a_budget_that_is_the_same_is_told(say: Say, study: optuna.Study) -> Non
         ("9999999999999", ["--trials"]),
     ],
 )
-def test_a_wrong_budget_is_refused_and_changes_nothing(
+def test_a_wrong_budget_is_rejected_and_changes_nothing(
     say: Say, claims: Claims, storage: PostgresStorage, trials: str, words: list[str]
 ) -> None:
     take(claims)
@@ -63,7 +63,7 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
     assert load_study(storage, "s").spec.n_trials == 3
 
 
-def test_a_trial_that_somebody_enqueued_is_not_started_yet(study: optuna.Study, stored: StoredStudy) -> None:
+def test_an_enqueued_trial_does_not_count_as_started(study: optuna.Study, stored: StoredStudy) -> None:
     study.enqueue_trial({"x": 1})
     assert extend_study(stored, "1").started == 0
 
@@ -101,7 +101,7 @@ def test_a_trial_that_is_being_claimed_counts_as_started(stored: StoredStudy, da
     assert load_study(stored.storage, "s").spec.n_trials == 3
 
 
-def test_a_claim_that_waits_meanwhile_has_the_new_budget(claims: Claims, database_url: str) -> None:
+def test_a_waiting_claim_uses_the_new_budget(claims: Claims, database_url: str) -> None:
     take(claims)
     got: list[object] = []
     with locked_study(database_url, threading.Thread(target=lambda: got.append(claims.claim()))) as cursor:
@@ -113,7 +113,7 @@ def test_a_claim_that_waits_meanwhile_has_the_new_budget(claims: Claims, databas
     assert got == [NoTrialAvailable(running=1)]
 
 
-def test_a_study_that_was_deleted_meanwhile_is_told(stored: StoredStudy, storage: PostgresStorage) -> None:
+def test_a_concurrently_deleted_study_is_an_error(stored: StoredStudy, storage: PostgresStorage) -> None:
     storage.delete_study(stored.study_id)
     with pytest.raises(StorageError, match="deleted"):
         extend_study(stored, "+1")

@@ -26,7 +26,7 @@ def test_studies_and_a_trial_fit_80_columns(say: Say, stored, monkeypatch: pytes
     assert max(map(len, listed.splitlines())) <= 80
 
 
-def test_reasons_are_whole_in_80_columns(say: Say, stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_are_complete_in_80_columns(say: Say, stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     claims = Claims(stored.engine, stored.study_id, worker="ip-10-0-117-204.eu-central-1.compute.internal:16392-4f2a")
     claim = take(claims)

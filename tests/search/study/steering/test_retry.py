@@ -35,7 +35,7 @@ def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, st
     return claim
 
 
-def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
+def test_a_retried_trial_runs_next_with_its_number_and_parameters(
     say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
 ) -> None:
     claim = failed(claims)
@@ -54,14 +54,16 @@ def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
     assert claim.number == 0
 
 
-def test_it_goes_on_after_its_last_checkpoint(say: Say, claims: Claims, study: optuna.Study, database_url) -> None:
+def test_a_retried_trial_resumes_from_its_last_checkpoint(
+    say: Say, claims: Claims, study: optuna.Study, database_url
+) -> None:
     failed(claims, epochs=5, checkpoint=2)
     assert "after epoch 3, its last checkpoint's" in say("retry", "s", "--trial", "0")
     assert study.trials[0].intermediate_values == {0: 0.0, 1: 0.1, 2: 0.2}
     assert rows(database_url, "SELECT epoch FROM hpsearch_checkpoints ORDER BY epoch") == [(1,), (2,)]
 
 
-def test_from_start_forgets_all_that_it_reported(
+def test_from_start_deletes_all_reports_of_the_trial(
     say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage, database_url: str
 ) -> None:
     claim = failed(claims, epochs=5, checkpoint=2)
@@ -73,7 +75,7 @@ def test_from_start_forgets_all_that_it_reported(
     assert claim.number == take(claims).number
 
 
-def test_an_infeasible_trial_sheds_its_nan_its_value_and_its_mark(
+def test_retrying_an_infeasible_trial_deletes_nan_value_and_mark(
     say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
 ) -> None:
     claim = failed(claims, epochs=2, checkpoint=1, state="PRUNED")
@@ -85,7 +87,7 @@ def test_an_infeasible_trial_sheds_its_nan_its_value_and_its_mark(
     assert claim.number == take(claims).number
 
 
-def test_rungs_are_forgotten_with_the_epochs(
+def test_rungs_are_deleted_with_the_epochs(
     say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
 ) -> None:
     claim = take(claims)
@@ -97,7 +99,7 @@ def test_rungs_are_forgotten_with_the_epochs(
     assert study.trials[0].system_attrs == {"fixed_params": {"x": 1}}
 
 
-def test_retries_are_counted_anew(say: Say, claims: Claims, database_url: str) -> None:
+def test_retry_resets_the_count_of_retries(say: Say, claims: Claims, database_url: str) -> None:
     for _ in range(2):
         take(claims)
         bury_workers(database_url)
@@ -117,7 +119,7 @@ def bury_workers(url: str) -> None:
     rows(url, f"UPDATE hpsearch_attempts SET process = '{machine}/{pid}/1' RETURNING 1")
 
 
-def test_a_trial_failed_from_outside_is_taken_from_the_worker_that_has_not_noticed(
+def test_retry_takes_an_externally_failed_trial_from_its_worker(
     say: Say, claims: Claims, storage: PostgresStorage
 ) -> None:
     claim = take(claims)
@@ -136,7 +138,7 @@ def test_several_are_retried_at_once(say: Say, claims: Claims, study: optuna.Stu
     assert [t.state for t in study.trials] == [TrialState.WAITING] * 2
 
 
-def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, study: optuna.Study) -> None:
+def test_trials_that_cannot_be_retried_are_rejected(say: Say, claims: Claims, study: optuna.Study) -> None:
     claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.9)
     claims.finish_attempt(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
     running = take(claims)
@@ -152,6 +154,6 @@ def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, stud
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "WAITING"]
 
 
-def test_a_study_without_trials_says_so(stored: StoredStudy) -> None:
+def test_show_of_a_study_without_trials(stored: StoredStudy) -> None:
     with pytest.raises(SearchError, match="it has none yet"):
         retry_trial(stored, 0)

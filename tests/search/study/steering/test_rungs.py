@@ -44,7 +44,9 @@ def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
     return Claims(storage.engine, study._study_id, worker="host:1", rungs=rungs)
 
 
-def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+def test_show_lists_waiting_promoted_and_pruned_trials_per_rung(
+    say: Say, claims: Claims, storage: PostgresStorage
+) -> None:
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
@@ -62,7 +64,7 @@ def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, stor
     assert "rank 4 of 4 at rung 0, promoted: best 2 of 4 trials" in shown
 
 
-def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+def test_a_larger_budget_allows_more_promotions(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     held = [take(claims) for _ in range(4)]
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
@@ -77,7 +79,7 @@ def test_a_larger_budget_has_places_for_more(say: Say, claims: Claims, storage: 
     assert states == ["RUNNING", "RUNNING", "WAITING", "PRUNED"]
 
 
-def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+def test_show_trial_prints_the_reason_of_its_configuration(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     chosen, drawn = take(claims), take(claims)
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 17}
     storage.set_trial_system_attr(chosen.trial_id, SUGGESTION_REASON_KEY, note)
@@ -102,7 +104,7 @@ def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
     return load_study(storage, "s")
 
 
-def test_what_runs_and_waits_is_foreseen(say: Say, paused: StoredStudy, tmp_path: Path) -> None:
+def test_show_has_forecasts_for_running_and_waiting_trials(say: Say, paused: StoredStudy, tmp_path: Path) -> None:
     shown = say("show", "s").splitlines()
     table = shown[shown.index("forecast after epoch 20") + 1 :]
     assert table[0].split() == ["trial", "state", "epochs", "best", "so", "far", "forecast", "90", "%", "interval"]
@@ -120,7 +122,7 @@ def test_what_runs_and_waits_is_foreseen(say: Say, paused: StoredStudy, tmp_path
     assert "1 promoted, 9 paused" in page
 
 
-def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
+def test_a_trial_that_ends_during_the_forecast_is_shown_with_it(
     paused: StoredStudy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trials are read once: a state of a later moment has no word in the table."""
@@ -140,7 +142,7 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
     assert next(iter(table.columns[1].cells)) == "running"
 
 
-def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:
+def test_the_time_of_epochs_is_estimated_from_their_trials() -> None:
     """An attempt before a pause had the epochs to that rung; others are as long as each other."""
     stretches = [(0, 10, None), (20, 30, 0), (100, 140, None)]
     found = [RunInterval(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]

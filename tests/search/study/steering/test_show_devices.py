@@ -39,7 +39,7 @@ def pages(say: Say, stored: StoredStudy, folder: Path) -> list[str]:
     return [say("show", "s"), write_report(stored, folder / "report.html", dashboard_url=None).read_text()]
 
 
-def test_trials_of_several_devices_have_a_line(say: Say, stored: StoredStudy, tmp_path: Path) -> None:
+def test_show_has_a_line_for_trials_on_several_devices(say: Say, stored: StoredStudy, tmp_path: Path) -> None:
     two = worker(stored, 1, "2 x cpu")
     train(two, epoch(1.0), epoch(10000.0, scaling_efficiency=0.5), epoch(50000.0))  # the first one is slow
     train(two, epoch(20000.0, scaling_efficiency=0.75))
@@ -48,7 +48,7 @@ def test_trials_of_several_devices_have_a_line(say: Say, stored: StoredStudy, tm
         assert "resumed on" not in page
 
 
-def test_a_trial_that_was_resumed_on_another_number_is_named(
+def test_show_names_trials_resumed_on_another_number_of_devices(
     say: Say, stored: StoredStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = worker(stored, 1, "2 x cpu")
@@ -69,7 +69,7 @@ def test_a_trial_that_was_resumed_on_another_number_is_named(
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1")])
-def test_a_study_of_single_devices_says_nothing_of_them(
+def test_show_of_single_device_trials_does_not_mention_devices(
     say: Say, stored: StoredStudy, storage: PostgresStorage, tmp_path: Path, devices: tuple[str, ...]
 ) -> None:
     for number, device in enumerate(devices):

@@ -15,7 +15,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, take
 
 
-def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+def test_show_trial_prints_all_about_a_trial(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     first = take(claims)
     claims.report(first, 0, 0.25)
     claims.finish_attempt(first, Outcome.RELEASED)
@@ -43,7 +43,7 @@ def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -
         assert re.search(rf"^{line} *$", page, re.MULTILINE), f"{line}\n{page}"
 
 
-def test_a_trial_that_waits_says_why(say: Say, claims: Claims, study: optuna.Study) -> None:
+def test_show_trial_prints_why_a_trial_waits(say: Say, claims: Claims, study: optuna.Study) -> None:
     study.enqueue_trial({"width": 16})
     assert "enqueued: no worker has claimed it yet" in say("show", "s")
     claims.finish_attempt(take(claims), Outcome.RELEASED)
@@ -56,9 +56,7 @@ def test_a_trial_that_waits_says_why(say: Say, claims: Claims, study: optuna.Stu
     assert "attempt 3 was released by its worker; a free" in say("show", "s"), "the reason of the second is another's"
 
 
-def test_a_trial_that_runs_has_no_end_and_one_from_elsewhere_no_attempts(
-    say: Say, claims: Claims, study: optuna.Study
-) -> None:
+def test_show_trial_of_running_and_external_trials(say: Say, claims: Claims, study: optuna.Study) -> None:
     study.add_trial(create_trial(value=1.0))
     take(claims)
     assert re.search(r"1 +host:1 +\S+ \S+ +running", say("show", "s", "--trial", "1"))

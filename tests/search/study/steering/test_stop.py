@@ -14,7 +14,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, take
 
 
-def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say: Say, claims: Claims, stored) -> None:
+def test_a_stopped_study_has_no_claims_and_stops_running_trials(say: Say, claims: Claims, stored) -> None:
     claim = take(claims)
     said = say("stop", "s")
     assert "stopped s" in said
@@ -29,7 +29,7 @@ def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say:
     assert "s (stopped)" in say("studies")
 
 
-def test_a_started_study_goes_on(say: Say, claims: Claims, stored) -> None:
+def test_a_started_study_continues(say: Say, claims: Claims, stored) -> None:
     assert "was not stopped" in say("start", "s")
     assert STOPPED not in stored.attrs
     stop_study(stored)
@@ -39,7 +39,7 @@ def test_a_started_study_goes_on(say: Say, claims: Claims, stored) -> None:
     assert start_study(stored) is None
 
 
-def test_stop_can_wait_until_nothing_runs(say: Say, claims: Claims) -> None:
+def test_stop_can_wait_until_no_trial_runs(say: Say, claims: Claims) -> None:
     claims.finish_attempt(take(claims), Outcome.RELEASED)
     assert "running" not in say("stop", "s", "--wait")
 

@@ -58,7 +58,7 @@ def rest(stored: StoredStudy) -> Terminator:
     return Terminator(stored, as_sampled(stored.open()))
 
 
-def test_it_stops_where_all_is_known_and_its_running_trials_end(
+def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST - 1))
@@ -100,7 +100,7 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     assert told.getvalue().startswith("21/100 trials, stopped early: 21 complete")
 
 
-def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
+def test_a_study_with_expected_gain_continues_and_is_checked_again_later(
     study: optuna.Study, stored: StoredStudy
 ) -> None:
     random = np.random.default_rng(0)
@@ -118,15 +118,13 @@ def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
     assert stored.attrs[EXPECTED_GAIN] == told, "one trial more changes little"
 
 
-def test_a_search_that_got_on_lately_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
+def test_a_study_that_improved_recently_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
     ran(study, np.linspace(0, 0.7, FIRST))
     assert rest(stored).stop_early() is None
     assert stored.attrs[EXPECTED_GAIN]["gain"] > 0.1, "the later half of the trials gained a tenth"
 
 
-def test_a_search_that_can_hardly_be_better_is_stopped_though_it_got_on(
-    study: optuna.Study, stored: StoredStudy
-) -> None:
+def test_a_study_near_its_bound_is_stopped_although_it_improved(study: optuna.Study, stored: StoredStudy) -> None:
     ran(study, np.linspace(0, 0.7, FIRST), best=0.995)
     given_up = rest(stored).stop_early()
     assert given_up is not None, "no accuracy is above 1"
@@ -134,7 +132,7 @@ def test_a_search_that_can_hardly_be_better_is_stopped_though_it_got_on(
 
 
 @pytest.mark.parametrize("verb", [["start", "s"], ["extend", "s", "--trials", "+50"]])
-def test_it_goes_on_where_somebody_wants_it(
+def test_a_study_started_by_the_user_continues(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, verb
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST))
@@ -149,7 +147,9 @@ def test_it_goes_on_where_somebody_wants_it(
     assert "stopped after" not in say("show", "s")
 
 
-def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: StoredStudy, database_url: str) -> None:
+def test_one_of_two_concurrent_decisions_is_written(
+    study: optuna.Study, stored: StoredStudy, database_url: str
+) -> None:
     ran(study, np.linspace(1, 0, FIRST))
     judged = {"gain": 0.001, "ended": FIRST}
     engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
@@ -161,7 +161,7 @@ def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: Stor
     assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{EARLY_TERMINATION}'")) == 1
 
 
-def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
+def test_a_claim_that_waits_during_early_termination_starts_no_trial(
     study: optuna.Study, stored: StoredStudy, claims: Claims, database_url: str
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST))
@@ -177,14 +177,14 @@ def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
         assert isinstance(claim.result(timeout=60), NoTrialAvailable)
 
 
-def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
+def test_enqueued_trials_run_before_early_termination(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
     ran(study, np.linspace(1, 0, FIRST))
     study.enqueue_trial({"x": 0.3})
     assert rest(stored).stop_early() is None
     take(claims)
 
 
-def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
+def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path, stack: StackInfo,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -211,7 +211,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
-def test_bad_input_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_an_error_of_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "digits", "--min-expected-gain", given]) == 2
     said = capsys.readouterr().err
     assert "--min-expected-gain" in said
