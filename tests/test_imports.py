@@ -40,18 +40,18 @@ def sources() -> list[Path]:
     return [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def test_packages_know_of_the_world_what_they_may() -> None:
+def test_packages_import_only_allowed_libraries() -> None:
     paths = sources()
     assert {path.parts[0] for path in paths} == set(PACKAGES)
     assert [line for path in paths for line in violations((ROOT / path).read_text(), path)] == []
 
 
-def test_every_module_has_a_room() -> None:
+def test_every_module_belongs_to_a_room() -> None:
     assert [module for module in modules() if room_of(module) is None] == []
     assert [room for room in ROOMS if room not in modules()] == []
 
 
-def test_the_arrows_point_one_way() -> None:
+def test_imports_between_rooms_have_one_direction() -> None:
     order = {room: place for place, room in enumerate(ROOMS)}
     upward = [
         f"{module} imports {target}"
@@ -62,7 +62,7 @@ def test_the_arrows_point_one_way() -> None:
     assert upward == []
 
 
-def test_no_cycle_of_files() -> None:
+def test_files_have_no_import_cycles() -> None:
     """Imports inside functions and for type checkers count: who reads a file needs what it names."""
     left = {module: set(targets) for module, targets in arrows().items()}
     while free := [module for module, targets in left.items() if not targets & left.keys()]:
@@ -71,7 +71,7 @@ def test_no_cycle_of_files() -> None:
     assert sorted(left) == []
 
 
-def test_no_module_is_a_fragment_of_its_only_importer() -> None:
+def test_no_small_module_has_only_one_importer() -> None:
     """A few lines that one module uses belong in that module."""
     importers = Counter(target for targets in arrows().values() for target in targets)
     small = {name for name, path in modules().items() if len(path.read_text().splitlines()) < 40}
@@ -109,11 +109,11 @@ def test_no_test_module_imports_another() -> None:
         ("storage/a.py", "import torch.nn"),
     ],
 )
-def test_a_forbidden_import_is_found(path: str, source: str) -> None:
+def test_a_forbidden_import_is_detected(path: str, source: str) -> None:
     assert len(violations(source, Path(path))) == 1
 
 
-def test_allowed_imports_are_left_alone() -> None:
+def test_allowed_imports_are_accepted() -> None:
     assert (
         violations("from .training import loop\nimport torch\nfrom objectives import x", Path("objectives/a.py")) == []
     )

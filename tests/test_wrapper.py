@@ -116,12 +116,12 @@ def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") ->
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_first_call_installs_and_later_calls_only_run(installed: Clone) -> None:
+def test_the_first_call_installs_and_later_calls_only_run(installed: Clone) -> None:
     second = installed.run("exit", "5")
     assert (second.returncode, second.stderr, installed.builds()) == (5, "", 1)
 
 
-def test_through_a_symlink_from_elsewhere(installed: Clone, tmp_path: Path) -> None:
+def test_the_wrapper_works_through_a_symlink(installed: Clone, tmp_path: Path) -> None:
     link = tmp_path / "bin" / "hps"
     link.parent.mkdir()
     link.symlink_to(installed.root / "hpsearch")
@@ -139,9 +139,7 @@ def test_signals_reach_the_command(installed: Clone) -> None:
 
 
 @pytest.mark.soak  # another whole installation
-def test_extras_are_added_for_their_verbs_and_kept_and_a_clone_that_moved_is_installed_again(
-    clone: Clone, tmp_path: Path
-) -> None:
+def test_extras_are_installed_for_their_commands_and_a_moved_clone_reinstalls(clone: Clone, tmp_path: Path) -> None:
     (clone.root / "test_one.py").write_text("")
     tested = clone.run("test", "-q")
     assert "No module named pytest" in tested.stderr  # the tiny clone has none: pytest was what it came to
@@ -157,7 +155,7 @@ def test_extras_are_added_for_their_verbs_and_kept_and_a_clone_that_moved_is_ins
     assert json.loads(moved.stdout)["prefix"] == str(tmp_path / "elsewhere" / ".venv")
 
 
-def test_two_first_calls_install_once(clone: Clone) -> None:
+def test_two_concurrent_first_calls_install_once(clone: Clone) -> None:
     (clone.root / "hold").touch()
     calls = [clone.start("x") for _ in range(2)]
     until(lambda: clone.builds() == 1)
@@ -168,7 +166,7 @@ def test_two_first_calls_install_once(clone: Clone) -> None:
     assert sum("installed in" in stderr for _, stderr in outputs) == 1
 
 
-def test_a_killed_installation_is_noticed_and_redone(clone: Clone) -> None:
+def test_a_killed_installation_is_detected_and_repeated(clone: Clone) -> None:
     (clone.root / "hold").touch()
     killed = clone.start("x")
     until(lambda: clone.builds() == 1)
@@ -201,7 +199,7 @@ def test_a_stopped_installation_ends_its_installer(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "torch\n", "torch==2.12.0\n"])
-def test_constraints_without_the_pin_are_refused(clone: Clone, content: str) -> None:
+def test_constraints_without_the_torch_pin_are_rejected(clone: Clone, content: str) -> None:
     (clone.root / "constraints.txt").write_text(content)
     refused = clone.run("x")
     assert refused.returncode == 2
@@ -210,7 +208,7 @@ def test_constraints_without_the_pin_are_refused(clone: Clone, content: str) -> 
     assert not clone.venv.exists()
 
 
-def test_what_the_wrapper_did_not_make_is_left_alone(clone: Clone) -> None:
+def test_a_venv_of_the_user_is_not_changed(clone: Clone) -> None:
     clone.venv.mkdir()
     (clone.venv / "precious.txt").touch()
     refused = clone.run("x")
@@ -219,7 +217,7 @@ def test_what_the_wrapper_did_not_make_is_left_alone(clone: Clone) -> None:
     assert (clone.venv / "precious.txt").exists()
 
 
-def test_a_failed_installation_shows_why_and_is_tried_again(clone: Clone) -> None:
+def test_a_failed_installation_prints_its_reason_and_is_repeated(clone: Clone) -> None:
     clone.environment["PIP_NO_INDEX"] = "1"
     (clone.root / "requires.txt").write_text("hpsearch-no-such-package")
     failed = clone.run("x")
@@ -231,7 +229,7 @@ def test_a_failed_installation_shows_why_and_is_tried_again(clone: Clone) -> Non
 
 
 @pytest.mark.soak  # another whole installation
-def test_uv_obeys_what_is_configured_for_pip_and_what_changed_is_installed_again(clone: Clone, tmp_path: Path) -> None:
+def test_uv_uses_the_pip_configuration_and_reinstalls_after_a_change(clone: Clone, tmp_path: Path) -> None:
     """Configure pip by the environment, then by a file, then by an index. Each of them has a package of its own."""
     plain = dict(clone.environment)
 
@@ -268,7 +266,7 @@ def change(path: Path, text: str = "# changed\n") -> None:
 
 
 @pytest.mark.soak  # another whole installation
-def test_pip_installs_where_uv_cannot_be_had(clone: Clone, tmp_path: Path) -> None:
+def test_pip_installs_if_uv_is_unavailable(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "tools" / "uv").unlink()
     make_wheel(tmp_path / "wheels", "onlyhere")
     (clone.root / "requires.txt").write_text("onlyhere")
@@ -305,7 +303,7 @@ def there(clone: Clone) -> set[str]:
     return {path.name.removesuffix(".dist-info") for path in clone.site_packages().glob("*.dist-info")}
 
 
-def test_packages_are_added_remembered_and_installed_again(shop: Clone, tmp_path: Path) -> None:
+def test_added_packages_are_recorded_and_installed_again(shop: Clone, tmp_path: Path) -> None:
     nothing = shop.run("add")
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert "nothing was added yet" in nothing.stderr
@@ -333,7 +331,7 @@ def test_packages_are_added_remembered_and_installed_again(shop: Clone, tmp_path
 
 
 @pytest.mark.soak  # another whole installation
-def test_what_cannot_be_added_is_told_in_one_line_and_changes_nothing(shop: Clone) -> None:
+def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Clone) -> None:
     assert shop.run("x").returncode == 0
     before = there(shop), (shop.venv / "hpsearch.stamp").read_text()
     for package, why, remedy in (
@@ -367,14 +365,14 @@ def foreign(tmp_path: Path) -> Iterator[Clone]:
         yield clone
 
 
-def test_another_users_clone_is_refused_in_one_line(foreign: Clone) -> None:
+def test_a_clone_of_another_user_is_rejected_in_one_line(foreign: Clone) -> None:
     refused = foreign.run("x", **OTHER_USER)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
     assert f"cannot install into {foreign.venv}" in refused.stderr
 
 
-def test_a_python_that_only_its_owner_reaches_is_told_in_one_line(foreign: Clone, tmp_path: Path) -> None:
+def test_a_python_without_access_for_others_is_an_error_of_one_line(foreign: Clone, tmp_path: Path) -> None:
     (foreign.venv / "bin").mkdir(parents=True)
     (foreign.venv / "bin" / "python").symlink_to(tmp_path / "python3")  # as where it is root's pyenv's
     refused = foreign.run("x", **OTHER_USER)

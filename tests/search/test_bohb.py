@@ -58,7 +58,7 @@ def test_a_fraction_of_the_trials_is_random() -> None:
     assert sum(drawn) / 200 == pytest.approx(RANDOM, abs=0.08)
 
 
-def test_only_complete_trials_are_used_once_there_are_enough() -> None:
+def test_values_of_pruned_trials_are_ignored_once_enough_are_complete() -> None:
     """The sampler ignores the values of other trials, but uses running, diverged and infeasible ones."""
     states = [COMPLETE, PRUNED] * ENOUGH + [RUNNING]
     study = study_of(TWO, states)

@@ -14,7 +14,7 @@ import pytest
 from hpsearch.storage.files import append_atomically, compute_folder_bytes, lock_file
 
 
-def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
+def test_the_size_of_a_changing_folder(tmp_path: Path) -> None:
     (tmp_path / "kept").write_bytes(b"x" * 1000)
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     own = compute_folder_bytes(tmp_path)
@@ -38,7 +38,7 @@ def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
     assert compute_folder_bytes(tmp_path / "nothing") == 0
 
 
-def test_an_append_without_room_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_append_without_disk_space_keeps_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "file", os.write
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     append_atomically(descriptor, b"first\n", 0)
@@ -58,7 +58,7 @@ def test_an_append_without_room_leaves_the_file_as_it_was(tmp_path: Path, monkey
     assert path.read_bytes() == b"first\nsecond\n"
 
 
-def test_a_lock_of_a_file_has_one_holder(tmp_path: Path) -> None:
+def test_a_file_lock_has_one_holder(tmp_path: Path) -> None:
     descriptor = lock_file(tmp_path / "lock")
     assert descriptor is not None
     assert lock_file(tmp_path / "lock") is None
@@ -68,7 +68,7 @@ def test_a_lock_of_a_file_has_one_holder(tmp_path: Path) -> None:
     os.close(again)
 
 
-def test_a_file_system_without_locks_admits_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_grants_every_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -20,13 +20,13 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_argument_wins_over_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_argument_has_precedence_over_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "variable"))
     assert prepare_home() == tmp_path / "variable"
     assert prepare_home(str(tmp_path / "argument")) == tmp_path / "argument"
 
 
-def test_it_is_made_with_its_parents_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_home_is_created_with_parents_for_its_owner_only(tmp_path: Path) -> None:
     home = prepare_home(str(tmp_path / "with spaces" / ("long" * 50) / "home"))
     # Root's may be passed through: its Postgres runs as somebody else.
     assert _mode(home) == (0o711 if os.geteuid() == 0 else 0o700)
@@ -49,7 +49,7 @@ def test_a_relative_path_and_the_users_home(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("value", ["file/home", "file", "/proc/1/home", "a\0b"])
-def test_a_place_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_an_unusable_home_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"^HPSEARCH_HOME ") as raised:
@@ -64,7 +64,7 @@ def test_an_ordinary_user_gets_the_data_directory(ordinary_user: OrdinaryUser, o
     assert shown.stdout.strip() == str(login / ".local/share/hpsearch")
 
 
-def test_an_ordinary_user_gets_no_folder_of_others(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
+def test_an_ordinary_user_cannot_use_a_folder_of_others(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
     roots = open_folder / "roots"
     roots.mkdir()
     shown = ordinary_user.python(_SHOW, HPSEARCH_HOME=str(roots))

@@ -25,7 +25,7 @@ def dominates(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 @given(vectors)
-def test_a_front_is_what_none_dominates_when_those_before_it_are_gone(found: list[tuple[int, ...]]) -> None:
+def test_pareto_fronts_are_peeled_one_after_another(found: list[tuple[int, ...]]) -> None:
     rank = compute_front_ranks(np.array(found, dtype=float))
     left, expected = set(range(len(found))), 0
     while left:
@@ -35,13 +35,13 @@ def test_a_front_is_what_none_dominates_when_those_before_it_are_gone(found: lis
 
 
 @given(vectors)
-def test_who_is_dominated_by_how_many(found: list[tuple[int, ...]]) -> None:
+def test_the_number_of_dominating_points(found: list[tuple[int, ...]]) -> None:
     expected = [sum(dominates(other, one) for other in found) for one in found]
     assert count_dominating(np.array(found, dtype=float)).tolist() == expected
 
 
 @given(vectors)
-def test_the_order_goes_front_by_front(found: list[tuple[int, ...]]) -> None:
+def test_points_are_ordered_by_pareto_front(found: list[tuple[int, ...]]) -> None:
     losses = np.array(found, dtype=float)
     order = sort_by_crowding(losses)
     assert sorted(order) == list(range(len(found)))
@@ -54,19 +54,19 @@ def test_values_become_losses() -> None:
     assert to_losses([], [True, False]).shape == (0, 2)
 
 
-def test_the_ends_of_a_front_come_first_and_then_who_has_most_room() -> None:
+def test_a_pareto_front_is_ordered_by_crowding_distance() -> None:
     losses = np.array([[0.0, 10.0], [1.0, 9.0], [2.0, 3.0], [10.0, 0.0], [1.0, 9.0]])
     assert compute_crowding_distances(losses).tolist() == pytest.approx([np.inf, 0.9, 1.8, np.inf, 0.0])
     assert sort_by_crowding(losses) == [0, 3, 2, 1, 4]
     assert find_front(losses) == [0, 1, 2, 3, 4]
 
 
-def test_infinite_losses_do_not_hide_the_others() -> None:
+def test_infinite_losses_do_not_affect_other_points() -> None:
     losses = np.array([[np.inf, 0.0], [1.0, 1.0], [0.5, 2.0]])
     assert find_front(losses) == [0, 1, 2]
     assert not np.isnan(compute_crowding_distances(losses)).any()
 
 
-def test_the_volume_that_is_dominated() -> None:
+def test_the_dominated_hypervolume() -> None:
     assert compute_hypervolume(np.array([[1.0, 2.0], [2.0, 1.0], [2.0, 2.0], [5.0, 0.0]]), [4.0, 4.0]) == 8.0
     assert compute_hypervolume(np.empty((0, 2)), [1.0, 1.0]) == 0.0

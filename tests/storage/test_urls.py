@@ -17,7 +17,7 @@ from hpsearch.storage.urls import build_url, normalise_url, redact
         (" postgresql:///db?host=/run/postgresql ", "postgresql+psycopg2:///db?host=%2Frun%2Fpostgresql"),
     ],
 )
-def test_every_spelling_becomes_one(given: str, normal: str) -> None:
+def test_every_spelling_of_a_url_is_normalized(given: str, normal: str) -> None:
     assert normalise_url(given) == normal
     assert normalise_url(normal) == normal
 
@@ -37,7 +37,7 @@ def test_every_spelling_becomes_one(given: str, normal: str) -> None:
         "postgresql://u:sec@ret/secret@h:port/db",
     ],
 )
-def test_anything_else_is_refused_without_its_password(given: str) -> None:
+def test_other_urls_are_rejected_without_printing_the_password(given: str) -> None:
     with pytest.raises(StorageError) as raised:
         normalise_url(given, setting="--here")
     message = str(raised.value)
@@ -49,14 +49,14 @@ def test_anything_else_is_refused_without_its_password(given: str) -> None:
         assert "sec@" not in message
 
 
-def test_redact_keeps_all_but_the_password() -> None:
+def test_redact_removes_only_the_password() -> None:
     assert redact("postgresql://u:s@cr/et@h:1/db?x=1") == "postgresql://u:***@h:1/db?x=1"
     assert redact("postgresql://u@h/db?password=secret&x=1") == "postgresql://u@h/db?password=***&x=1"
     assert redact("postgresql://h/db") == "postgresql://h/db"
     assert redact("no url") == "no url"
 
 
-def test_build_escapes_what_it_is_given() -> None:
+def test_build_url_escapes_its_arguments() -> None:
     from sqlalchemy.engine import make_url
 
     url = make_url(

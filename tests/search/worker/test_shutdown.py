@@ -38,7 +38,7 @@ def test_the_time_limit_of_a_worker() -> None:
 
 
 @pytest.mark.parametrize(("end", "left"), [("+10", 10.0), ("+1000", 100.0), ("", 100.0), ("soon", 100.0)])
-def test_slurm_sets_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch, end: str, left: float) -> None:
+def test_the_end_of_a_slurm_job_limits_the_grace_period(monkeypatch: pytest.MonkeyPatch, end: str, left: float) -> None:
     """Where a time limit is nearer than the grace, it counts."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", f"{time.time() + float(end):.0f}" if end.startswith("+") else end)
     shutdown = GracefulShutdown(StopEvent(), grace=100.0)

@@ -30,7 +30,7 @@ def test_workers_of_two_containers_have_different_names(monkeypatch: pytest.Monk
     assert {name.rpartition("-")[0].rpartition(":")[2] for name in names} == {"1"}
 
 
-def test_sigusr1_is_not_handled() -> None:
+def test_sigusr1_is_not_used() -> None:
     sources = [path for room in ("storage", "objectives", "search") for path in (ROOT / room).rglob("*.py")]
     assert sources
     assert not [path for path in sources if "SIGUSR" in path.read_text()]

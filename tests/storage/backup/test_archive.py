@@ -58,7 +58,7 @@ def unpack(path: Path, folder: Path) -> UnpackedArchive:
         return reader.unpack(folder, progress=lambda _: None)
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_an_archive_round_trips(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar")
     assert path.stat().st_mode & 0o777 == 0o600, "it holds users' data"
     found = unpack(path, tmp_path / "out")
@@ -68,7 +68,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [entry.path for entry in found.index if not entry.held] == [f"{ARTIFACTS}1/abc/elsewhere.pt"]
 
 
-def test_a_file_that_is_gone_is_left_out_and_one_that_shrinks_breaks_nothing(tmp_path: Path) -> None:
+def test_removed_and_truncated_source_files_do_not_break_the_archive(tmp_path: Path) -> None:
     shrinking = tmp_path / "shrinking"
     shrinking.write_bytes(b"x" * 100)
     with shrinking.open("rb") as file:
@@ -80,7 +80,7 @@ def test_a_file_that_is_gone_is_left_out_and_one_that_shrinks_breaks_nothing(tmp
 
 
 @pytest.mark.parametrize("kept", [0, 1, 300, 600, 3000, 20_000, 40_000, 100_000, 200_000, 250_000])
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
+def test_a_truncated_archive_is_rejected(tmp_path: Path, kept: int) -> None:
     path = write(tmp_path / "a.tar")
     whole = path.read_bytes()
     assert len(whole) > kept
@@ -89,7 +89,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
         unpack(path, tmp_path / "out")
 
 
-def test_a_file_without_its_last_member_is_refused(tmp_path: Path) -> None:
+def test_an_archive_without_its_last_member_is_rejected(tmp_path: Path) -> None:
     """Cut off between two of its files, as a tar it is whole."""
     path = write(tmp_path / "a.tar")
     with tarfile.open(path) as tar:
@@ -102,7 +102,7 @@ def test_a_file_without_its_last_member_is_refused(tmp_path: Path) -> None:
         unpack(path, tmp_path / "again")
 
 
-def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+def test_a_changed_byte_is_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar")
     with tarfile.open(path) as tar:
         at = tar.getmember(STUDIES_DUMP).offset_data + 100
@@ -128,7 +128,7 @@ def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
 @pytest.mark.parametrize(
     "name", ["../x", "/tmp/x", "artifacts/../../x", "artifacts//x", "checkpoints/./x", "x", "artifacts/", "a\\..\\x"]
 )
-def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_path_outside_of_the_target_is_rejected(tmp_path: Path, name: str) -> None:
     path = add(tmp_path / "a.tar", lambda member: setattr(member, "name", name))
     with pytest.raises(StorageError, match="is not expected"):
         unpack(path, tmp_path / "out")
@@ -137,7 +137,7 @@ def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
-def test_what_is_no_file_is_refused(tmp_path: Path, kind: bytes) -> None:
+def test_links_and_devices_in_an_archive_are_rejected(tmp_path: Path, kind: bytes) -> None:
     def change(member: tarfile.TarInfo) -> None:
         member.name, member.type, member.linkname, member.size = f"{ARTIFACTS}x", kind, "/etc/passwd", 0
 
@@ -145,14 +145,14 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: bytes) -> None:
         unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
 
 
-def test_a_newer_format_names_what_to_install(tmp_path: Path) -> None:
+def test_a_newer_format_names_the_required_version(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", dataclasses.replace(MANIFEST, format=2, hpsearch="9.1"))
     with pytest.raises(StorageError, match=r"newer format \(2; .* install hpsearch 9\.1 or newer"):
         unpack(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"hello", b"\0" * 2048])
-def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_is_no_backup_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "a.tar"
     if content is not None:
         path.write_bytes(content)
@@ -163,7 +163,7 @@ def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> Non
     assert "\n" not in str(told.value)
 
 
-def test_a_tar_of_something_else_is_told(tmp_path: Path) -> None:
+def test_a_tar_file_of_other_content_is_an_error(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("readme"), io.BytesIO())
     with pytest.raises(StorageError, match=r"is not a backup of hpsearch \(the manifest is missing"):

@@ -81,7 +81,7 @@ def make(file: Path, owner_url: str, home: str, **more: Any) -> BackupResult:
     return backup(file, owner_url=owner_url, studies_only=True, home=home, **more, dashboard=DASHBOARD_COMMAND)
 
 
-def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
+def test_restored_studies_equal_the_original_with_rights_and_waiting_trials(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str
 ) -> None:
     fill(database_url)
@@ -101,7 +101,7 @@ def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
     storage.engine.dispose()
 
 
-def test_the_parts_of_a_checkpoint_are_taken_along(
+def test_the_shards_of_a_checkpoint_are_in_the_backup(
     postgres_server: PostgresServer,
     owner_url: str,
     database_url: str,
@@ -124,7 +124,7 @@ def test_the_parts_of_a_checkpoint_are_taken_along(
     assert found == {name: name for name in names}, "and nothing that no pointer names"
 
 
-def test_nothing_is_overwritten(
+def test_restore_overwrites_nothing(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str
 ) -> None:
     fill(database_url)
@@ -144,7 +144,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("where", ["restore_dump", "migrate", "release_trials", "remove_home_checkpoint_urls"])
-def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
+def test_an_interrupted_restore_is_reported_and_repeated(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, where: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
         restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
 
 
-def test_only_files_are_written_to_and_old_leftovers_go(owner_url: str, tmp_path: Path, home: str) -> None:
+def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_path: Path, home: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for name, said in (
@@ -189,7 +189,7 @@ def test_only_files_are_written_to_and_old_leftovers_go(owner_url: str, tmp_path
     assert (old.exists(), young.exists()) == (False, True)
 
 
-def test_tables_of_an_older_version_are_brought_up_to_date(
+def test_restored_tables_of_an_older_version_are_migrated(
     postgres_server: PostgresServer, empty_database_url: str, other: str, file: Path, home: str
 ) -> None:
     execute(empty_database_url, OLD.read_text())
@@ -211,7 +211,7 @@ def test_tables_of_an_older_version_are_brought_up_to_date(
         ({"dumped_by": "99.1"}, "the backup needs pg_dump and pg_restore 99 or newer"),
     ],
 )
-def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
+def test_a_backup_of_newer_versions_is_rejected_before_any_change(
     postgres_server: PostgresServer,
     owner_url: str,
     other: str,
@@ -239,7 +239,7 @@ def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
     assert execute(target, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == [(0,)]
 
 
-def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backup_and_restore_need_explicit_services(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
     with pytest.raises(StorageError, match="contains no services and nothing to back up"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
@@ -256,14 +256,14 @@ def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkey
     assert not file.exists()
 
 
-def test_a_password_is_on_no_command_line() -> None:
+def test_passwords_are_not_on_command_lines() -> None:
     url = "postgresql://ann:se%2Fcret@db:5432/optuna?sslmode=require&sslpassword=key"
     arguments, environment = _make_connection_arguments(url)
     assert arguments == ["--no-password", "--dbname=postgresql://ann@db:5432/optuna?sslmode=require"]
     assert environment["PGPASSWORD"] == "se/cret"
 
 
-def test_a_server_that_is_newer_than_all_programs_here_is_told_with_the_remedy() -> None:
+def test_a_server_newer_than_pg_dump_is_an_error_with_a_remedy() -> None:
     with pytest.raises(StorageError, match=r"the server needs pg_dump .*: install postgresql-client-99"):
         find_programs(99, why="the server")
 
@@ -283,7 +283,7 @@ def add_run(url: str, run: str, status: str, **tags: str) -> None:
         execute(url, "INSERT INTO tags VALUES (%s, %s, %s)", run, name, value)
 
 
-def test_what_mlflow_had_a_moment_later_does_no_harm(
+def test_later_records_of_mlflow_do_not_break_a_restore(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str
 ) -> None:
     storage = open_storage(database_url, application_name="test")
@@ -324,7 +324,7 @@ def test_what_mlflow_had_a_moment_later_does_no_harm(
     storage.engine.dispose()
 
 
-def test_links_lead_to_the_new_server_and_checkpoints_to_the_new_home(
+def test_links_and_checkpoint_paths_are_changed_to_the_new_home(
     owner_url: str, database_url: str, postgres_server: PostgresServer, other: str
 ) -> None:
     storage = open_storage(database_url, application_name="test")

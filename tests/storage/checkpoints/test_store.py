@@ -43,7 +43,7 @@ def content(url: str, name: str, data: bytes | None = None) -> bytes:
     return bytes(fs.cat_file(f"{root}/{name}"))
 
 
-def test_a_file_comes_back_as_it_was(store: CheckpointStore, url: str, local: Path, tmp_path: Path) -> None:
+def test_a_stored_file_round_trips(store: CheckpointStore, url: str, local: Path, tmp_path: Path) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
     assert content(url, stored.path) == local.read_bytes()
     assert stored.size == 100_000
@@ -56,7 +56,7 @@ def test_a_file_comes_back_as_it_was(store: CheckpointStore, url: str, local: Pa
 
 
 @pytest.mark.parametrize("change", ["torn", "one byte", "empty", "longer"])
-def test_a_changed_file_is_refused_and_the_local_one_stays(
+def test_a_changed_file_is_rejected_and_the_local_one_kept(
     store: CheckpointStore, url: str, local: Path, tmp_path: Path, change: str
 ) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
@@ -76,7 +76,7 @@ def test_a_changed_file_is_refused_and_the_local_one_stays(
     assert not is_identical(target, stored)
 
 
-def test_a_missing_file_is_told(store: CheckpointStore, local: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(store: CheckpointStore, local: Path, tmp_path: Path) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
     store.remove([stored.path, "s-1/0000/never.pt"])
     with pytest.raises(StoredCheckpointError, match=r"0003-1.pt is not under"):
@@ -84,7 +84,7 @@ def test_a_missing_file_is_told(store: CheckpointStore, local: Path, tmp_path: P
     assert not (tmp_path / "x.pt").exists()
 
 
-def test_files_are_found_by_their_folder(store: CheckpointStore, local: Path) -> None:
+def test_files_are_listed_by_folder(store: CheckpointStore, local: Path) -> None:
     for name in ("s-1/0000/0000-1.pt", "s-1/0001/0000-1.pt", "s-10/0000/0000-1.pt"):
         store.put(local, name=name)
     assert store.find("s-1") == ["s-1/0000/0000-1.pt", "s-1/0001/0000-1.pt"]
@@ -95,7 +95,9 @@ def test_files_are_found_by_their_folder(store: CheckpointStore, local: Path) ->
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x.pt", "s/../../x.pt", "..\\x.pt"])
-def test_no_name_leads_out_of_the_store(store: CheckpointStore, local: Path, tmp_path: Path, name: str) -> None:
+def test_names_outside_of_the_store_are_rejected(
+    store: CheckpointStore, local: Path, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(StorageError, match="not a name below"):
         store.put(local, name=name)
     with pytest.raises(StorageError, match="not a name below"):
@@ -104,14 +106,14 @@ def test_no_name_leads_out_of_the_store(store: CheckpointStore, local: Path, tmp
         store.remove_folder(name)
 
 
-def test_the_store_is_tried_before_it_is_used(store: CheckpointStore, url: str) -> None:
+def test_the_store_is_checked_before_use(store: CheckpointStore, url: str) -> None:
     store.check()
     fs, root = fsspec.core.url_to_fs(url)
     assert fs.exists(root)
     assert fs.find(root) == []
 
 
-def test_in_a_folder_nothing_is_written_twice(tmp_path: Path, local: Path) -> None:
+def test_a_folder_store_uses_hard_links(tmp_path: Path, local: Path) -> None:
     store = CheckpointStore(str(tmp_path / "store"))
     stored = store.put(local, name="s-1/0000/0000-1.pt")
     kept = tmp_path / "store" / stored.path
@@ -126,7 +128,7 @@ def test_in_a_folder_nothing_is_written_twice(tmp_path: Path, local: Path) -> No
     assert is_identical(kept, stored)
 
 
-def test_on_another_file_system_it_is_a_copy(tmp_path: Path) -> None:
+def test_a_store_on_another_file_system_uses_copies(tmp_path: Path) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no second file system")
@@ -143,7 +145,7 @@ def test_on_another_file_system_it_is_a_copy(tmp_path: Path) -> None:
         source.unlink(missing_ok=True)
 
 
-def test_a_name_that_is_taken_by_what_is_torn_is_replaced_whole(tmp_path: Path, local: Path) -> None:
+def test_a_torn_file_in_the_store_is_replaced_atomically(tmp_path: Path, local: Path) -> None:
     """As on a store without atomic uploads: the same attempt puts the same epoch again."""
     store = CheckpointStore(str(tmp_path / "store"))
     torn = tmp_path / "store" / "s-1" / "0000" / "0000-1.pt"
@@ -168,7 +170,7 @@ except CheckpointStoreError as error:
 """
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, local: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, local: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL, tmp_path / "store", local], capture_output=True, text=True, check=True
     )
@@ -176,7 +178,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, local: Path) -> 
     assert done.stdout.startswith("--checkpoint-url ")
 
 
-def test_a_folder_that_may_not_be_written_is_told(tmp_path: Path, local: Path) -> None:
+def test_a_folder_without_write_access_is_an_error(tmp_path: Path, local: Path) -> None:
     (tmp_path / "file").touch()
     store = CheckpointStore(str(tmp_path / "file"))
     with pytest.raises(CheckpointStoreError, match=r"--checkpoint-url .*file' cannot be written \("):
@@ -193,7 +195,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path: Path, local: Path) -
         ("file://relative/folder", ["not absolute", "three slashes"]),
     ],
 )
-def test_a_url_that_cannot_be_used_is_told_in_one_line(url: str, words: list[str]) -> None:
+def test_an_unusable_url_is_an_error_of_one_line(url: str, words: list[str]) -> None:
     with pytest.raises(StorageError) as caught:
         CheckpointStore(url)
     assert "\n" not in str(caught.value)
@@ -202,7 +204,7 @@ def test_a_url_that_cannot_be_used_is_told_in_one_line(url: str, words: list[str
 
 
 @pytest.mark.parametrize(("protocol", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("sftp", "paramiko")])
-def test_a_driver_that_is_not_installed_is_told_with_its_package(protocol: str, package: str) -> None:
+def test_a_missing_driver_is_an_error_with_its_package(protocol: str, package: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError:
@@ -235,7 +237,7 @@ class Refusing(fsspec.AbstractFileSystem):
     find = cp_file = rm = makedirs = put_file
 
 
-def test_no_password_is_shown(local: Path) -> None:
+def test_passwords_in_urls_are_not_shown(local: Path) -> None:
     fsspec.register_implementation("refusing", Refusing, clobber=True)
     store = CheckpointStore("refusing://me:ge%20heim@host/bucket")
     assert store.url == "refusing://me:***@host/bucket"

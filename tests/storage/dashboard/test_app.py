@@ -32,7 +32,7 @@ def _status(stack: StackInfo, method: str = "GET", path: str = "/api/meta", **he
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9999", "LOCALHOST", "[::1]:80"])
-def test_names_of_this_machine_are_answered(stack: StackInfo, host: str) -> None:
+def test_requests_to_names_of_this_machine_are_accepted(stack: StackInfo, host: str) -> None:
     assert _status(stack, Host=host) == 200
     assert _status(stack, Host=host, Origin=f"http://{host}") == 200
 
@@ -48,7 +48,7 @@ def test_names_of_this_machine_are_answered(stack: StackInfo, host: str) -> None
         {"Origin": "null"},
     ],
 )
-def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) -> None:
+def test_requests_from_foreign_pages_are_rejected(stack: StackInfo, headers: dict[str, str]) -> None:
     name = f"precious {headers}"
     study = optuna.create_study(study_name=name, storage=stack.storage_url)
     path = f"/api/studies/{study._study_id}"
@@ -81,7 +81,7 @@ def answers(port: int) -> bool:
     return True
 
 
-def test_a_read_only_dashboard_shows_and_changes_nothing(read_only: str, database_url: str) -> None:
+def test_a_read_only_dashboard_shows_studies_and_rejects_changes(read_only: str, database_url: str) -> None:
     study = optuna.create_study(study_name="kept", storage=database_url)
     study.add_trial(optuna.trial.create_trial(value=1.0))
     path = f"/api/studies/{study._study_id}"
@@ -108,7 +108,7 @@ def test_a_read_only_dashboard_shows_and_changes_nothing(read_only: str, databas
     assert study._storage.get_study_system_attrs(study._study_id) == {}
 
 
-def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dashboard_uses_the_caching_storage(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import optuna_dashboard  # here because the import takes two seconds of the collection
 
     given: list[object] = []
@@ -118,7 +118,7 @@ def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyP
     assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial again for each request"
 
 
-def test_what_is_out_of_bounds_is_neither_best_nor_on_the_front(database_url: str) -> None:
+def test_infeasible_trials_are_neither_best_nor_on_the_pareto_front(database_url: str) -> None:
     def made(name: str, *values: tuple[float, ...]) -> dict[str, Any]:
         study = optuna.create_study(study_name=name, storage=database_url, directions=["maximize"] * len(values[0]))
         for number, each in enumerate(values):
@@ -143,7 +143,7 @@ def test_a_port_in_use_is_named(database_url: str) -> None:
             dashboard.serve_dashboard(database_url, host="127.0.0.1", port=port)
 
 
-def test_an_address_of_another_machine(database_url: str) -> None:
+def test_an_address_of_another_machine_is_an_error(database_url: str) -> None:
     with pytest.raises(StorageError, match=r"^--host '192\.0\.2\.1' --port 8080 cannot be listened on"):
         dashboard.serve_dashboard(database_url, host="192.0.2.1", port=8080)
 

@@ -27,7 +27,7 @@ def _refused(url: str, *, away: bool = False) -> str:
     return message
 
 
-def test_worker_and_owner_may_use_a_migrated_database(database_url: str, owner_url: str) -> None:
+def test_worker_and_owner_can_use_a_migrated_database(database_url: str, owner_url: str) -> None:
     check_database(database_url)
     check_database(owner_url)
 
@@ -46,7 +46,7 @@ def test_an_engine_survives_the_loss_of_its_connections(database_url: str, postg
         engine.dispose()
 
 
-def test_both_ends_notice_a_peer_that_is_gone(database_url: str) -> None:
+def test_both_ends_detect_a_lost_peer(database_url: str) -> None:
     engine = make_engine(database_url, application_name="test")
     try:
         with engine.connect() as connection:
@@ -63,7 +63,7 @@ def test_both_ends_notice_a_peer_that_is_gone(database_url: str) -> None:
     assert (client["keepalives"], client["keepalives_idle"], client["tcp_user_timeout"]) == ("1", "20", "35000")
 
 
-def test_what_the_url_sets_is_left_to_it(database_url: str) -> None:
+def test_settings_of_the_url_are_kept(database_url: str) -> None:
     engine = make_engine(database_url + "&application_name=mine&connect_timeout=3", application_name="ours")
     try:
         with engine.connect() as connection:
@@ -74,7 +74,7 @@ def test_what_the_url_sets_is_left_to_it(database_url: str) -> None:
         engine.dispose()
 
 
-def test_wrong_password_database_user_and_host(postgres_server: Any, database: str) -> None:
+def test_a_wrong_password_database_user_or_host_is_an_error(postgres_server: Any, database: str) -> None:
     url = postgres_server.url
     assert f"rejected the password of user '{WORKER}'" in _refused(url(database, password="wrong"))
     assert "there is no database 'nowhere'" in _refused(url("nowhere"))
@@ -85,7 +85,7 @@ def test_wrong_password_database_user_and_host(postgres_server: Any, database: s
     )
 
 
-def test_nothing_listens_there() -> None:
+def test_a_closed_port_is_an_error() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but not listening
         port = closed.getsockname()[1]
@@ -93,7 +93,7 @@ def test_nothing_listens_there() -> None:
 
 
 @pytest.mark.slow
-def test_something_listens_and_never_answers() -> None:
+def test_a_server_that_never_replies_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         url = f"postgresql://u:p@127.0.0.1:{port}/db?connect_timeout=2"
@@ -101,13 +101,13 @@ def test_something_listens_and_never_answers() -> None:
 
 
 @pytest.mark.parametrize("ssl", ["disable", "prefer", "require"])
-def test_the_tracking_server_is_not_postgres(stack: StackInfo, ssl: str) -> None:
+def test_the_url_of_the_tracking_server_is_an_error(stack: StackInfo, ssl: str) -> None:
     where = stack.tracking_uri.removeprefix("http://")
     message = _refused(f"postgresql://u:p@{where}/db?sslmode={ssl}", away=True)
     assert f"the server at {where} is not Postgres" in message
 
 
-def test_no_connection_is_free(postgres_server: Any, database: str) -> None:
+def test_too_many_connections_are_an_error(postgres_server: Any, database: str) -> None:
     postgres_server.execute("CREATE ROLE crowded LOGIN PASSWORD 'crowded' CONNECTION LIMIT 0")
     try:
         assert "has no free connection" in _refused(postgres_server.url(database, user="crowded"), away=True)
@@ -115,7 +115,7 @@ def test_no_connection_is_free(postgres_server: Any, database: str) -> None:
         postgres_server.execute("DROP ROLE crowded")
 
 
-def test_tables_are_missing(empty_database_url: str, owner_url: str) -> None:
+def test_missing_tables_are_an_error(empty_database_url: str, owner_url: str) -> None:
     assert "the tables do not exist: run hpsearch migrate" in _refused(empty_database_url)
     _execute(owner_url, "DROP TABLE trial_heartbeats")
     assert "tables are missing (trial_heartbeats)" in _refused(owner_url)
@@ -129,26 +129,26 @@ def test_tables_are_missing(empty_database_url: str, owner_url: str) -> None:
         "DROP TABLE alembic_version",
     ],
 )
-def test_tables_of_another_optuna(database_url: str, owner_url: str, statement: str) -> None:
+def test_tables_of_another_optuna_version_are_an_error(database_url: str, owner_url: str, statement: str) -> None:
     _execute(owner_url, statement)
     message = _refused(database_url)
     assert "another version of Optuna" in message
     assert "run hpsearch migrate" in message
 
 
-def test_rights_are_lacking(database_url: str, owner_url: str) -> None:
+def test_missing_rights_are_an_error(database_url: str, owner_url: str) -> None:
     _execute(owner_url, f"REVOKE INSERT, DELETE ON trials, trial_values FROM {WORKER}")
     message = _refused(database_url)
     assert f"user '{WORKER}' lacks DELETE, INSERT on trials, trial_values:" in message
     assert f"GRANT DELETE, INSERT ON ALL TABLES IN SCHEMA public TO {WORKER}" in message
 
 
-def test_the_schema_is_closed(database_url: str, owner_url: str) -> None:
+def test_a_schema_without_usage_right_is_an_error(database_url: str, owner_url: str) -> None:
     _execute(owner_url, f"REVOKE USAGE ON SCHEMA public FROM PUBLIC, {WORKER}")
     assert f"GRANT USAGE ON SCHEMA public TO {WORKER}" in _refused(database_url)
 
 
-def test_a_read_only_replica(fresh_home: Path) -> None:
+def test_a_read_only_replica_is_an_error(fresh_home: Path) -> None:
     fresh_home.mkdir()
     fresh_home.chmod(0o755)
     (fresh_home / "logs").mkdir()
@@ -170,7 +170,7 @@ def _execute(url: str, statement: str) -> None:
         engine.dispose()
 
 
-def test_the_owner_is_who_changes_the_schema(database_url: str, owner_url: str) -> None:
+def test_only_the_owner_changes_the_schema(database_url: str, owner_url: str) -> None:
     assert sa.make_url(owner_url).username == OWNER
     with pytest.raises(sa.exc.ProgrammingError, match="permission denied for schema public"):
         _execute(database_url, "CREATE TABLE mine (x int)")

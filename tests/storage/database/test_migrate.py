@@ -38,7 +38,7 @@ def _use(url: str) -> None:
     assert len(optuna.load_study(study_name="s", storage=url).trials) == 3
 
 
-def test_what_is_written_down_of_optuna_is_true(owner_url: str) -> None:
+def test_the_recorded_schema_of_optuna_is_correct(owner_url: str) -> None:
     assert RDBStorage(owner_url).get_head_version() == OPTUNA_REVISION
     assert set(OPTUNA_TABLES) == set(models.BaseModel.metadata.tables)
 
@@ -51,7 +51,7 @@ def test_an_empty_database_is_ready_for_workers(empty_database_url: str) -> None
     _use(worker)
 
 
-def test_four_processes_at_once(zygote: Zygote, empty_database_url: str, tmp_path: Path) -> None:
+def test_four_concurrent_migrations(zygote: Zygote, empty_database_url: str, tmp_path: Path) -> None:
     starters = [zygote.python(_MIGRATE, empty_database_url, tmp_path / "go") for _ in range(4)]
     for starter in starters:
         starter.lines(1)
@@ -66,7 +66,7 @@ def test_four_processes_at_once(zygote: Zygote, empty_database_url: str, tmp_pat
     engine.dispose()
 
 
-def test_a_migration_that_was_killed_is_finished_by_the_next(empty_database_url: str) -> None:
+def test_a_killed_migration_is_completed_by_the_next(empty_database_url: str) -> None:
     # The tables are there, the revision is not: where a kill between Optuna's transactions leaves them.
     engine = sa.create_engine(empty_database_url)
     models.BaseModel.metadata.create_all(engine)
@@ -96,7 +96,7 @@ def test_tables_of_an_older_optuna_are_upgraded(owner_url: str) -> None:
     assert optuna.load_study(study_name="kept", storage=owner_url).best_value == 1.5
 
 
-def test_tables_of_a_newer_optuna_are_left_alone(owner_url: str) -> None:
+def test_tables_of_a_newer_optuna_are_not_changed(owner_url: str) -> None:
     engine = sa.create_engine(owner_url)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'v9.0.0.a'")
@@ -107,7 +107,7 @@ def test_tables_of_a_newer_optuna_are_left_alone(owner_url: str) -> None:
     engine.dispose()
 
 
-def test_a_worker_may_not_migrate(empty_database_url: str) -> None:
+def test_a_worker_role_cannot_migrate(empty_database_url: str) -> None:
     with pytest.raises(StorageError, match=r"HPSEARCH_OWNER_URL .* give the URL of the database's owner") as raised:
         migrate(_worker_url(empty_database_url))
     assert "\n" not in str(raised.value)

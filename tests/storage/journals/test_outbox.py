@@ -74,7 +74,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_process_loses_nothing_of_what_it_appended(box: Outbox) -> None:
+def test_a_killed_process_loses_no_appended_record(box: Outbox) -> None:
     done = subprocess.run([sys.executable, "-c", _WRITER, str(box.folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
     [journal] = box.take_orphaned()
@@ -84,7 +84,7 @@ def test_a_killed_process_loses_nothing_of_what_it_appended(box: Outbox) -> None
     assert not journal.is_live
 
 
-def test_who_has_a_journal_has_it_alone(box: Outbox) -> None:
+def test_a_journal_has_one_owner(box: Outbox) -> None:
     mine = box.open("0007-1", HEAD)
     assert list(box.take_orphaned()) == []
     mine.close()
@@ -104,14 +104,14 @@ def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
     assert values(left) == [{"lr": 0.1}]
 
 
-def test_a_journal_that_was_never_begun_is_swept_away(box: Outbox) -> None:
+def test_an_empty_journal_is_removed(box: Outbox) -> None:
     (box.folder / "0001-1").mkdir(parents=True)
     (box.folder / "0001-1" / JOURNAL).write_bytes(b'{"kind":"open","numb')
     assert list(box.take_orphaned()) == []
     assert box.count_journals() == 0
 
 
-def test_numbers_that_are_none_survive(box: Outbox) -> None:
+def test_nan_and_infinity_round_trip(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     journal.append(Epoch(0, 0.0, {"nan": math.nan, "up": math.inf, "down": -math.inf}))
     [found] = values(journal)
@@ -134,18 +134,18 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_record_is_the_line_that_it_ever_was(line: bytes) -> None:
+def test_the_format_of_records_is_unchanged(line: bytes) -> None:
     assert decode(line) == LINES[line]
     assert encode(LINES[line]) == line + b"\n"
 
 
-def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
+def test_records_of_another_version_are_read_as_far_as_known() -> None:
     assert decode(b'{"kind":"leave","why":"news"}') == Released()
     assert isinstance(decode(b'{"kind":"news"}'), Unknown)
     assert isinstance(decode(b'{"kind":"end","state":"NEWS","reason":"r","at":2,"kept":true}'), Unknown)
 
 
-def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None:
+def test_sent_records_are_not_read_again_by_the_next_process(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     journal.append(Params({"lr": 0.1}))
     cursor(journal).position.run_id = "r"
@@ -157,7 +157,7 @@ def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None
     assert cursor(left).position.run_id == "r"
 
 
-def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
+def test_a_full_disk_is_logged_once_and_records_are_written_later(
     box: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = box.open("0007-1", HEAD)
@@ -178,7 +178,7 @@ def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
     assert values(left) == [{"epoch": epoch} for epoch in range(4)]
 
 
-def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
+def test_records_sent_from_memory_are_not_written_later(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         journal.append(Epoch(0, 0.0, {"epoch": 0}))
@@ -192,7 +192,7 @@ def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
     assert values(left) == [{"epoch": 1}, {"epoch": 2}]
 
 
-def test_memory_is_bounded_and_what_is_lost_is_told(
+def test_memory_is_limited_and_losses_are_logged(
     box: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journals, "_MAX_BUFFER_BYTES", 1000)
@@ -204,7 +204,7 @@ def test_memory_is_bounded_and_what_is_lost_is_told(
     assert sum("further records are dropped" in record.message for record in caplog.records) == 1
 
 
-def test_files_are_kept_whatever_becomes_of_the_original(box: Outbox, tmp_path: Path) -> None:
+def test_queued_files_are_independent_of_the_original(box: Outbox, tmp_path: Path) -> None:
     journal = box.open("0007-1", HEAD)
     made = tmp_path / "best.pt"
     made.write_bytes(b"weights")
@@ -214,7 +214,7 @@ def test_files_are_kept_whatever_becomes_of_the_original(box: Outbox, tmp_path: 
     assert not journal.store_artifact(tmp_path / "gone")
 
 
-def test_above_the_limit_there_is_no_room_for_files(tmp_path: Path) -> None:
+def test_files_above_the_size_limit_are_not_queued(tmp_path: Path) -> None:
     box = Outbox(tmp_path / "study", limit_bytes=1000)
     journal = box.open("0007-1", HEAD)
     assert box.has_room()
@@ -223,18 +223,18 @@ def test_above_the_limit_there_is_no_room_for_files(tmp_path: Path) -> None:
     assert not box.has_room()
 
 
-def test_a_name_that_is_taken_gets_a_number(box: Outbox) -> None:
+def test_a_name_in_use_gets_a_number(box: Outbox) -> None:
     assert [box.open("0007-1", HEAD).name for _ in range(3)] == ["0007-1", "0007-1.2", "0007-1.3"]
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_the_disk(tmp_path: Path) -> None:
+def test_an_unwritable_folder_keeps_records_in_memory(tmp_path: Path) -> None:
     (tmp_path / "study").write_text("not a folder")
     journal = Outbox(tmp_path / "study").open("0007-1", HEAD)
     journal.append(Params({"lr": 0.1}))
     assert values(journal) == [{"lr": 0.1}]
 
 
-def test_a_file_system_without_locks_costs_nothing_but_the_disk(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_keeps_records_in_memory(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -245,7 +245,7 @@ def test_a_file_system_without_locks_costs_nothing_but_the_disk(box: Outbox, mon
     assert list(box.folder.iterdir()) == []
 
 
-def test_nobody_takes_a_journal_that_is_being_removed(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_during_its_removal_is_not_taken(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = box.open("0007-1", HEAD)
     taken: list[Journal] = []
     rmtree = shutil.rmtree

@@ -113,7 +113,7 @@ def write(journal: Journal, epochs: int, *, end: bool = True) -> None:
         journal.append(Released())
 
 
-def test_each_reader_has_all_of_a_journal_before_it_goes(
+def test_a_journal_is_removed_after_all_readers_have_it(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
 ) -> None:
     sender = begin()
@@ -126,7 +126,7 @@ def test_each_reader_has_all_of_a_journal_before_it_goes(
 
 
 @pytest.mark.parametrize("away", [0, 1])
-def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
+def test_an_unreachable_or_hanging_reader_blocks_no_other(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], away: int
 ) -> None:
     there, gone = listeners[1 - away], listeners[away]
@@ -153,7 +153,7 @@ def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
     assert box.count_journals() == 0
 
 
-def test_who_had_all_of_it_is_not_told_again_by_the_next_process(
+def test_the_next_process_does_not_repeat_a_completed_reader(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
 ) -> None:
     listeners[1].error = ServiceUnavailableError("no answer")
@@ -170,7 +170,7 @@ def test_who_had_all_of_it_is_not_told_again_by_the_next_process(
     assert box.count_journals() == 0
 
 
-def test_a_journal_of_a_version_that_knew_one_reader_goes_to_all(
+def test_a_journal_of_a_version_with_one_reader_is_sent_to_all(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
 ) -> None:
     old = Outbox(box.folder).open("0007-1", HEAD)
@@ -185,7 +185,7 @@ def test_a_journal_of_a_version_that_knew_one_reader_goes_to_all(
     assert box.count_journals() == 0
 
 
-def test_what_one_reader_refuses_stays_for_it_alone_until_it_is_asked_for(
+def test_rejected_records_are_kept_for_their_reader_until_a_retry(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
 ) -> None:
     listeners[0].error = ValueError("not this")
@@ -208,7 +208,7 @@ def test_what_one_reader_refuses_stays_for_it_alone_until_it_is_asked_for(
 
 
 @pytest.mark.parametrize("error", [OutcomePendingError(), LockHeldError("held")])
-def test_what_is_too_early_for_one_reader_is_offered_again_while_another_has_it(
+def test_records_too_early_for_a_reader_are_offered_again(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], error: Exception
 ) -> None:
     journal = box.open("0007-1", HEAD)
@@ -241,7 +241,7 @@ def heard(cursor: Cursor) -> list[int]:
     return [entry.record.step for entry in entries if isinstance(entry.record, Epoch)]
 
 
-def test_of_a_full_disk_each_reader_has_every_record_once(box: Outbox) -> None:
+def test_each_reader_gets_every_record_once_despite_a_full_disk(box: Outbox) -> None:
     """One takes them from memory, the other from the disk when there is room; what both have is never written."""
     journal = box.open("0007-1", HEAD)
     first, second = (journal.cursors[name] for name in READERS)
@@ -260,7 +260,7 @@ def test_of_a_full_disk_each_reader_has_every_record_once(box: Outbox) -> None:
     assert [heard(left.cursors[name]) for name in READERS] == [[], []]
 
 
-def test_what_was_taken_is_read_again_when_it_did_not_arrive(box: Outbox) -> None:
+def test_unconfirmed_records_are_read_again(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     write(journal, 2, end=False)
     cursor = journal.cursors["second"]

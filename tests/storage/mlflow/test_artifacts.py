@@ -42,7 +42,7 @@ def log(tracking: Tracking, folder: Path, **files: bytes) -> str:
     return run_id
 
 
-def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracking, tmp_path: Path) -> None:
+def test_the_dashboard_lists_the_artifacts_of_the_run(stack: StackInfo, tracking: Tracking, tmp_path: Path) -> None:
     run_id = log(tracking, tmp_path, curves_png=b"\x89PNG", report_md=b"# report")
     storage = open_storage(stack.storage_url, application_name="test")
     study = optuna.create_study(study_name="with artifacts", storage=storage)
@@ -72,7 +72,7 @@ def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracki
     assert {f.path for f in tracking.client.list_artifacts(run_id)} == {"curves.png", "report.md"}
 
 
-def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> None:
+def test_files_that_arrive_after_the_end_of_the_trial_are_listed(stack: StackInfo) -> None:
     storage = open_storage(stack.storage_url, application_name="test")
     study = optuna.create_study(study_name="late files", storage=storage)
     study.add_trial(create_trial(value=1.0))
@@ -91,7 +91,7 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
     storage.delete_study(study._study_id)
 
 
-def test_only_what_a_person_opens_is_listed_and_no_type_can_run_code() -> None:
+def test_only_viewable_files_of_safe_types_are_listed() -> None:
     attrs = make_artifact_attrs(RUN, [*DASHBOARD_ARTIFACTS, "evil.html", "best.pt"])
     metas = [json.loads(value) for value in attrs.values()]
     assert [meta["filename"] for meta in metas] == list(DASHBOARD_ARTIFACTS)
@@ -113,7 +113,7 @@ def test_only_what_a_person_opens_is_listed_and_no_type_can_run_code() -> None:
         "../../etc/passwd",
     ],
 )
-def test_no_request_leaves_the_runs_artifacts(artifact_id: str) -> None:
+def test_requests_outside_of_the_artifacts_of_the_run_are_rejected(artifact_id: str) -> None:
     def nobody() -> None:
         raise AssertionError("MLflow was asked")
 
@@ -122,7 +122,7 @@ def test_no_request_leaves_the_runs_artifacts(artifact_id: str) -> None:
     assert "MLflow was asked" not in str(told.value)
 
 
-def test_what_mlflow_does_not_have_is_not_found(tracking: Tracking, tmp_path: Path) -> None:
+def test_missing_artifacts_are_not_found(tracking: Tracking, tmp_path: Path) -> None:
     run_id = log(tracking, tmp_path, curves_png=b"x")
     artifacts = MlflowArtifactStore(lambda: tracking.client)
     with artifacts.open_reader(make_artifact_id(run_id, "curves.png")) as file:

@@ -133,7 +133,7 @@ def sending(post: Post) -> Iterator[Callable[[], int]]:
         sender.close()
 
 
-def test_what_is_no_number_arrives_as_what_mlflow_has_for_it(post: Post) -> None:
+def test_nan_and_infinity_are_sent_in_the_form_of_mlflow(post: Post) -> None:
     journal = post.open()
     journal.append(Epoch(0, 1.5, {"val_loss": math.nan, "up": math.inf, "down": -math.inf}))
     post.consume(journal)
@@ -143,7 +143,7 @@ def test_what_is_no_number_arrives_as_what_mlflow_has_for_it(post: Post) -> None
     assert post.points("down") == [(0, -1.7976931348623157e308)]
 
 
-def test_names_and_texts_that_mlflow_refuses_are_changed_not_lost(post: Post) -> None:
+def test_names_and_texts_that_mlflow_rejects_are_adapted(post: Post) -> None:
     journal = post.open()
     journal.append(Params({"very long": "x" * 10_000, "a@b": 1}))
     journal.append(Epoch(0, 1.0, {"f1@0.5": 0.5, "val_loss": 1.0}))
@@ -155,7 +155,7 @@ def test_names_and_texts_that_mlflow_refuses_are_changed_not_lost(post: Post) ->
     assert len(run.data.tags["reason"]) == 5000
 
 
-def test_one_thing_that_is_refused_does_not_take_the_others_with_it(post: Post) -> None:
+def test_a_rejected_record_does_not_affect_others(post: Post) -> None:
     journal = post.open()
     journal.append(Params({"lr": 1}))
     post.consume(journal)
@@ -188,7 +188,7 @@ def wait_for_a_waiter(database: psycopg2.extensions.connection) -> None:
             time.sleep(0.01)  # Postgres has no event for this
 
 
-def test_the_same_data_logged_by_two_at_once_costs_neither_its_files(
+def test_concurrent_logging_of_equal_data_loses_no_files(
     post: Post, mlflow_database: psycopg2.extensions.connection, tmp_path: Path
 ) -> None:
     """MLflow looks for a dataset before it writes it, and calls a request bad that another was faster than."""
@@ -216,7 +216,7 @@ def test_the_same_data_logged_by_two_at_once_costs_neither_its_files(
     assert journal.cursors["mlflow"].position.problem is None
 
 
-def test_data_that_mlflow_refuses_do_not_take_the_files_with_them(post: Post, tmp_path: Path) -> None:
+def test_rejected_data_do_not_affect_files(post: Post, tmp_path: Path) -> None:
     journal = post.open()
     (tmp_path / "config.yaml").write_text("lr: 1")
     assert journal.store_artifact(tmp_path / "config.yaml")
@@ -227,7 +227,7 @@ def test_data_that_mlflow_refuses_do_not_take_the_files_with_them(post: Post, tm
     assert str(journal.cursors["mlflow"].position.problem).startswith("MLflow rejected data: ")
 
 
-def test_many_epochs_go_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_epochs_are_sent_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     log = post.tracking.log
 
@@ -244,7 +244,7 @@ def test_many_epochs_go_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPa
     assert len(post.points("m3")) == 130
 
 
-def test_a_trial_that_is_resumed_sends_only_what_its_run_lacks(post: Post) -> None:
+def test_a_resumed_trial_sends_only_records_missing_in_its_run(post: Post) -> None:
     """Also epochs that were trained again, at another time; those with another value are not the same."""
     journal = post.open()
     for epoch in range(3):
@@ -259,7 +259,7 @@ def test_a_trial_that_is_resumed_sends_only_what_its_run_lacks(post: Post) -> No
     assert post.points("epoch_seconds") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-def test_a_run_that_was_deleted_is_left_deleted_and_told(
+def test_a_deleted_run_stays_deleted_and_is_reported(
     post: Post, sending: Callable[..., int], caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = post.open()
@@ -280,7 +280,7 @@ def test_a_run_that_was_deleted_is_left_deleted_and_told(
     assert post.points("val_loss") == [(0, 1.0)]
 
 
-def test_a_deleted_experiment_is_one_clear_line(stack: StackInfo) -> None:
+def test_a_deleted_experiment_is_an_error_of_one_line(stack: StackInfo) -> None:
     name = f"gone-{next(_numbers)}"
     made = Tracking(stack.tracking_uri, experiment=name).experiment_id
     tracking = Tracking(stack.tracking_uri, experiment=name)
@@ -289,14 +289,14 @@ def test_a_deleted_experiment_is_one_clear_line(stack: StackInfo) -> None:
         _ = tracking.experiment_id
 
 
-def test_journals_of_a_deleted_study_are_let_go(post: Post) -> None:
+def test_journals_of_a_deleted_study_are_removed(post: Post) -> None:
     journal = post.open()
     post.storage.delete_study(post.storage.get_study_id_from_name(post.name))
     assert post.consume(journal)
 
 
 @pytest.mark.parametrize(("state", "delivered"), [("COMPLETE", [0]), ("PRUNED", [0]), ("FAIL", [])])
-def test_of_a_worker_that_died_after_settling_the_run_is_ended_and_what_a_retry_needs_stays(
+def test_the_run_of_a_worker_that_died_after_the_end_of_its_trial_is_ended(
     post: Post, sending: Callable[[], int], state: str, delivered: list[int]
 ) -> None:
     journal = post.open()
@@ -310,9 +310,7 @@ def test_of_a_worker_that_died_after_settling_the_run_is_ended_and_what_a_retry_
     assert post.delivered == delivered, "whose checkpoints may go"
 
 
-def test_of_a_journal_that_breaks_off_before_its_model_the_checkpoint_stays(
-    post: Post, sending: Callable[[], int]
-) -> None:
+def test_a_journal_that_ends_before_its_model_keeps_the_checkpoint(post: Post, sending: Callable[[], int]) -> None:
     """The trial was COMPLETE before: a remake that was interrupted, or what a power cut left."""
     journal = post.open(resumed=True)
     journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
@@ -324,7 +322,7 @@ def test_of_a_journal_that_breaks_off_before_its_model_the_checkpoint_stays(
 
 
 @pytest.mark.parametrize(("state", "points"), [("FAIL", [(0, 0.5)]), ("COMPLETE", None), (None, None)])
-def test_of_an_attempt_before_the_last_what_nobody_reported_again_is_sent(
+def test_records_of_an_earlier_attempt_are_sent_if_not_repeated(
     post: Post, sending: Callable[[], int], state: str | None, points: list[tuple[int, float]] | None
 ) -> None:
     journal = post.open()
@@ -343,7 +341,7 @@ def test_of_an_attempt_before_the_last_what_nobody_reported_again_is_sent(
         assert post.tracking.client.get_run(post.run_id).info.status == "FAILED"
 
 
-def test_a_model_whose_making_was_cut_off_is_made_once(
+def test_an_interrupted_model_export_creates_one_model(
     post: Post, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, cut = exported_model.link_model, []
@@ -366,7 +364,7 @@ def test_a_model_whose_making_was_cut_off_is_made_once(
     assert [model.status for model in found] == ["READY"]
 
 
-def test_a_journal_that_the_server_chokes_on_does_not_hold_up_the_others(
+def test_a_journal_that_the_server_cannot_process_blocks_no_other(
     post: Post, storage: PostgresStorage, tracking: Tracking, tmp_path: Path, sending: Callable[[], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -387,9 +385,7 @@ def test_a_journal_that_the_server_chokes_on_does_not_hold_up_the_others(
     assert post.points("val_loss") == [(2, 0.5)]
 
 
-def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_nothing(
-    post: Post, sending: Callable[..., int]
-) -> None:
+def test_a_run_locked_by_a_frozen_process_blocks_no_other_run(post: Post, sending: Callable[..., int]) -> None:
     held = post.open()
     held.append(Epoch(0, 1.0, {"val_loss": 1.0}))
     held.close()

@@ -21,12 +21,12 @@ class LoopOverTime(nn.Module):
         return torch.stack([x[:, step] * step for step in range(x.shape[1])]).sum(dim=0)
 
 
-def test_sizes_that_vary_stay_free(tmp_path: Path) -> None:
+def test_variable_sizes_stay_dynamic(tmp_path: Path) -> None:
     export_model(Sums(), [("x", torch.ones(4, 5))], [{0, 1}], tmp_path / "model")
     assert (tmp_path / "model" / "MLmodel").exists()
 
 
-def test_a_length_that_torch_fixes_is_refused(tmp_path: Path) -> None:
+def test_a_length_that_torch_fixes_is_rejected(tmp_path: Path) -> None:
     inputs = [("x", torch.ones(4, 5))]
     with pytest.raises(ValueError, match="the export fixed size 5 in dimension 1 of x"):
         export_model(LoopOverTime(), inputs, [{0, 1}], tmp_path / "model")

@@ -41,7 +41,7 @@ def opened(
     )
 
 
-def test_an_opening_for_a_refit_says_so_and_keeps_to_it(storage: PostgresStorage, study_id: int) -> None:
+def test_a_test_evaluation_of_a_refit_is_bound_to_it(storage: PostgresStorage, study_id: int) -> None:
     told = {"trial_number": 3, "model_sha256": SHA, "opened_by": "ann@host", "finalists": "s.finalists"}
     made = record_test_evaluation(storage.engine, study_id, **told, refit="s.refit")  # type: ignore[arg-type]
     assert (made.refit, made.model_description) == ("s.refit", "the refit of trial 3")
@@ -50,7 +50,7 @@ def test_an_opening_for_a_refit_says_so_and_keeps_to_it(storage: PostgresStorage
     assert read_test_evaluation(storage.engine, study_id) == made
 
 
-def test_an_opening_is_written_before_its_scores(storage: PostgresStorage, study_id: int) -> None:
+def test_a_test_evaluation_is_recorded_before_its_scores(storage: PostgresStorage, study_id: int) -> None:
     assert read_test_evaluation(storage.engine, study_id) is None
     made = opened(storage, study_id)
     assert read_test_evaluation(storage.engine, study_id) == made
@@ -63,7 +63,7 @@ def test_an_opening_is_written_before_its_scores(storage: PostgresStorage, study
     assert filled.opened_at == made.opened_at
 
 
-def test_who_died_before_the_scores_may_go_on_and_nobody_else(storage: PostgresStorage, study_id: int) -> None:
+def test_only_the_same_model_can_complete_an_interrupted_evaluation(storage: PostgresStorage, study_id: int) -> None:
     made = opened(storage, study_id)
     for other in ({"trial": 4}, {"sha256": OTHER}):
         with pytest.raises(
@@ -76,7 +76,7 @@ def test_who_died_before_the_scores_may_go_on_and_nobody_else(storage: PostgresS
         opened(storage, study_id)
 
 
-def test_of_two_who_score_at_once_one_is_refused(storage: PostgresStorage, study_id: int) -> None:
+def test_one_of_two_concurrent_score_writes_is_rejected(storage: PostgresStorage, study_id: int) -> None:
     made, again = opened(storage, study_id), opened(storage, study_id)
     write_scores(storage.engine, study_id, made, {"accuracy": 0.9})
     with pytest.raises(AlreadyEvaluatedError):
@@ -86,7 +86,7 @@ def test_of_two_who_score_at_once_one_is_refused(storage: PostgresStorage, study
     assert found.scores == {"accuracy": 0.9}
 
 
-def test_of_many_who_open_at_once_one_wins(storage: PostgresStorage, study_id: int) -> None:
+def test_one_of_many_concurrent_test_evaluations_is_recorded(storage: PostgresStorage, study_id: int) -> None:
     outcomes: list[str] = []
     barrier = threading.Barrier(5)
 
@@ -124,7 +124,7 @@ def test_of_many_who_open_at_once_one_wins(storage: PostgresStorage, study_id: i
         "ALTER TABLE hpsearch_test_openings DISABLE TRIGGER ALL",
     ],
 )
-def test_plain_sql_of_a_worker_changes_nothing(
+def test_a_worker_role_cannot_change_test_evaluations_by_sql(
     storage: PostgresStorage, study_id: int, database_url: str, statement: str, scored: bool
 ) -> None:
     made = opened(storage, study_id)
@@ -140,13 +140,13 @@ def test_plain_sql_of_a_worker_changes_nothing(
     assert read_test_evaluation(storage.engine, study_id) == made
 
 
-def test_scores_are_not_written_over(storage: PostgresStorage, study_id: int) -> None:
+def test_scores_are_not_overwritten(storage: PostgresStorage, study_id: int) -> None:
     write_scores(storage.engine, study_id, opened(storage, study_id), {"accuracy": 0.9})
     with pytest.raises(sa.exc.DBAPIError, match="was opened at"), storage.engine.begin() as connection:
         connection.execute(sa.text("UPDATE hpsearch_test_openings SET scores = '{}'"))
 
 
-def test_the_opening_goes_with_its_study(storage: PostgresStorage, study_id: int) -> None:
+def test_a_test_evaluation_is_deleted_with_its_study(storage: PostgresStorage, study_id: int) -> None:
     made = opened(storage, study_id)
     storage.delete_study(study_id)
     assert read_test_evaluation(storage.engine, study_id) is None

@@ -25,7 +25,7 @@ CUTS = "SELECT * FROM hpsearch_rung_cuts WHERE study_id = :study ORDER BY rung"
 
 
 @pytest.mark.parametrize(("factor", "n_trials"), [(2, 7), (2, 60), (3, 2), (3, 60), (4, 1000)])
-def test_the_cuts_that_move_are_those_that_are_counted(
+def test_incremental_cuts_equal_counted_cuts(
     storage: BaseStorage, study_id: int, engine: sa.Engine, factor: int, n_trials: int
 ) -> None:
     rungs = Rungs("asha", (1, 2), 4, factor, maximize=False)
@@ -92,7 +92,7 @@ def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engi
     return max(read)
 
 
-def test_a_promotion_reads_no_more_rows_of_ten_thousand_trials_than_of_a_thousand(
+def test_the_rows_read_by_a_promotion_do_not_grow_with_the_study(
     storage: BaseStorage, engine: sa.Engine, owner_url: str
 ) -> None:
     owner = sa.create_engine(owner_url, poolclass=sa.NullPool)
@@ -101,9 +101,7 @@ def test_a_promotion_reads_no_more_rows_of_ten_thousand_trials_than_of_a_thousan
     assert many < 150
 
 
-def test_who_goes_on_is_the_best_of_those_among_the_best(
-    storage: BaseStorage, study_id: int, engine: sa.Engine
-) -> None:
+def test_the_best_promotable_trial_is_promoted(storage: BaseStorage, study_id: int, engine: sa.Engine) -> None:
     budget(storage, study_id, n_trials=90)
     rungs = Rungs("asha", (1,), 3, 3, maximize=True)
     claims, drawn = Claims(engine, study_id, worker="w", rungs=rungs), random.Random(3)
@@ -123,7 +121,7 @@ def test_who_goes_on_is_the_best_of_those_among_the_best(
     assert len(came) > 30
 
 
-def test_a_study_from_before_there_were_cuts_goes_on(
+def test_a_study_from_before_cuts_continues(
     storage: BaseStorage, study_id: int, engine: sa.Engine, owner_url: str
 ) -> None:
     storage.set_study_user_attr(

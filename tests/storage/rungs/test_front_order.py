@@ -14,7 +14,7 @@ losses = st.integers(1, 3).flatmap(
 
 
 @given(losses)
-def test_fronts_come_in_order_and_the_failed_last(found: np.ndarray) -> None:
+def test_trials_are_ordered_by_pareto_fronts_with_failed_ones_last(found: np.ndarray) -> None:
     places = sort_by_front(found)
     assert sorted(places) == list(range(len(found)))
     ended = [place for place in places if np.isfinite(found[place, 0])]
@@ -24,29 +24,29 @@ def test_fronts_come_in_order_and_the_failed_last(found: np.ndarray) -> None:
 
 
 @given(losses, st.integers(0, 30))
-def test_the_first_few_are_those_of_the_whole_order(found: np.ndarray, most: int) -> None:
+def test_a_partial_order_equals_the_start_of_the_full_order(found: np.ndarray, most: int) -> None:
     assert sort_by_front(found, most) == sort_by_front(found)[:most]
 
 
 @given(losses)
-def test_who_wins_goes_on_whatever_the_units_are(found: np.ndarray) -> None:
+def test_the_order_does_not_depend_on_units(found: np.ndarray) -> None:
     assert sort_by_front(found) == sort_by_front(4.0 * found + 8.0)
 
 
-def test_with_one_metric_it_is_that_of_the_losses_and_of_equal_ones_the_earlier() -> None:
+def test_one_metric_is_ordered_by_loss_and_ties_by_number() -> None:
     found = np.array([[3.0], [1.0], [2.0], [1.0]])
     assert sort_by_front(found) == [1, 3, 2, 0]
 
 
-def test_a_net_begins_with_the_best_of_the_first_metric_and_goes_for_the_farthest() -> None:
+def test_farthest_point_order_starts_with_the_best_of_the_first_metric() -> None:
     front = np.array([[0.5, 0.5], [0.0, 1000.0], [0.1, 900.0], [1.0, 0.0], [0.5, 0.5]])
     assert sort_by_epsilon_net(front) == [1, 3, 0, 2, 4]
 
 
-def test_a_front_of_one_point_many_times() -> None:
+def test_a_pareto_front_of_equal_points() -> None:
     assert sort_by_front(np.ones((4, 2))) == [0, 1, 2, 3]
 
 
-def test_an_unknown_metric_hides_no_other() -> None:
+def test_an_unknown_metric_does_not_hide_others() -> None:
     found = np.array([[0.3, np.inf], [0.1, np.inf], [0.2, np.inf]])
     assert sort_by_front(found) == [1, 2, 0]

@@ -63,7 +63,7 @@ def promotions(engine: sa.Engine, rung: int) -> set[int]:
     return {row.number for row in rows(engine, query, rung=rung)}
 
 
-def test_each_arrival_gives_all_their_places_and_its_own_standing(claims: Claims, engine: sa.Engine) -> None:
+def test_each_arrival_updates_all_ranks_of_the_rung(claims: Claims, engine: sa.Engine) -> None:
     vectors = [[0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.6, 1.0], [0.95, 0.5], [0.2, 0.4]]
     held = [take(claims) for _ in vectors]
     for count, (claim, vector) in enumerate(zip(held, vectors, strict=True), 1):
@@ -74,7 +74,7 @@ def test_each_arrival_gives_all_their_places_and_its_own_standing(claims: Claims
         assert standing == RungRank(0, rank, count, is_promoted=rank <= count // 2)
 
 
-def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.Engine) -> None:
+def test_no_waiting_trial_dominates_a_promoted_one(claims: Claims, engine: sa.Engine) -> None:
     vectors = [[0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.85, 9.5], [0.3, 1.0], [0.2, 2.0]]
     for claim, vector in zip([take(claims) for _ in vectors], vectors, strict=True):
         claims.report(claim, 0, vector[0], metrics=vector)
@@ -90,13 +90,13 @@ def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.
         assert not count_dominating(losses[[number, *stayed]])[0]
 
 
-def test_of_equal_ones_the_earlier_goes_on(claims: Claims) -> None:
+def test_the_earlier_of_equal_trials_is_promoted(claims: Claims) -> None:
     first, second = take(claims), take(claims)
     come(claims, second, [0.5, 5.0])
     assert come(claims, first, [0.5, 5.0]).is_promoted, "the trial with the lower number"
 
 
-def test_nobody_is_given_up_before_the_end(
+def test_no_trial_is_pruned_before_all_have_arrived(
     claims: Claims, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=4)  # two can be promoted at the rung: with one metric the third never would be
@@ -116,7 +116,7 @@ def test_nobody_is_given_up_before_the_end(
     assert ended[2] == NoTrialAvailable(running=0)
 
 
-def test_the_end_of_who_waited_names_its_rank_by_fronts(claims: Claims, storage: BaseStorage) -> None:
+def test_the_reason_of_a_pruned_trial_has_its_rank_by_pareto_fronts(claims: Claims, storage: BaseStorage) -> None:
     goes_on = four(claims)
     for claim in goes_on:
         claims.finish_attempt(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
@@ -140,7 +140,7 @@ def four(claims: Claims) -> list[Claim]:
     return at_once
 
 
-def test_in_a_larger_budget_all_who_waited_in_vain_wait_again(
+def test_trials_pruned_while_waiting_wait_again_in_a_larger_budget(
     claims: Claims, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=4)
@@ -158,9 +158,7 @@ def test_in_a_larger_budget_all_who_waited_in_vain_wait_again(
     assert (again.number, promotions(engine, 0)) == (0, {0, 1, 3}), "the best three of six"
 
 
-def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(
-    claims: Claims, engine: sa.Engine, study_id: int
-) -> None:
+def test_a_trial_that_restarts_from_scratch_leaves_its_rung(claims: Claims, engine: sa.Engine, study_id: int) -> None:
     best = four(claims)[0]
     claims.finish_attempt(best, Outcome.FAILED)
     reopen_trial(engine, study_id, best.trial_id, from_start=True, rungs=RUNGS)
@@ -170,7 +168,7 @@ def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(
     assert [take(claims).number for _ in range(2)] == [1, 4], "and no other trial is promoted instead"
 
 
-def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_any_to(
+def test_the_best_by_pareto_fronts_completes_if_too_few_trials_arrive(
     engine: sa.Engine, storage: BaseStorage, study_id: int
 ) -> None:
     budget(storage, study_id, n_trials=2)
@@ -197,7 +195,7 @@ def _vector(number: int) -> Vector:
     return [round(numbers.random(), 1), round(numbers.random(), 1)]
 
 
-def test_eight_at_once_promote_each_trial_once_and_only_who_has_a_place(
+def test_eight_concurrent_workers_promote_each_trial_once(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
     n_trials, rungs = 36, replace(RUNGS, factor=3, total=9, epochs=(1, 3))
@@ -247,7 +245,7 @@ def test_eight_at_once_promote_each_trial_once_and_only_who_has_a_place(
     assert rows(engine, "SELECT count(*) FROM hpsearch_attempts WHERE ended_at IS NULL") == [(0,)]
 
 
-def test_many_arrivals_give_the_places_of_one_order(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
+def test_concurrent_arrivals_give_one_consistent_order(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     count, numbers = 500, np.random.default_rng(3)
     vectors = numbers.integers(0, 60, size=(count, 2)).astype(float).tolist()
     with engine.begin() as connection:

@@ -46,7 +46,7 @@ def promotions(engine: sa.Engine) -> list[tuple[int, int]]:
     return [tuple(row) for row in rows(engine, query)]
 
 
-def test_the_best_goes_on_before_a_new_trial_is_begun_and_all_of_the_budget_is_begun(
+def test_promotions_precede_new_trials_and_the_whole_budget_is_started(
     asha: Asha, storage: BaseStorage, study_id: int
 ) -> None:
     budget(storage, study_id, n_trials=4)
@@ -59,7 +59,7 @@ def test_the_best_goes_on_before_a_new_trial_is_begun_and_all_of_the_budget_is_b
     assert [take(claims).number for _ in range(2)] == [2, 3]  # trial 0 is not the best
 
 
-def test_one_that_waits_goes_on_once_there_is_a_place(
+def test_a_waiting_trial_is_promoted_when_the_rung_has_enough_trials(
     asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=8)
@@ -73,7 +73,7 @@ def test_one_that_waits_goes_on_once_there_is_a_place(
     assert storage.get_trial(again.trial_id).user_attrs[RUNG] == {"rung": 0, "epoch": 0, "rank": 1, "reached": 1}
 
 
-def test_the_highest_rung_is_promoted_from_first(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+def test_promotions_start_with_the_highest_rung(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=16)
     claims = asha()
     held = [take(claims) for _ in range(6)]
@@ -84,14 +84,14 @@ def test_the_highest_rung_is_promoted_from_first(asha: Asha, storage: BaseStorag
     assert [take(claims).number for _ in range(2)] == [1, 4]
 
 
-def test_lower_is_better_where_the_study_says_so(storage: BaseStorage, study_id: int, engine: sa.Engine) -> None:
+def test_a_minimized_metric_promotes_the_lowest_values(storage: BaseStorage, study_id: int, engine: sa.Engine) -> None:
     budget(storage, study_id, n_trials=8)
     claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 4, 2, maximize=False))
     pause(claims, 0.9)
     assert claims.report_rung(take(claims), 0, 0.1).is_promoted
 
 
-def test_of_equal_values_the_earlier_trial_is_the_better(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+def test_the_earlier_of_equal_values_is_better(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=8)
     claims = asha()
     pause(claims, 0.5)
@@ -99,7 +99,9 @@ def test_of_equal_values_the_earlier_trial_is_the_better(asha: Asha, storage: Ba
     assert take(claims).number == 0
 
 
-def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+def test_a_trial_without_any_chance_of_promotion_is_pruned_at_once(
+    asha: Asha, storage: BaseStorage, study_id: int
+) -> None:
     budget(storage, study_id, n_trials=4)  # 2 of them are promoted at rung 0, and 1 at rung 1
     claims = asha()
     held = [take(claims) for _ in range(3)]
@@ -118,7 +120,7 @@ def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage,
     }  # fmt: skip
 
 
-def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
+def test_waiting_trials_are_pruned_when_no_running_trial_can_change_the_rank(
     asha: Asha, storage: BaseStorage, study_id: int
 ) -> None:
     budget(storage, study_id, n_trials=2)
@@ -135,7 +137,7 @@ def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
     assert not claims.has_trials_left()
 
 
-def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
+def test_the_best_trial_completes_if_too_few_trials_arrive(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
@@ -160,7 +162,7 @@ def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
     assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
-def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
+def test_min_complete_trials_complete_if_too_few_trials_arrive(
     storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=6)
@@ -186,7 +188,7 @@ def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
     assert "promoted: best 3 of 6 trials" in ended[0].reason
 
 
-def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+def test_no_promotion_after_the_time_budget_is_spent(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=8)
     claims = asha()
     pause(claims, 0.5)
@@ -198,7 +200,7 @@ def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, st
     assert reasons[1].endswith("rank 1 of 2 at rung 0, and the time was up")
 
 
-def test_a_stopped_study_keeps_who_waits(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+def test_a_stopped_study_keeps_waiting_trials(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=2)
     claims = asha()
     for value in (0.5, 0.4):
@@ -209,7 +211,7 @@ def test_a_stopped_study_keeps_who_waits(asha: Asha, storage: BaseStorage, study
     assert take(claims).number == 0
 
 
-def test_a_trial_that_loses_its_worker_after_its_promotion_comes_first_and_is_not_promoted_again(
+def test_a_promoted_trial_without_worker_is_next_and_not_promoted_again(
     asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=8)
@@ -223,7 +225,7 @@ def test_a_trial_that_loses_its_worker_after_its_promotion_comes_first_and_is_no
     assert promotions(engine) == [(0, 0)]
 
 
-def test_a_worker_that_lost_its_trial_notes_nothing(
+def test_a_worker_that_lost_its_trial_writes_no_rung(
     asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=8)
@@ -236,7 +238,7 @@ def test_a_worker_that_lost_its_trial_notes_nothing(
     assert rows(engine, "SELECT * FROM hpsearch_rungs") == []
 
 
-def test_a_pause_whose_answer_is_lost_is_a_pause_also_when_the_trial_has_gone_on_meanwhile(
+def test_a_pause_with_a_lost_reply_stays_a_pause_after_a_promotion(
     asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=8)
@@ -264,7 +266,7 @@ def test_a_pause_whose_answer_is_lost_is_a_pause_also_when_the_trial_has_gone_on
     assert outcomes(engine) == [(1, "paused"), (2, None), (1, "paused")]
 
 
-def test_what_was_ended_from_outside_holds_up_nobody(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+def test_externally_ended_trials_block_no_promotion(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=8)
     claims = asha()
     best = pause(claims, 0.9)
@@ -274,7 +276,7 @@ def test_what_was_ended_from_outside_holds_up_nobody(asha: Asha, storage: BaseSt
     assert take(claims).number == 2
 
 
-def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
+def test_a_failed_trial_that_restarts_from_scratch_leaves_its_rungs(
     asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=8)
@@ -288,7 +290,7 @@ def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
     assert take(claims).number == 1
 
 
-def test_in_a_larger_budget_who_waited_in_vain_waits_again_where_there_is_a_place(
+def test_a_larger_budget_lets_promotable_pruned_trials_wait_again(
     asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
 ) -> None:
     budget(storage, study_id, n_trials=4)
@@ -334,7 +336,7 @@ while isinstance(claim := claims.claim(), (Claim, PrunedTrial)):
 """
 
 
-def test_many_processes_promote_each_trial_once_and_only_from_the_best(
+def test_many_processes_promote_each_trial_once_from_the_best(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
     budget(storage, study_id, n_trials=81)

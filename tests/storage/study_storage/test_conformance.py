@@ -24,7 +24,7 @@ class TestConformance(StorageTestCase):
     """Every test of the suite, with `storage` above."""
 
 
-def test_trials_that_start_in_the_same_microsecond_are_two(storage: PostgresStorage) -> None:
+def test_trials_that_start_in_the_same_microsecond_are_distinct(storage: PostgresStorage) -> None:
     study_id = storage.create_new_study([StudyDirection.MINIMIZE])
     start = datetime(2026, 1, 1, 12, 0, 0, 123456)
     database = Database(storage.engine, retry_seconds=10.0)

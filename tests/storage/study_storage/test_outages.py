@@ -77,7 +77,7 @@ def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[EmbeddedPostg
         server.stop()
 
 
-def test_a_server_that_is_killed_and_started_again_loses_nothing(
+def test_a_killed_and_restarted_server_loses_nothing(
     own_server: tuple[EmbeddedPostgres, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, url = own_server
@@ -104,7 +104,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
     progress.engine.dispose()
 
 
-def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[EmbeddedPostgres, str]) -> None:
+def test_an_outage_longer_than_the_retry_time_is_an_error(own_server: tuple[EmbeddedPostgres, str]) -> None:
     server, url = own_server
     port = server.read_port()
     storage = open_storage(url, application_name="impatient", retry_seconds=1)
@@ -186,7 +186,7 @@ CALLS: dict[str, Callable[[PostgresStorage, int, int], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_whose_reply_is_lost_is_done_once(
+def test_a_call_with_a_lost_reply_is_executed_once(
     relay: LosesReplies, postgres_server: PostgresServer, database: str, call: str
 ) -> None:
     """The same call, with its reply and without, leaves the same study and returns the same."""
@@ -223,7 +223,7 @@ def test_a_call_whose_reply_is_lost_is_done_once(
     shaken.engine.dispose()
 
 
-def test_a_trial_that_somebody_else_took_is_not_taken_when_the_reply_is_lost(
+def test_a_lost_reply_does_not_take_a_trial_of_another_worker(
     relay: LosesReplies, postgres_server: PostgresServer, database: str
 ) -> None:
     direct = open_storage(postgres_server.url(database), application_name="direct")
@@ -265,12 +265,14 @@ def fails(engine: sa.Engine, statement: str) -> sa.exc.DBAPIError:
         ("57014", False),  # cancelled by somebody
     ],
 )
-def test_what_the_server_says_tells_whether_to_wait(storage: PostgresStorage, code: str, transient: bool) -> None:
+def test_the_error_of_the_server_determines_whether_to_retry(
+    storage: PostgresStorage, code: str, transient: bool
+) -> None:
     error = fails(storage.engine, f"DO $$ BEGIN RAISE 'on purpose' USING ERRCODE = '{code}'; END $$")
     assert is_transient(error) is transient
 
 
-def test_only_connections_that_may_come_back_are_waited_for(postgres_server: PostgresServer, database: str) -> None:
+def test_only_temporary_connection_errors_are_retried(postgres_server: PostgresServer, database: str) -> None:
     def error_of(url: str) -> sa.exc.DBAPIError:
         engine = open_storage(url, application_name="t", retry_seconds=0).engine
         return fails(engine, "SELECT 1")
@@ -293,7 +295,7 @@ def test_an_error_of_the_caller_is_raised_at_once() -> None:
     assert len(calls) == 1
 
 
-def test_who_was_frozen_for_longer_than_its_patience_tries_once_more() -> None:
+def test_a_process_frozen_beyond_the_retry_time_retries_once() -> None:
     calls = []
 
     def call() -> int:
@@ -305,7 +307,7 @@ def test_who_was_frozen_for_longer_than_its_patience_tries_once_more() -> None:
     assert retrying(0)(call) == 2
 
 
-def test_deadlocks_are_repeated(storage: PostgresStorage, study_id: int, database_url: str) -> None:
+def test_deadlocks_are_retried(storage: PostgresStorage, study_id: int, database_url: str) -> None:
     """Two transactions that lock two rows the wrong way round both get through."""
     one, two = (storage.create_new_trial(study_id) for _ in range(2))
     both, touch = threading.Barrier(2), sa.text("UPDATE trials SET number = number WHERE trial_id = :t")

@@ -62,7 +62,7 @@ def write_everything(storage: PostgresStorage, trial_id: int) -> None:
     storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1])
 
 
-def test_the_mirror_is_what_the_database_has(storage: PostgresStorage, other: PostgresStorage, owned: int) -> None:
+def test_the_cache_equals_the_database(storage: PostgresStorage, other: PostgresStorage, owned: int) -> None:
     with statements(storage) as sent:
         write_everything(storage, owned)
         writes = len(sent)
@@ -76,7 +76,7 @@ def test_the_mirror_is_what_the_database_has(storage: PostgresStorage, other: Po
     assert mirror.duration.total_seconds() >= 0
 
 
-def test_the_mirror_is_handed_out_as_copies(storage: PostgresStorage, owned: int) -> None:
+def test_the_cache_returns_copies(storage: PostgresStorage, owned: int) -> None:
     storage.set_trial_user_attr(owned, "u", {"deep": [1]})
     before = storage.get_trial(owned)
     before.user_attrs["u"]["deep"].append(2)
@@ -98,7 +98,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_no_write_gets_past_a_later_attempt(
+def test_writes_of_a_superseded_attempt_are_rejected(
     storage: PostgresStorage, other: PostgresStorage, owned: int, write: str
 ) -> None:
     begin_attempt(other, owned, 2)
@@ -112,7 +112,7 @@ def test_no_write_gets_past_a_later_attempt(
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_no_write_gets_past_an_end_from_outside(
+def test_writes_after_an_external_end_are_rejected(
     storage: PostgresStorage, other: PostgresStorage, owned: int, write: str
 ) -> None:
     other.set_trial_state_values(owned, TrialState.FAIL)
@@ -123,7 +123,7 @@ def test_no_write_gets_past_an_end_from_outside(
     assert other.read_trial(owned) == before
 
 
-def test_an_attempt_that_never_was_or_has_ended_writes_nothing(storage: PostgresStorage, owned: int) -> None:
+def test_writes_of_an_unknown_or_ended_attempt_are_rejected(storage: PostgresStorage, owned: int) -> None:
     storage.acquire_trial(storage.get_trial(owned), 5)
     with pytest.raises(ClaimLostError, match="trial 0 never had an attempt 5"):
         storage.set_trial_user_attr(owned, "a", 1)
@@ -134,7 +134,7 @@ def test_an_attempt_that_never_was_or_has_ended_writes_nothing(storage: Postgres
         storage.set_trial_user_attr(owned, "a", 1)
 
 
-def test_the_fence_holds_against_a_takeover_at_the_same_moment(
+def test_the_fencing_token_holds_during_a_concurrent_takeover(
     storage: PostgresStorage, other: PostgresStorage, owned: int
 ) -> None:
     """A takeover that is not committed yet holds the write up, and then refuses it."""
@@ -158,7 +158,7 @@ def _somebody_waits(storage: PostgresStorage) -> bool:
         return bool(connection.execute(sa.text(query)).scalar())
 
 
-def test_writes_together_are_one_statement_and_seen_here_before(
+def test_batched_writes_are_one_statement_and_visible_locally_before(
     storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
 ) -> None:
     storage.set_trial_param(owned, "x", 0.25, X)
@@ -182,7 +182,7 @@ def test_writes_together_are_one_statement_and_seen_here_before(
     assert other.read_trial(owned).user_attrs == {"u": 2}
 
 
-def test_writes_together_of_a_trial_that_nobody_owns(storage: PostgresStorage, study_id: int) -> None:
+def test_batched_writes_of_a_trial_without_a_worker(storage: PostgresStorage, study_id: int) -> None:
     trial_id = storage.create_new_trial(study_id)
     with storage.batch_writes(trial_id):
         storage.set_trial_param(trial_id, "x", 0.5, X)
@@ -191,7 +191,7 @@ def test_writes_together_of_a_trial_that_nobody_owns(storage: PostgresStorage, s
     assert storage.read_trial(trial_id).params == {"x": 0.5}
 
 
-def test_what_is_discarded_was_never_set(storage: PostgresStorage, owned: int) -> None:
+def test_discarded_writes_have_no_effect(storage: PostgresStorage, owned: int) -> None:
     with storage.batch_writes(owned) as held:
         storage.set_trial_param(owned, "x", 0.5, X)
         storage.set_trial_user_attr(owned, "u", 1)
@@ -202,7 +202,7 @@ def test_what_is_discarded_was_never_set(storage: PostgresStorage, owned: int) -
     assert storage.read_trial(owned).user_attrs == {}
 
 
-def test_an_exception_discards(storage: PostgresStorage, owned: int) -> None:
+def test_an_exception_discards_batched_writes(storage: PostgresStorage, owned: int) -> None:
     with pytest.raises(KeyError), storage.batch_writes(owned):  # noqa: PT012  the first line is the point
         storage.set_trial_param(owned, "x", 0.5, X)
         storage.get_study_id_from_name("none such")
@@ -212,7 +212,9 @@ def test_an_exception_discards(storage: PostgresStorage, owned: int) -> None:
     assert storage.read_trial(owned).params == {"x": 0.25}
 
 
-def test_a_fence_holds_for_writes_together(storage: PostgresStorage, other: PostgresStorage, owned: int) -> None:
+def test_the_fencing_token_holds_for_batched_writes(
+    storage: PostgresStorage, other: PostgresStorage, owned: int
+) -> None:
     with pytest.raises(ClaimLostError), storage.batch_writes(owned):  # noqa: PT012  raised at its exit
         storage.set_trial_param(owned, "x", 0.5, X)
         begin_attempt(other, owned, 2)
@@ -220,7 +222,7 @@ def test_a_fence_holds_for_writes_together(storage: PostgresStorage, other: Post
     assert storage.get_trial(owned).params == {}
 
 
-def test_an_incompatible_distribution_is_refused_at_once(
+def test_an_incompatible_distribution_is_rejected_at_once(
     storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
 ) -> None:
     first = other.create_new_trial(study_id)
@@ -238,7 +240,7 @@ def test_an_incompatible_distribution_is_refused_at_once(
         other.set_trial_param(first, "x", 1, KIND)
 
 
-def test_all_of_an_import_or_nothing(storage: PostgresStorage, other: PostgresStorage, study_id: int) -> None:
+def test_an_import_of_trials_is_atomic(storage: PostgresStorage, other: PostgresStorage, study_id: int) -> None:
     good = create_trial(value=1.0, intermediate_values={0: 1.0})
     bad = create_trial(value=1.0, user_attrs={"k" * 600: 1})  # longer than the column
     with pytest.raises(sa.exc.DBAPIError):
@@ -253,7 +255,7 @@ def test_all_of_an_import_or_nothing(storage: PostgresStorage, other: PostgresSt
     assert storage.import_trials(study_id, []) == []
 
 
-def test_a_study_that_was_read_cold_is_the_one_read_piece_by_piece(
+def test_a_full_read_equals_an_incremental_read(
     storage: PostgresStorage, other: PostgresStorage, study_id: int
 ) -> None:
     def one(number: int) -> FrozenTrial:
@@ -277,7 +279,7 @@ def test_a_study_that_was_read_cold_is_the_one_read_piece_by_piece(
     assert list(cold[0].params) == ["kind", "x"]
 
 
-def test_finished_trials_may_be_a_little_old_but_never_without_ones_own(
+def test_cached_finished_trials_always_include_own_ones(
     storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
 ) -> None:
     def known() -> list[int]:

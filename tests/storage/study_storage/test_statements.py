@@ -57,7 +57,7 @@ def test_the_statements_of_each_call(storage: PostgresStorage, study_id: int) ->
     assert counts == dict.fromkeys(calls, 1) | {"complete, with news": 2}
 
 
-def test_a_look_at_finished_trials_reads_no_running_one(
+def test_reading_finished_trials_reads_no_running_ones(
     storage: PostgresStorage, other: PostgresStorage, study_id: int
 ) -> None:
     running = [create_trial(state=TrialState.RUNNING, user_attrs={"a": n}) for n in range(20)]
@@ -77,7 +77,7 @@ def test_a_look_at_finished_trials_reads_no_running_one(
     assert fetched == [2, 2, 1]  # which have finished, these, nothing new
 
 
-def test_finished_trials_of_a_moment_ago_are_not_asked_for(
+def test_recently_read_finished_trials_are_not_queried_again(
     storage: PostgresStorage, other: PostgresStorage, study_id: int
 ) -> None:
     complete = (TrialState.COMPLETE,)

@@ -109,7 +109,7 @@ class Actor:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_after_each_write_every_reader_sees_the_same(
+def test_all_readers_see_the_same_after_each_write(
     ours: Callable[[], PostgresStorage], theirs: RDBStorage, seed: int
 ) -> None:
     study_id = ours().create_new_study([StudyDirection.MINIMIZE], "s")
@@ -126,7 +126,7 @@ def test_after_each_write_every_reader_sees_the_same(
         assert_same(reader, theirs, study_id)
 
 
-def test_readers_never_see_half_of_a_finished_trial(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
+def test_readers_never_see_a_partly_finished_trial(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
     """Writers of both kinds at full speed: a finished trial is whole at first sight and stays, steps only grow."""
     study_id = ours().create_new_study([StudyDirection.MINIMIZE], "s")
     errors: list[BaseException] = []
@@ -164,7 +164,9 @@ def test_readers_never_see_half_of_a_finished_trial(ours: Callable[[], PostgresS
     assert_same(reader, theirs, study_id)
 
 
-def test_numbers_are_distinct_whoever_makes_the_trials(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
+def test_trial_numbers_of_concurrent_writers_are_distinct(
+    ours: Callable[[], PostgresStorage], theirs: RDBStorage
+) -> None:
     study_id = ours().create_new_study([StudyDirection.MINIMIZE], "s")
     waiting = create_trial(state=TrialState.WAITING)
 
@@ -196,7 +198,7 @@ def test_a_reopened_trial_is_read_again(ours: Callable[[], PostgresStorage], own
     assert storage.get_trial(trial_id).value == 2.0
 
 
-def test_a_study_deleted_elsewhere_is_gone(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
+def test_a_study_deleted_by_another_process_is_gone(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
     one, two = ours(), ours()
     study_id = one.create_new_study([StudyDirection.MINIMIZE], "s")
     one.import_trials(study_id, [create_trial(value=1.0, intermediate_values={0: 1.0}, user_attrs={"a": 1})] * 3)

@@ -25,13 +25,13 @@ from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
 
 
-def test_the_budget_bounds_what_is_started(storage: BaseStorage, study_id: int, join: Join) -> None:
+def test_the_budget_limits_the_started_trials(storage: BaseStorage, study_id: int, join: Join) -> None:
     assert [take(join()).number, take(join()).number] == [0, 1]
     assert join().claim() == NoTrialAvailable(running=2)
     assert states(storage, study_id) == ["RUNNING", "RUNNING"]
 
 
-def test_a_new_trial_is_what_optuna_makes_of_one(storage: BaseStorage, study_id: int, join: Join) -> None:
+def test_a_new_trial_equals_that_of_optuna(storage: BaseStorage, study_id: int, join: Join) -> None:
     claim = take(join())
     trial = storage.get_trial(claim.trial_id)
     assert (trial.number, trial.state, trial.params, trial.intermediate_values) == (0, TrialState.RUNNING, {}, {})
@@ -40,7 +40,7 @@ def test_a_new_trial_is_what_optuna_makes_of_one(storage: BaseStorage, study_id:
     assert trial.user_attrs == {ATTEMPT: 1, WORKER: "w1"}
 
 
-def test_a_spent_budget_leaves_nothing_until_it_is_raised(storage: BaseStorage, study_id: int, join: Join) -> None:
+def test_a_spent_budget_allows_no_claim_until_it_is_raised(storage: BaseStorage, study_id: int, join: Join) -> None:
     claims = join()
     for value in (0.5, 0.25):
         claims.finish_attempt(take(claims), Outcome.COMPLETE, value=value, attrs={REASON: "well done"})
@@ -52,7 +52,7 @@ def test_a_spent_budget_leaves_nothing_until_it_is_raised(storage: BaseStorage, 
     assert take(claims).number == 2
 
 
-def test_a_dead_workers_trial_is_taken_over_at_once_with_its_parameters(
+def test_the_trial_of_a_dead_worker_is_taken_over_at_once_with_parameters(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
     budget(storage, study_id, n_trials=1)
@@ -86,7 +86,7 @@ def test_a_trial_that_kills_its_workers_fails(
     assert lost.reason == "lost its worker w2; 2 attempts without progress"
 
 
-def test_a_sweep_puts_back_what_a_dead_worker_left(
+def test_a_sweep_returns_the_trials_of_dead_workers(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
     kill(engine, take(join()))
@@ -96,7 +96,7 @@ def test_a_sweep_puts_back_what_a_dead_worker_left(
     assert outcomes(engine) == [(1, "lost")]
 
 
-def test_a_trial_given_back_is_the_next_to_be_taken_and_costs_no_retry(
+def test_a_released_trial_is_claimed_next_and_costs_no_retry(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
     claims = join()
@@ -108,7 +108,7 @@ def test_a_trial_given_back_is_the_next_to_be_taken_and_costs_no_retry(
     assert {outcome for _, outcome in outcomes(engine)} == {"released"}
 
 
-def test_given_back_counts_in_the_budget_and_enqueued_does_not_exceed_it(
+def test_released_trials_count_in_the_budget_and_enqueued_ones_do_not_exceed_it(
     storage: BaseStorage, study_id: int, join: Join
 ) -> None:
     budget(storage, study_id, n_trials=1)
@@ -124,13 +124,13 @@ def test_given_back_counts_in_the_budget_and_enqueued_does_not_exceed_it(
     assert optuna.trial.Trial(study, enqueued.trial_id).suggest_float("x", 0, 1) == 0.5
 
 
-def test_a_notebooks_own_trial_is_left_alone(storage: BaseStorage, study_id: int, join: Join) -> None:
+def test_a_trial_created_in_a_notebook_is_not_claimed(storage: BaseStorage, study_id: int, join: Join) -> None:
     optuna.load_study(study_name="s", storage=storage).ask()
     assert take(join()).number == 1
     assert join().claim() == NoTrialAvailable(running=1)
 
 
-def test_a_trial_ended_from_outside_is_lost(storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join) -> None:
+def test_an_externally_ended_trial_is_lost(storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join) -> None:
     claims = join()
     claim = take(claims)
     storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
@@ -147,7 +147,7 @@ def test_a_trial_ended_from_outside_is_lost(storage: BaseStorage, engine: sa.Eng
     assert outcomes(engine) == [(1, "cancelled"), (1, "cancelled")]
 
 
-def test_a_stopped_study_hands_out_nothing_and_says_so_at_the_next_report(
+def test_a_stopped_study_allows_no_claim_and_stops_at_the_next_report(
     storage: BaseStorage, study_id: int, join: Join
 ) -> None:
     claims = join()
@@ -182,7 +182,7 @@ def test_every_float_can_be_reported_once(storage: BaseStorage, study_id: int, j
     assert str(stored[3]) == str(value)
 
 
-def test_an_infinite_value_settles_a_trial(storage: BaseStorage, study_id: int, join: Join) -> None:
+def test_a_trial_can_complete_with_an_infinite_value(storage: BaseStorage, study_id: int, join: Join) -> None:
     claims = join()
     for value in (float("inf"), float("-inf")):
         claim = take(claims)
@@ -194,7 +194,7 @@ def stored(path: str) -> StoredFile:
     return StoredFile(path, "0" * 64, 1)
 
 
-def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
+def test_a_checkpoint_is_recorded_with_its_epoch_and_two_are_kept(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
     claims = join()
@@ -212,7 +212,7 @@ def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
     assert len(rows(engine, query)) == 2
 
 
-def test_what_the_server_did_but_could_not_say_is_not_done_again(
+def test_an_executed_call_with_a_lost_reply_is_not_repeated(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
     claims = join()
@@ -251,7 +251,7 @@ def test_what_the_server_did_but_could_not_say_is_not_done_again(
     assert outcomes(engine) == [(1, "complete")]
 
 
-def test_who_runs_now(engine: sa.Engine, study_id: int, join: Join) -> None:
+def test_running_trials_are_listed_with_their_workers(engine: sa.Engine, study_id: int, join: Join) -> None:
     claims = join()
     first = take(claims)
     take(claims)
@@ -260,12 +260,12 @@ def test_who_runs_now(engine: sa.Engine, study_id: int, join: Join) -> None:
     assert count_running_trials(engine, study_id) == 1
 
 
-def test_the_spec_is_read_as_optuna_wrote_it(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
+def test_the_spec_is_read_in_the_format_of_optuna(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     query = "SELECT value_json FROM study_user_attributes WHERE key = :key"
     assert json.loads(rows(engine, query, key=SPEC)[0].value_json) == {"n_trials": 2, "retries": 1}
 
 
-def test_an_attempt_that_got_on_costs_the_later_ones_nothing(
+def test_an_attempt_with_progress_costs_no_retry(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
     """Each adds an epoch and its checkpoint before its worker dies; from then on none does, and so it ends."""

@@ -74,9 +74,7 @@ def test_a_report_and_a_renewal_keep_a_lease(engine: sa.Engine, join: Join) -> N
     assert take(holder).number == 1
 
 
-def test_a_lease_begins_when_the_trial_is_taken_not_when_the_claim_began_to_wait(
-    engine: sa.Engine, study_id: int, join: Join
-) -> None:
+def test_a_lease_starts_at_the_claim_and_not_at_its_wait(engine: sa.Engine, study_id: int, join: Join) -> None:
     waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with ThreadPoolExecutor(1) as pool:
         with engine.begin() as holder:
@@ -91,7 +89,7 @@ def test_a_lease_begins_when_the_trial_is_taken_not_when_the_claim_began_to_wait
     assert attempt.expires_at >= released + timedelta(seconds=7.0)
 
 
-def test_leases_that_ended_while_the_server_was_down_are_given_time(engine: sa.Engine, join: Join) -> None:
+def test_leases_that_expired_during_an_outage_are_extended(engine: sa.Engine, join: Join) -> None:
     claim = take(join(lease=3600.0))  # longer than this server has been up
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE hpsearch_attempts SET expires_at = now() - interval '1 minute'"))
@@ -103,7 +101,7 @@ def test_leases_that_ended_while_the_server_was_down_are_given_time(engine: sa.E
 
 
 @pytest.mark.usefixtures("settled_server")
-def test_after_an_outage_each_worker_has_the_time_of_its_lease_to_come_back(engine: sa.Engine, join: Join) -> None:
+def test_after_an_outage_each_worker_has_its_lease_time_to_return(engine: sa.Engine, join: Join) -> None:
     take(join(lease=1.0))
     expire(engine)
     first_back = join()

@@ -36,13 +36,13 @@ def test_a_process_ends_when_it_is_killed_even_before_its_parent_looks() -> None
     assert has_ended(name)
 
 
-def test_a_process_id_given_again_is_another_process() -> None:
+def test_a_reused_process_id_is_another_process() -> None:
     machine, pid, started = current_process().rsplit("/", 2)
     assert not has_ended(current_process())
     assert has_ended(f"{machine}/{pid}/{int(started) - 1}")
 
 
-def test_of_another_machine_or_container_nothing_is_known() -> None:
+def test_processes_of_other_machines_and_containers_are_not_judged() -> None:
     machine, _, started = current_process().rsplit("/", 2)
     boot, processes, times = machine.split("/")
     assert not has_ended(f"{boot}/pid:[1]/{times}/999999999/{started}")
@@ -52,7 +52,7 @@ def test_of_another_machine_or_container_nothing_is_known() -> None:
     assert has_ended(f"{machine}/999999999/{started}")
 
 
-def test_a_program_whose_name_has_spaces_and_parentheses(tmp_path: Path) -> None:
+def test_a_program_name_may_have_spaces_and_parentheses(tmp_path: Path) -> None:
     program = tmp_path / "a ) S (b"
     program.write_text("#!/bin/sh\necho $$\nread line\n")
     program.chmod(0o755)
@@ -76,7 +76,7 @@ print(*(process_identity.has_ended(f"{machine}/{pid}/0") for pid in (1, 99999999
 """
 
 
-def test_a_process_of_another_user_that_proc_hides_may_live() -> None:
+def test_a_process_hidden_in_proc_counts_as_running() -> None:
     done = subprocess.run([sys.executable, "-c", _HIDDEN], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
 
@@ -93,7 +93,7 @@ def in_namespaces(*options: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_container_that_sees_anothers_processes_judges_nobody() -> None:
+def test_a_container_with_foreign_proc_judges_no_process() -> None:
     """Nor is it judged itself: its start time would be that of another process."""
     judged, name = in_namespaces("--pid", "--fork")
     assert judged == "False"
@@ -101,7 +101,7 @@ def test_a_container_that_sees_anothers_processes_judges_nobody() -> None:
     assert not has_ended(name)
 
 
-def test_starts_of_another_time_namespace_are_not_compared() -> None:
+def test_start_times_of_other_time_namespaces_are_not_compared() -> None:
     """There the machine was started at another time, and with it each process."""
     judged, name = in_namespaces("--time", "--boottime", "100000", "--fork")
     assert judged == "False"

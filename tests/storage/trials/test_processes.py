@@ -34,7 +34,7 @@ def spawn(url: str, study_id: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_many_processes_one_of_them_killed_run_exactly_the_budget(
+def test_many_processes_with_a_kill_run_exactly_the_budget(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
     budget(storage, study_id, n_trials=100, retries=5)

@@ -44,7 +44,7 @@ def known(engine: sa.Engine) -> list[tuple[int, int, list[float]]]:
     return [tuple(row) for row in rows(engine, query)]
 
 
-def test_an_epoch_writes_all_metrics_by_one_statement_and_once(claims: Claims, engine: sa.Engine) -> None:
+def test_an_epoch_writes_all_metrics_once_with_one_statement(claims: Claims, engine: sa.Engine) -> None:
     claim = take(claims)
     said: list[str] = []
     sa.event.listen(engine, "before_cursor_execute", lambda *arguments: said.append(arguments[2]))
@@ -57,7 +57,7 @@ def test_an_epoch_writes_all_metrics_by_one_statement_and_once(claims: Claims, e
     assert [tuple(row) for row in rows(engine, query)] == [(0, 0.5), (1, 0.7)]
 
 
-def test_who_lost_the_trial_writes_none_of_them(claims: Claims, engine: sa.Engine, study_id: int) -> None:
+def test_a_worker_that_lost_its_trial_writes_no_metrics(claims: Claims, engine: sa.Engine, study_id: int) -> None:
     claim = take(claims)
     kill(engine, claim)
     again = take(Claims(engine, study_id, worker="other"))
@@ -67,7 +67,7 @@ def test_who_lost_the_trial_writes_none_of_them(claims: Claims, engine: sa.Engin
     assert known(engine) == []
 
 
-def test_an_epoch_that_is_not_counted_leaves_no_values(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
+def test_an_epoch_beyond_the_budget_stores_no_values(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     with engine.begin() as connection:
         create_spending(connection, study_id, epochs=2, seconds=None)
     claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, metered_epochs=4)
@@ -102,7 +102,7 @@ def test_plain_optuna_reads_all_values_and_constraints(claims: Claims, engine: s
     assert sorted(trial.number for trial in study.best_trials) == [0, 2], "who breaks a constraint is not among them"
 
 
-def test_an_end_with_a_nan_among_its_values_has_none(claims: Claims, storage: BaseStorage) -> None:
+def test_a_result_with_a_nan_stores_no_values(claims: Claims, storage: BaseStorage) -> None:
     claim = take(claims)
     claims.finish_attempt(claim, Outcome.INFEASIBLE, value=[0.5, float("nan")])
     assert storage.get_trial(claim.trial_id).values is None
@@ -111,7 +111,7 @@ def test_an_end_with_a_nan_among_its_values_has_none(claims: Claims, storage: Ba
     assert storage.get_trial(claim.trial_id).values == [0.5, float("inf")]
 
 
-def test_who_waited_in_vain_ends_with_all_values_of_its_last_epoch(
+def test_a_trial_pruned_while_waiting_has_all_values_of_its_last_epoch(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
     claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=RUNGS)
@@ -128,7 +128,7 @@ def test_who_waited_in_vain_ends_with_all_values_of_its_last_epoch(
 
 
 @pytest.mark.parametrize("from_start", [False, True])
-def test_a_trial_that_is_retried_keeps_what_its_checkpoint_has_and_nothing_else(
+def test_a_retried_trial_keeps_only_the_values_before_its_checkpoint(
     claims: Claims, engine: sa.Engine, study_id: int, from_start: bool
 ) -> None:
     claim = take(claims)
@@ -143,7 +143,7 @@ def test_a_trial_that_is_retried_keeps_what_its_checkpoint_has_and_nothing_else(
     assert known(engine)[-1] == (0, 1, [0.5, 7.0]), "its next epoch is written again"
 
 
-def test_the_values_of_a_study_are_told_by_trial_and_epoch(
+def test_the_values_of_a_study_are_read_by_trial_and_epoch(
     claims: Claims, engine: sa.Engine, storage: BaseStorage, study_id: int
 ) -> None:
     first, second = take(claims), take(claims)

@@ -61,7 +61,7 @@ def run(claims: Claims, claim: Claim, *, first: int = 0) -> bool:
     return True
 
 
-def test_a_trial_is_cut_where_the_budget_ends_and_pruned_with_a_reason_that_names_it(
+def test_a_trial_is_pruned_when_the_budget_is_spent_with_that_reason(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int, storage: BaseStorage
 ) -> None:
     spend(epochs=6)
@@ -79,7 +79,7 @@ def test_a_trial_is_cut_where_the_budget_ends_and_pruned_with_a_reason_that_name
     assert spent(engine, study_id) == 6
 
 
-def test_no_epoch_is_begun_that_another_trial_has_the_room_for(
+def test_running_epochs_of_other_trials_count_in_the_budget(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     spend(epochs=2)
@@ -95,7 +95,7 @@ def test_no_epoch_is_begun_that_another_trial_has_the_room_for(
     assert spent(engine, study_id) == 2
 
 
-def test_an_epoch_past_the_budget_is_not_written(
+def test_an_epoch_beyond_the_budget_is_not_written(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     spend(epochs=2)
@@ -105,7 +105,7 @@ def test_an_epoch_past_the_budget_is_not_written(
     assert spent(engine, study_id) == 2
 
 
-def test_an_epoch_that_is_trained_again_after_a_crash_is_counted_once(
+def test_an_epoch_trained_again_after_a_crash_is_counted_once(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     spend(epochs=8)
@@ -117,7 +117,7 @@ def test_an_epoch_that_is_trained_again_after_a_crash_is_counted_once(
     assert spent(engine, study_id) == 4
 
 
-def test_a_trial_that_has_reported_all_its_epochs_ends_though_nothing_is_left(
+def test_a_trial_with_all_epochs_completes_with_a_spent_budget(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     spend(epochs=EPOCHS)
@@ -131,7 +131,7 @@ def test_a_trial_that_has_reported_all_its_epochs_ends_though_nothing_is_left(
     assert spent(engine, study_id) == EPOCHS
 
 
-def test_what_is_forgotten_to_start_anew_is_not_counted(
+def test_deleted_epochs_of_a_restarted_trial_are_not_counted(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     spend(epochs=8)
@@ -143,7 +143,7 @@ def test_what_is_forgotten_to_start_anew_is_not_counted(
     assert spent(engine, study_id) == 0
 
 
-def test_with_a_larger_budget_trials_go_on_that_were_cut(
+def test_trials_pruned_by_the_budget_continue_with_a_larger_one(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int, storage: BaseStorage
 ) -> None:
     spend(epochs=2)
@@ -162,7 +162,7 @@ def test_with_a_larger_budget_trials_go_on_that_were_cut(
     assert spent(engine, study_id) == 5
 
 
-def test_seconds_are_those_between_reports_and_a_trial_is_cut_after_the_epoch_in_which_they_end(
+def test_a_time_budget_counts_seconds_between_reports_and_prunes_after_the_epoch(
     spend: Callable[..., None], claims: Claims, engine: sa.Engine, study_id: int
 ) -> None:
     spend(seconds=100.0)
@@ -192,7 +192,7 @@ def test_seconds_are_those_between_reports_and_a_trial_is_cut_after_the_epoch_in
     assert retired.reason == "after epoch 3 of 4: the budget of 100 s was spent"
 
 
-def test_who_waits_at_a_rung_when_the_budget_is_spent_is_pruned_with_the_reason(
+def test_trials_waiting_at_a_rung_are_pruned_when_the_budget_is_spent(
     spend: Callable[..., None], engine: sa.Engine, study_id: int
 ) -> None:
     spend(epochs=2)
@@ -210,7 +210,7 @@ def test_who_waits_at_a_rung_when_the_budget_is_spent_is_pruned_with_the_reason(
     assert spent(engine, study_id) == 2
 
 
-def test_a_study_without_such_a_budget_is_asked_nothing_more(
+def test_a_study_without_such_a_budget_needs_no_further_query(
     engine: sa.Engine, study_id: int, join: Join, storage: BaseStorage
 ) -> None:
     claims, sent = join(), []
@@ -227,7 +227,7 @@ def test_a_study_without_such_a_budget_is_asked_nothing_more(
     assert not [statement for statement in sent if "hpsearch_spending" in statement]
 
 
-def test_what_a_person_reads() -> None:
+def test_the_texts_about_budgets() -> None:
     both = Spending(2000, 7200.0, epochs=120, seconds=3600.4)
     assert both.summary == "120/2000 epochs, 3600/7200 s"
     assert both.share == pytest.approx(0.5, abs=0.001)
@@ -261,7 +261,7 @@ while (claim := claims.claim()) != NoTrialAvailable(0):
 """
 
 
-def test_many_processes_some_of_them_killed_spend_exactly_the_budget(
+def test_many_processes_with_kills_spend_exactly_the_budget(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
     budget(storage, study_id, n_trials=1000, retries=50)

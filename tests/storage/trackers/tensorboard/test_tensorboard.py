@@ -74,7 +74,7 @@ def status_of(group: Any) -> str:
     return str(api_pb2.Status.Name(group.sessions[0].status))
 
 
-def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hparams_tab(post: Post, root: Path) -> None:
+def test_a_trial_has_its_scalars_with_steps_and_times_and_its_hparams(post: Post, root: Path) -> None:
     reader, journal = reader_of(post, root), post.open()
     log(journal, range(3), at=100.0)
     assert not post.consume(reader, journal)
@@ -100,7 +100,7 @@ def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hpara
     assert {"outcome", "about", "hpsearch.pruning"} <= set(texts)
 
 
-def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: Path) -> None:
+def test_an_attempt_continues_the_event_history_of_the_previous_one(post: Post, root: Path) -> None:
     """It sends its epochs before the checkpoint again, with their times, and one epoch that it trained again."""
     first = post.open()
     log(first, range(3))
@@ -133,7 +133,7 @@ with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
 """
 
 
-def test_what_a_killed_process_wrote_is_there_once_and_its_torn_event_hides_nothing(post: Post, root: Path) -> None:
+def test_events_of_a_killed_process_are_there_once_despite_a_torn_event(post: Post, root: Path) -> None:
     """It died between the events and its note of them: the journal's next reader begins at the first of them."""
     folder = root / post.study / "0000"
     folder.parent.mkdir(parents=True)
@@ -149,9 +149,7 @@ def test_what_a_killed_process_wrote_is_there_once_and_its_torn_event_hides_noth
     assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
 
 
-def test_a_disk_that_is_full_in_the_midst_of_an_event_leaves_none_torn(
-    post: Post, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_no_torn_event(post: Post, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, journal = reader_of(post, root), post.open()
     log(journal, range(2))
     post.consume(reader, journal)
@@ -173,7 +171,7 @@ def test_a_disk_that_is_full_in_the_midst_of_an_event_leaves_none_torn(
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1, 2]
 
 
-def test_a_file_whose_first_events_found_no_room_begins_with_its_version(
+def test_an_event_file_started_on_a_full_disk_begins_with_its_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
@@ -194,7 +192,7 @@ def test_a_file_whose_first_events_found_no_room_begins_with_its_version(
     assert points(tmp_path) == [(0, 0.0, 0.5)]
 
 
-def test_a_failed_trial_that_is_tried_again_ends_as_it_then_does(post: Post, root: Path) -> None:
+def test_a_retried_trial_has_its_final_outcome(post: Post, root: Path) -> None:
     first = post.open()
     log(first, [0], end=Outcome.FAILED)
     assert post.consume(reader_of(post, root), first)
@@ -209,7 +207,7 @@ def test_a_failed_trial_that_is_tried_again_ends_as_it_then_does(post: Post, roo
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1]
 
 
-def test_the_end_of_an_attempt_that_another_has_followed_is_not_the_trials(post: Post, root: Path) -> None:
+def test_the_end_of_a_superseded_attempt_does_not_end_the_trial(post: Post, root: Path) -> None:
     journal = post.open()
     log(journal, [0], end=Outcome.FAILED)
     post.begin_attempt(2)
@@ -217,7 +215,7 @@ def test_the_end_of_an_attempt_that_another_has_followed_is_not_the_trials(post:
     assert [status_of(row) for row in rows(root)] == ["STATUS_UNKNOWN"], "it runs"
 
 
-def test_a_study_that_was_made_again_under_its_name_has_a_folder_of_its_own(post: Post, root: Path) -> None:
+def test_a_recreated_study_has_another_folder(post: Post, root: Path) -> None:
     for owner in ("first", "second", "first"):
         journal = post.open()
         log(journal, range(2))
@@ -227,7 +225,7 @@ def test_a_study_that_was_made_again_under_its_name_has_a_folder_of_its_own(post
         assert [step for step, _, _ in points(root / name / "0000")] == [0, 1]
 
 
-def test_a_trial_whose_files_a_frozen_process_holds_is_left_to_it(post: Post, root: Path) -> None:
+def test_files_locked_by_a_frozen_process_are_not_written(post: Post, root: Path) -> None:
     journal = post.open()
     log(journal, [0])
     folder = root / post.study / "0000"
@@ -238,9 +236,7 @@ def test_a_trial_whose_files_a_frozen_process_holds_is_left_to_it(post: Post, ro
     assert [step for step, _, _ in points(folder)] == [0]
 
 
-def test_a_file_system_without_locks_or_links_costs_nothing(
-    post: Post, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_files_need_no_locks_or_links(post: Post, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = post.open()
     log(journal, [0])
 
@@ -253,7 +249,7 @@ def test_a_file_system_without_locks_or_links_costs_nothing(
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0]
 
 
-def test_a_repeated_epoch_of_one_journal_is_there_once(post: Post, root: Path) -> None:
+def test_a_repeated_epoch_of_a_journal_is_written_once(post: Post, root: Path) -> None:
     journal = post.open()
     log(journal, [0, 1])
     journal.append(Epoch(1, 50.0, {"val_loss": 0.7}))
@@ -261,7 +257,7 @@ def test_a_repeated_epoch_of_one_journal_is_there_once(post: Post, root: Path) -
     assert [(step, value) for step, _, value in points(root / post.study / "0000")] == [(0, 0.0), (1, 0.1)]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_an_uncreatable_folder_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as told:
         TensorBoardConsumer.check(str(tmp_path / "file" / "runs"))

@@ -67,7 +67,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     wait_for(shipped, "all of the journal")
 
 
-def test_a_trial_that_is_taken_up_goes_on_in_its_run(
+def test_a_resumed_trial_continues_its_run(
     post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer]
 ) -> None:
     """All processes of the first attempt are killed when the server has its epochs; the second sends them again."""
@@ -90,7 +90,7 @@ def test_a_trial_that_is_taken_up_goes_on_in_its_run(
     assert (run.told["groupName"], run.told["displayName"]) == (post.study, f"{post.study}-0000")
 
 
-def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
+def test_an_outage_during_a_run_sends_all_records_once(
     post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, journal = new_reader(), post.open()

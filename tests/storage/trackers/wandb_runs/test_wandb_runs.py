@@ -114,7 +114,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
 @pytest.mark.parametrize(
     ("outcome", "code"), [(Outcome.PRUNED, 0), (Outcome.FAILED, 1), (Outcome.LOST, 1), (Outcome.CANCELLED, 1)]
 )
-def test_how_a_trial_ended(post: Post, readers: Readers, outcome: Outcome, code: int) -> None:
+def test_a_run_has_the_outcome_of_its_trial(post: Post, readers: Readers, outcome: Outcome, code: int) -> None:
     journal = post.open()
     log(journal, [0], end=outcome)
     assert post.consume(readers.new(), journal)
@@ -123,7 +123,7 @@ def test_how_a_trial_ended(post: Post, readers: Readers, outcome: Outcome, code:
     assert values(path, "summary")["state"] == f'"{outcome.run_state}"'
 
 
-def test_an_attempt_goes_on_in_the_run_of_the_one_before(post: Post, readers: Readers) -> None:
+def test_an_attempt_continues_the_run_of_the_previous_one(post: Post, readers: Readers) -> None:
     first = post.open()
     log(first, range(3), end=Outcome.RELEASED)
     assert post.consume(readers.new(), first)
@@ -157,7 +157,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("victim", ["process", "service"])
-def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers: Readers, victim: str) -> None:
+def test_a_killed_process_loses_and_duplicates_nothing(post: Post, readers: Readers, victim: str) -> None:
     """The package's own service may be killed too: the run is sent again, except for the records in its files."""
     before = children()
     reader, journal = readers.new(), post.open()
@@ -183,7 +183,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_of_a_worker_that_is_killed_what_it_told_is_written_down_and_its_run_is_let_go(tmp_path: Path) -> None:
+def test_records_of_a_killed_worker_are_written_and_its_run_released(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     done = subprocess.run([sys.executable, "-c", _PUPPET, str(folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
@@ -198,7 +198,7 @@ def test_of_a_worker_that_is_killed_what_it_told_is_written_down_and_its_run_is_
     assert sorted(found) == [0, 1, 2]
 
 
-def test_what_a_dead_process_left_is_told_and_ended_as_the_trial_was(post: Post, readers: Readers) -> None:
+def test_records_of_a_dead_process_are_sent_with_the_outcome_of_the_trial(post: Post, readers: Readers) -> None:
     journal = post.open()
     log(journal, range(3))
     journal.close()
@@ -210,7 +210,7 @@ def test_what_a_dead_process_left_is_told_and_ended_as_the_trial_was(post: Post,
     assert values(path, "summary")["state"] == '"pruned"'
 
 
-def test_a_run_that_another_process_tells_of_is_left_to_it(post: Post, readers: Readers) -> None:
+def test_a_run_of_another_process_is_not_written(post: Post, readers: Readers) -> None:
     first, again = readers.new(), readers.new()
     journal = post.open()
     log(journal, [0])
@@ -224,9 +224,7 @@ def test_a_run_that_another_process_tells_of_is_left_to_it(post: Post, readers: 
     assert readers.steps() == [0, 1]
 
 
-def test_a_server_that_does_not_answer_is_waited_for(
-    post: Post, readers: Readers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_server_is_retried(post: Post, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing listens on port 9 of this machine."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -260,7 +258,7 @@ def test_a_server_that_does_not_answer_is_waited_for(
         ({"WANDB_MODE": "offline"}, "", True),
     ],
 )
-def test_a_key_that_is_missing_is_one_line(
+def test_a_missing_api_key_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], netrc: str, known: bool
 ) -> None:
     monkeypatch.delenv("WANDB_MODE")
@@ -279,7 +277,7 @@ def test_a_key_that_is_missing_is_one_line(
     )
 
 
-def test_records_of_many_blocks_are_read_whole(tmp_path: Path) -> None:
+def test_records_of_several_blocks_are_read_completely(tmp_path: Path) -> None:
     line = Connection(tmp_path)
     assert line.request(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}
     many = [[step, {"long": "x" * 20_000, "step": step}] for step in range(20)]
