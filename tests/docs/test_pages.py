@@ -35,8 +35,8 @@ def test_every_setting_of_compose_is_in_its_header_or_a_page() -> None:
 def test_pages_name_every_command_and_no_other() -> None:
     shown = set(re.findall(r"(?:\./hpsearch|`hpsearch) ([a-z-]+)", TEXT))
     assert sorted(shown - WRAPPERS - set(VERBS)) == []
-    told = "\n".join(path.read_text() for path in PAGES if path.parent.name == "how-to" or path.name == "tutorial.md")
-    assert sorted(verb for verb in VERBS if not re.search(rf"[`/](?:hpsearch )?{verb}\b", told)) == []
+    text = "\n".join(path.read_text() for path in PAGES if path.parent.name == "how-to" or path.name == "tutorial.md")
+    assert sorted(verb for verb in VERBS if not re.search(rf"[`/](?:hpsearch )?{verb}\b", text)) == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

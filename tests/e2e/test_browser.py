@@ -57,10 +57,10 @@ def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, widt
     keep(page, f"report-{width}")
     best = search.study.best_trial
     page.locator("#history .dot.best").hover()
-    told = page.locator("#tip")
-    expect(told).to_contain_text(f"trial {best.number} · complete")
+    tooltip = page.locator("#tip")
+    expect(tooltip).to_contain_text(f"trial {best.number} · complete")
     for name in best.params:
-        expect(told).to_contain_text(name)
+        expect(tooltip).to_contain_text(name)
     keep(page, f"report-{width}-pointed-at")
     page.mouse.move(0, 0)
     page.emulate_media(color_scheme="dark")

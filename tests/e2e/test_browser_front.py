@@ -85,17 +85,17 @@ def test_the_report_draws_the_pareto_front(page: Page, cli: Cli, two: Front, wid
     keep(page, f"front-{width}")
     number = two.numbers[0]
     front.locator(f'.dot.best[data-trial="{number}"]').hover()
-    told = page.locator("#tip")
-    expect(told).to_contain_text(f"trial {number} · complete")
-    expect(told).to_contain_text("on the Pareto front")
+    tooltip = page.locator("#tip")
+    expect(tooltip).to_contain_text(f"trial {number} · complete")
+    expect(tooltip).to_contain_text("on the Pareto front")
     for name, value in zip(("accuracy", "cost"), two.trials[number].values, strict=True):
-        expect(told).to_contain_text(f"{name} {float(f'{value:.4g}'):g}")
+        expect(tooltip).to_contain_text(f"{name} {float(f'{value:.4g}'):g}")
     for name in ("lr", "width"):
-        expect(told).to_contain_text(name)
+        expect(tooltip).to_contain_text(name)
     keep(page, f"front-{width}-pointed-at")
     out = broken(two)[0]
     front.locator(f'.cross[data-trial="{out}"]').hover(force=True)
-    expect(told).to_contain_text(f"out of bounds: width {two.trials[out].params['width']}, not <= 100")
+    expect(tooltip).to_contain_text(f"out of bounds: width {two.trials[out].params['width']}, not <= 100")
     page.mouse.move(0, 0)
     expect(page.locator("#volume path.best")).to_have_count(1)
     page.emulate_media(color_scheme="dark")

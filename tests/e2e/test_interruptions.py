@@ -73,10 +73,10 @@ def test_an_interrupted_run_resumes_where_it_stopped(cli: Cli, tmp_path: Path, u
     """A signal stops the run in its first trial, and another signal stops it in its second."""
     name = "interrupted"
     log = cli.stack.home / "logs" / name / "worker-0.log"
-    for number, told in enumerate([signal.SIGINT, signal.SIGTERM]):
-        (gate := tmp_path / told.name).mkdir()
+    for number, sent in enumerate([signal.SIGINT, signal.SIGTERM]):
+        (gate := tmp_path / sent.name).mkdir()
         process = start(cli, name, gate)
-        process.send_signal(told)
+        process.send_signal(sent)
         wait_for(lambda: log.read_text().count("finishing the epoch") == number + 1, "the worker to handle the signal")  # noqa: B023 called at once
         (gate / "open").touch()
         output, _ = process.communicate()

@@ -61,9 +61,9 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
         for trial in front:
             assert re.search(rf"^ +{trial.number} +{trial.values[0]:.6g} +{trial.values[1]:.6g}$", text, re.MULTILINE)
 
-    told = cli("finalists", NAME, "--seeds", "1")
-    assert "retrained" in told
-    assert re.search("^(front on 1 new split|winner: trial)", told, re.MULTILINE), told
+    output = cli("finalists", NAME, "--seeds", "1")
+    assert "retrained" in output
+    assert re.search("^(front on 1 new split|winner: trial)", output, re.MULTILINE), output
     refused = cli("promote", NAME, code=2)
     assert re.fullmatch(
         rf"hpsearch: study '{NAME}' has \d trials that no other dominates \([\d, ]+\): choose one with --trial, or by "

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
 
 def test_a_search_stores_the_result_of_its_smoke_test(search: Search, cli: Cli) -> None:
-    told = search.study.user_attrs["hpsearch:smoke"]
-    assert re.fullmatch(r"passed: one batch of 32 samples fitted, loss \S+ -> 0\.00\d+", told)
+    result = search.study.user_attrs["hpsearch:smoke"]
+    assert re.fullmatch(r"passed: one batch of 32 samples fitted, loss \S+ -> 0\.00\d+", result)
     files = {file.path for file in search.client.list_artifacts(search.parent)}
     assert {"smoke.json", "smoke.png"} <= files
     assert "smoke test" not in search.output

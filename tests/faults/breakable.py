@@ -63,13 +63,13 @@ class Breakable:
         try:
             (arena.orders / "open").touch()
             back = time.monotonic() + 1.5 * LEASE
-            told = "database unavailable, retrying"
-            wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
+            message = "database unavailable, retrying"
+            wait_for(lambda: all(message in worker.log.read_text() for worker in workers), "the workers to wait for it")
             wait_for(lambda: time.monotonic() > back, "leases to run out")
         finally:
             self.start()
-        wait_for(lambda: arena.reap() or all(worker.ended for worker in workers), "the workers to leave")
-        assert {worker.exit_code for worker in workers} == {0}, arena.tell("they did not wait")
+        wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in workers), "the workers to leave")
+        assert {worker.exit_code for worker in workers} == {0}, arena.describe_failure("they did not wait")
 
     def start(self) -> None:
         """Start it again on the same port."""

@@ -101,8 +101,8 @@ class Zygote:
             log.touch()
         if not alone:  # the server may have been started with another
             environment = {"HPSEARCH_HOME": os.environ.get("HPSEARCH_HOME", ""), **environment}
-        told = {"start": arguments, "environment": environment, "puppet": puppet, "alone": alone}
-        process = self._server.fork({**told, "log": str(log), "cwd": str(cwd), "input": str(input)})
+        command = {"start": arguments, "environment": environment, "puppet": puppet, "alone": alone}
+        process = self._server.fork({**command, "log": str(log), "cwd": str(cwd), "input": str(input)})
         assert process.pid is not None
         self._processes[process.pid] = process
         return process.pid
@@ -206,7 +206,7 @@ class Arena:
     def orders(self) -> Path:
         return self.folder / "orders"
 
-    def quiet(self) -> Arena:
+    def make_quiet_arena(self) -> Arena:
         """Return an arena like this one for a study without faults."""
         folder = self.folder / "quiet"
         folder.mkdir()
@@ -245,11 +245,11 @@ class Arena:
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run a command to its end."""
         process = self.start(*arguments)
-        wait_for(lambda: self.reap() or process.ended, f"hpsearch {arguments[0]}")
+        wait_for(lambda: self.poll_workers() or process.ended, f"hpsearch {arguments[0]}")
         assert process.exit_code == code, process.log.read_text()
         return process.log.read_text()
 
-    def reap(self) -> None:
+    def poll_workers(self) -> None:
         """Look which workers have ended."""
         for worker in self.workers:
             if not worker.ended:
@@ -274,21 +274,21 @@ class Arena:
         running = [self.start(**more) for _ in range(slots)]
         deadline = time.monotonic() + PATIENCE
         while running:
-            assert time.monotonic() < deadline, self.tell("the study does not end")
-            self.reap()
+            assert time.monotonic() < deadline, self.describe_failure("the study does not end")
+            self.poll_workers()
             meanwhile(running)
             for worker in [w for w in running if w.ended]:
                 running.remove(worker)
                 if worker.exit_code != 0:
-                    assert worker.exit_code in codes, self.tell(f"a worker left with {worker.exit_code}")
+                    assert worker.exit_code in codes, self.describe_failure(f"a worker left with {worker.exit_code}")
                     running.append(self.start(**more))
             time.sleep(0.02)
 
-    def frozen(self) -> list[Worker]:
+    def list_frozen_workers(self) -> list[Worker]:
         """Return the workers that SIGSTOP stopped."""
         return [w for w in self.workers if not w.ended and state_of(w.pid) == "T"]
 
-    def obeyed(self, index: int) -> bool:
+    def has_obeyed(self, index: int) -> bool:
         return (self.orders / f"obeyed-{index}").exists()
 
     def events(self, event: str) -> list[dict[str, Any]]:
@@ -301,7 +301,7 @@ class Arena:
         log = self.orders / "log.jsonl"
         return log.stat().st_size if log.exists() else 0
 
-    def tell(self, what: str) -> str:
+    def describe_failure(self, what: str) -> str:
         """Return an assertion message with the last lines of the workers' logs."""
         logs = [
             f"--- {w.pid} {w.exit_code} ---\n" + "\n".join(w.log.read_text().splitlines()[-15:]) for w in self.workers
@@ -310,10 +310,10 @@ class Arena:
 
     def close(self) -> None:
         """End what still runs."""
-        self.reap()
+        self.poll_workers()
         for worker in self.workers:
             worker.send(signal.SIGKILL)
-        wait_for(lambda: self.reap() or all(w.ended for w in self.workers), "the workers to be gone")
+        wait_for(lambda: self.poll_workers() or all(w.ended for w in self.workers), "the workers to be gone")
 
 
 def state_of(pid: int) -> str:

@@ -78,7 +78,7 @@ _TRIALS = """
 """
 
 
-def assert_whole(
+def assert_equals_undisturbed(
     url: str, study: str, home: Path, undisturbed: list[list[float]], n_trials: int, *, store: Path | None = None
 ) -> list[Trial]:
     """Assert that a study ended as without faults, and return its trials.

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from tests.faults.breakable import Breakable
 from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wire, zygotes
-from tests.faults.invariants import assert_whole, read_promotions
+from tests.faults.invariants import assert_equals_undisturbed, read_promotions
 from tests.waiting import wait_for
 
 # A fault, and how often it is chosen.
@@ -120,10 +120,10 @@ def soak(
         arena.work(workers, meanwhile=storm, codes=CODES, PACE="0.1")
     finally:
         storm.calm()
-    wait_for(lambda: arena.reap() or all(worker.ended for worker in arena.workers), "the last workers to leave")
+    wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in arena.workers), "the last workers to leave")
     # The last worker may have left while its line to MLflow was cut: what it could not send waits on its disk.
     assert arena.run("sync", arena.name).endswith("nothing is left\n")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed, len(undisturbed))
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed, len(undisturbed))
     assert {t.state for t in trials} == ({"COMPLETE", "PRUNED"} if asha else {"COMPLETE"})
     promotions = f", {len(read_promotions(arena.storage_url, arena.name, 2))} promotions" if asha else ""
     ends = Counter(outcome for t in trials for outcome in t.outcomes)

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from tests.deployment.machine import free_port
 from tests.docs.devices import EXAMPLES
 from tests.faults.harness import OBJECTIVE, Arena
-from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.invariants import assert_equals_undisturbed, read_trials
 from tests.faults.orders import Order
 from tests.waiting import wait_for
 
@@ -38,10 +38,10 @@ def together_in_parts() -> dict[int, Values]:
 
 def work(arena: Arena, slots: int = 1, *, codes: tuple[int, ...] = (AWAY, -signal.SIGKILL), **more: str) -> None:
     arena.work(slots, codes=codes, HPSEARCH_DEVICES="2", **more)
-    assert_none_left(arena)
+    assert_no_process_left(arena)
 
 
-def assert_none_left(arena: Arena) -> None:
+def assert_no_process_left(arena: Arena) -> None:
     """No process of a worker outlives it."""
     seen = {event["pid"] for event in arena.events("training")} | {worker.pid for worker in arena.workers}
     wait_for(lambda: not [pid for pid in seen if psutil.pid_exists(pid)], "the processes of the workers to be gone")
@@ -59,7 +59,7 @@ def leader(arena: Arena) -> int:
 def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int, **more: str) -> Values:
     """Return the results of two processes without faults."""
     if n_trials not in together:
-        quiet = arena.quiet()
+        quiet = arena.make_quiet_arena()
         quiet.create(n_trials, [])
         work(quiet, **more)
         found = read_trials(arena.storage_url, quiet.name)
@@ -81,9 +81,9 @@ KILLS = [
 def test_a_kill_of_any_rank_at_any_point_changes_no_result(arena: Arena, together: dict[int, Values]) -> None:
     arena.create(len(KILLS), KILLS)
     work(arena)
-    assert all(arena.obeyed(number) for number in range(len(KILLS)))
+    assert all(arena.has_obeyed(number) for number in range(len(KILLS)))
     expected = undisturbed(arena, together, len(KILLS))
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, len(KILLS))
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, len(KILLS))
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS)
 
 
@@ -101,42 +101,42 @@ def test_a_kill_of_any_rank_during_a_sharded_checkpoint_changes_no_result(
 ) -> None:
     arena.create(len(KILLS_IN_PARTS), KILLS_IN_PARTS)
     work(arena, **IN_PARTS)
-    assert all(arena.obeyed(number) for number in range(len(KILLS_IN_PARTS)))
+    assert all(arena.has_obeyed(number) for number in range(len(KILLS_IN_PARTS)))
     expected = undisturbed(arena, together_in_parts, len(KILLS_IN_PARTS), **IN_PARTS)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, len(KILLS_IN_PARTS))
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, len(KILLS_IN_PARTS))
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS_IN_PARTS)
 
 
 def test_a_torn_shard_invalidates_only_its_checkpoint(arena: Arena, together_in_parts: dict[int, Values]) -> None:
     arena.create(1, [Order("training", "kill", trial=0, epoch=2)])
     first = arena.start(HPSEARCH_DEVICES="2", **IN_PARTS)
-    wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the worker to be killed")
     files = sorted(path.name for path in (arena.home / "checkpoints").glob("*/0000/*"))
     parts = (".pt", ".pt.0_0.distcp", ".pt.1_0.distcp", ".pt.metadata")
     assert files == [f"{epoch:04d}-1{part}" for epoch in (0, 1) for part in parts]
     (part,) = (arena.home / "checkpoints").glob("*/0000/0001-1.pt.1_0.distcp")
     part.write_bytes(part.read_bytes()[:-1])
     work(arena, **IN_PARTS)
-    assert "epoch 2 cannot be resumed" in arena.tell("")
-    assert "goes on after epoch 1" in arena.tell("")
+    assert "epoch 2 cannot be resumed" in arena.describe_failure("")
+    assert "goes on after epoch 1" in arena.describe_failure("")
     expected = undisturbed(arena, together_in_parts, len(KILLS_IN_PARTS), **IN_PARTS)
-    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, expected, 1)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, 1)
     assert trial.outcomes == ["lost", "complete"]
 
 
 def test_a_rank_dies_before_rank_0_broadcasts_the_trial(arena: Arena, together: dict[int, Values]) -> None:
     arena.create(1, [Order("suggest", "hang", trial=0)])
     worker = arena.start(HPSEARCH_DEVICES="2")
-    wait_for(lambda: arena.obeyed(0), "rank 0 to suggest")
+    wait_for(lambda: arena.has_obeyed(0), "rank 0 to suggest")
     (other,) = [p for p in psutil.Process(leader(arena)).parent().children() if p.pid != leader(arena)][-1:]
     other.kill()
     wait_for(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE, "rank 1 to be gone")
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
     work(arena)
     expected = undisturbed(arena, together, 6)
-    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, expected, 1)
-    assert (trial.state, trial.outcomes[-1]) == ("COMPLETE", "complete"), arena.tell("")
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, 1)
+    assert (trial.state, trial.outcomes[-1]) == ("COMPLETE", "complete"), arena.describe_failure("")
 
 
 def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
@@ -151,7 +151,7 @@ def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
     ]
     arena.create(6, orders)
     work(arena, codes=())
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 6)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 6)
     assert [t.state for t in trials] == ["FAIL", "PRUNED", "FAIL", "FAIL", "COMPLETE", "COMPLETE"]
     assert [len(t.attempts) for t in trials] == [1] * 6
     assert len({event["pid"] for event in arena.events("training")}) == 2
@@ -164,7 +164,7 @@ def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
 def test_a_frozen_rank_is_killed_with_the_others(arena: Arena, together: dict[int, Values], rank: int) -> None:
     arena.create(1, [Order("training", "freeze", trial=0, epoch=1, nth=2, rank=rank)])
     work(arena, HPSEARCH_COLLECTIVE_TIMEOUT="8")
-    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
     assert trial.outcomes == ["lost", "complete"]
 
 
@@ -172,40 +172,40 @@ def test_a_worker_that_lost_its_trial_abandons_it_on_all_ranks(arena: Arena, tog
     """Its rank 0 is frozen beyond its lease while the other waits for it."""
     arena.create(1, [Order("report", "freeze", trial=0, nth=2)])
     first = arena.start(HPSEARCH_DEVICES="2")
-    wait_for(lambda: arena.obeyed(0), "rank 0 to be frozen")
+    wait_for(lambda: arena.has_obeyed(0), "rank 0 to be frozen")
     frozen = int((arena.orders / "obeyed-0").read_text())
     second = arena.start(HPSEARCH_DEVICES="2")
     wait_for(lambda: "goes on after epoch" in second.log.read_text(), "another worker to take the trial")
     psutil.Process(frozen).send_signal(signal.SIGCONT)
-    wait_for(lambda: arena.reap() or (first.ended and second.ended), "both to end")
-    assert (first.exit_code, second.exit_code) == (0, 0), arena.tell("")
-    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
+    wait_for(lambda: arena.poll_workers() or (first.ended and second.ended), "both to end")
+    assert (first.exit_code, second.exit_code) == (0, 0), arena.describe_failure("")
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
     assert trial.outcomes == ["lost", "complete"]
-    assert_none_left(arena)
+    assert_no_process_left(arena)
 
 
 @pytest.mark.parametrize(
-    "told", [pytest.param("worker", marks=pytest.mark.soak), pytest.param("rank 0", marks=pytest.mark.soak), "rank 1"]
+    "target", [pytest.param("worker", marks=pytest.mark.soak), pytest.param("rank 0", marks=pytest.mark.soak), "rank 1"]
 )
 def test_all_ranks_stop_after_the_same_epoch_if_one_gets_a_signal(
-    arena: Arena, together: dict[int, Values], told: str
+    arena: Arena, together: dict[int, Values], target: str
 ) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
     worker = arena.start(HPSEARCH_DEVICES="2")
-    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "both to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0) and arena.has_obeyed(1), "both to be in mid-epoch")
     pids = [int((arena.orders / f"obeyed-{rank}").read_text()) for rank in range(2)]
-    pid = worker.pid if told == "worker" else pids[int(told[-1])]
+    pid = worker.pid if target == "worker" else pids[int(target[-1])]
     psutil.Process(pid).send_signal(signal.SIGTERM)
     wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
-    assert worker.exit_code == 128 + 15, arena.tell("")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15, arena.describe_failure("")
     (given_back,) = read_trials(arena.storage_url, arena.name)
     assert given_back.state == "WAITING"
     epochs = {rank: [e["epoch"] for e in arena.events("training") if e["rank"] == rank] for rank in range(2)}
     assert epochs[0] == epochs[1] == sorted(given_back.values)
     work(arena)
-    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
     assert trial.outcomes == ["released", "complete"]
 
 
@@ -226,21 +226,21 @@ def test_a_trial_resumes_on_another_number_of_devices(arena: Arena, strategy: st
     two = arena.start(HPSEARCH_DEVICES="2", STEP_PACE="0.5", HPSEARCH_GRACE="2", **more)
     wait_for(lambda: any(e["step"] == 4 for e in arena.events("step")), "a step of the second epoch")
     two.send(signal.SIGTERM)
-    wait_for(lambda: arena.reap() or two.ended, "two devices to leave")
-    assert "given back after epoch 1 and " in two.log.read_text(), arena.tell("")
+    wait_for(lambda: arena.poll_workers() or two.ended, "two devices to leave")
+    assert "given back after epoch 1 and " in two.log.read_text(), arena.describe_failure("")
     one = arena.start(**more)
-    wait_for(lambda: arena.reap() or one.ended, "one device to be killed")
+    wait_for(lambda: arena.poll_workers() or one.ended, "one device to be killed")
     assert "goes on after epoch 1 and " in one.log.read_text()
     four = arena.start(HPSEARCH_DEVICES="4", **more)
-    wait_for(lambda: arena.reap() or four.ended, "four devices to end the trial")
-    quiet = arena.quiet()
+    wait_for(lambda: arena.poll_workers() or four.ended, "four devices to end the trial")
+    quiet = arena.make_quiet_arena()
     quiet.create(1, [])
     quiet.work(1, **more)
     (trial,), (expected,) = (read_trials(a.storage_url, a.name) for a in (arena, quiet))
     assert trial.outcomes == ["released", "lost", "complete"]
     assert list(trial.values) == list(expected.values)
     assert list(trial.values.values()) == pytest.approx(list(expected.values.values()), abs=1e-5)
-    assert_none_left(arena)
+    assert_no_process_left(arena)
     shown = arena.run("show", arena.name, "--trial", "0")
     assert [kind for kind in ("2 x cpu", " cpu ", "4 x cpu") if kind in shown] == ["2 x cpu", " cpu ", "4 x cpu"]
     shown = arena.run("show", arena.name)
@@ -258,16 +258,16 @@ def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: 
     wait_for(lambda: [t for t in read_trials(arena.storage_url, arena.name) if t.state == "RUNNING"], "a trial to run")
     (first, *_) = psutil.Process(leader(arena)).parent().children()[1:]
     first.kill()
-    wait_for(lambda: arena.reap() or search.ended, "the search to end")
+    wait_for(lambda: arena.poll_workers() or search.ended, "the search to end")
     assert search.exit_code == 0, search.log.read_text()
     expected = undisturbed(arena, together, 8)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, 8)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, 8)
     assert {t.state for t in trials} == {"COMPLETE"}
     assert sorted(outcome for t in trials for outcome in t.outcomes) in (["complete"] * 8, ["complete"] * 8 + ["lost"])
     arena.run("finalists", arena.name, "--top", "2", "--seeds", "2", *how)
     held = read_trials(arena.storage_url, f"{arena.name}.finalists")
     assert [t.state for t in held] == ["COMPLETE"] * 4
-    assert_none_left(arena)
+    assert_no_process_left(arena)
 
 
 @pytest.mark.soak
@@ -278,18 +278,18 @@ def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) ->
     both = ("worker", "--study", arena.name, "--nodes", "2")
     for codes in ([AWAY, AWAY], [0, 0]):
         nodes = [arena.start(*both, **where) for _ in range(2)]
-        wait_for(lambda: arena.reap() or all(node.ended for node in nodes), "both to end")  # noqa: B023 at once
-        assert [node.exit_code for node in nodes] == codes, arena.tell("")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 2)
+        wait_for(lambda: arena.poll_workers() or all(node.ended for node in nodes), "both to end")  # noqa: B023 at once
+        assert [node.exit_code for node in nodes] == codes, arena.describe_failure("")
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 2)
     assert [t.outcomes for t in trials] == [["complete"], ["lost", "complete"]]
-    assert_none_left(arena)
+    assert_no_process_left(arena)
 
 
 @pytest.mark.parametrize("how", ["failed in the dashboard", pytest.param("study stopped", marks=pytest.mark.soak)])
 def test_all_ranks_leave_a_trial_that_is_ended_externally(arena: Arena, how: str) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
     worker = arena.start(HPSEARCH_DEVICES="2")
-    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "both to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0) and arena.has_obeyed(1), "both to be in mid-epoch")
     if how == "study stopped":
         arena.run("stop", arena.name)
     else:  # as the dashboard does
@@ -298,8 +298,8 @@ def test_all_ranks_leave_a_trial_that_is_ended_externally(arena: Arena, how: str
         storage.set_trial_state_values(study.trials[0]._trial_id, optuna.trial.TrialState.FAIL)
         storage.engine.dispose()
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
-    assert worker.exit_code == 0, arena.tell("")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 0, arena.describe_failure("")
     trials = read_trials(arena.storage_url, arena.name)
     epochs = [[e["epoch"] for e in arena.events("training") if (e["rank"], e["trial"]) == (n, 0)] for n in range(2)]
     assert epochs == [[0, 1]] * 2
@@ -307,7 +307,7 @@ def test_all_ranks_leave_a_trial_that_is_ended_externally(arena: Arena, how: str
         assert [(t.state, t.outcomes) for t in trials] == [("WAITING", ["released"])]
     else:
         assert [(t.state, t.outcomes) for t in trials] == [("FAIL", ["cancelled"]), ("COMPLETE", ["complete"])]
-    assert_none_left(arena)
+    assert_no_process_left(arena)
 
 
 @pytest.mark.parametrize(
@@ -319,14 +319,14 @@ def test_a_killed_custom_loop_on_two_devices_resumes(arena: Arena, title: str) -
         pytest.importorskip("deepspeed", reason="deepspeed is not installed: the extra of this name has it")
     path = arena.folder / "loop.py"
     path.write_text(EXAMPLES[title])
-    quiet = arena.quiet()
+    quiet = arena.make_quiet_arena()
     for one, orders in ((arena, [Order("report", "kill", trial=1, nth=2)]), (quiet, [])):
         one.create(2, orders, settings="--epochs 3", objective=f"{path}:main")
         one.work(1, codes=(AWAY,), HPSEARCH_DEVICES="2")
     found, expected = (read_trials(a.storage_url, a.name) for a in (arena, quiet))
-    assert [t.outcomes for t in found] == [["complete"], ["lost", "complete"]], arena.tell("")
+    assert [t.outcomes for t in found] == [["complete"], ["lost", "complete"]], arena.describe_failure("")
     assert [t.state for t in expected] == ["COMPLETE"] * 2
     for trial, undisturbed_one in zip(found, expected, strict=True):
         assert list(trial.values) == [0, 1, 2]
         assert trial.values == pytest.approx(undisturbed_one.values, abs=1e-6)
-    assert_none_left(arena)
+    assert_no_process_left(arena)

@@ -11,7 +11,7 @@ import pytest
 
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.faults.harness import Arena
-from tests.faults.invariants import assert_whole
+from tests.faults.invariants import assert_equals_undisturbed
 from tests.faults.orders import Order
 from tests.waiting import wait_for
 
@@ -33,7 +33,7 @@ def test_a_full_disk_costs_checkpoints_but_no_trial(
     ]
     arena.create(3, orders)
     arena.work(1)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
     assert [t.outcomes for t in trials] == [["complete"], ["lost", "complete"], ["lost", "complete"]]
     again = {(e["trial"], e["epoch"]) for e in arena.events("training") if e["attempt"] == 2}
     assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each trial resumes after its last complete checkpoint"
@@ -48,7 +48,7 @@ def test_a_trial_resumes_on_another_machine(
     shared = arena.folder / "shared"
     arena.create(1, [Order("training", "kill", trial=0, epoch=3)], settings=f"--checkpoint-url {shared}")
     first = arena.start()
-    wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the worker to be killed")
     kept = [path.name for path in shared.glob("*/0000/*")]
     assert sorted(kept) == ["0001-1.pt", "0002-1.pt"]
     other = arena.folder / "other"
@@ -56,7 +56,7 @@ def test_a_trial_resumes_on_another_machine(
     arena.work(1, HPSEARCH_HOME=str(other))
     assert [e["epoch"] for e in arena.events("training") if e["attempt"] == 2] == [3], "no epoch is trained again"
     values = undisturbed(1)
-    trials = assert_whole(arena.storage_url, arena.name, other, values, 1, store=shared)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, other, values, 1, store=shared)
     client = mlflow.MlflowClient(arena.tracking_uri)
     study = optuna.load_study(study_name=arena.name, storage=arena.storage_url)
     run_id = study.trials[0].user_attrs["hpsearch:mlflow_run_id"]
@@ -74,7 +74,7 @@ def test_a_trial_resumes_from_the_checkpoint_before_a_damaged_one(
     arena.create(1, [Order("training", "kill", trial=0, epoch=3)])
 
     first = arena.start()
-    wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the worker to be killed")
     next((arena.home / "runs").glob("*/0000-1/last.pt")).unlink()
     newest = next((arena.home / "checkpoints").glob("*/0000/0002-1.pt"))
     if how == "torn":
@@ -82,7 +82,7 @@ def test_a_trial_resumes_from_the_checkpoint_before_a_damaged_one(
     else:
         newest.unlink()
     arena.work(1)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert trials[0].outcomes == ["lost", "complete"]
     assert [e["epoch"] for e in arena.events("training")] == [0, 1, 2, 3, 2, 3]
     for w in arena.workers:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.harness import LEASE, Arena, Worker
-from tests.faults.invariants import assert_whole
+from tests.faults.invariants import assert_equals_undisturbed
 from tests.faults.orders import Order
 from tests.waiting import wait_for
 
@@ -43,25 +43,27 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
     arena.create(n_trials, orders)
 
     def replace(running: list[Worker]) -> None:
-        for worker in arena.frozen():
+        for worker in arena.list_frozen_workers():
             if worker in running:
                 running.remove(worker)
                 running.append(arena.start())
-        if arena.obeyed(len(orders) - 1) and not (arena.orders / "open").exists():
-            first = next(w for w in arena.frozen() if str(w.pid) == (arena.orders / f"obeyed-{early}").read_text())
+        if arena.has_obeyed(len(orders) - 1) and not (arena.orders / "open").exists():
+            first = next(
+                w for w in arena.list_frozen_workers() if str(w.pid) == (arena.orders / f"obeyed-{early}").read_text()
+            )
             first.send(signal.SIGCONT)
             wait_for(lambda: "letting go" in first.log.read_text(), "the frozen worker to let go of its trial")
             (arena.orders / "open").touch()
 
     arena.work(2, meanwhile=replace)
-    late = arena.frozen()
+    late = arena.list_frozen_workers()
     assert len(late) == len(POINTS)
     for worker in late:
         worker.send(signal.SIGCONT)
-    wait_for(lambda: arena.reap() or all(worker.ended for worker in late), "the frozen workers to leave")
-    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
+    wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in late), "the frozen workers to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.describe_failure("not all left in peace")
     assert all("letting go" in worker.log.read_text() for worker in late)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
 
 
@@ -72,17 +74,17 @@ def test_a_worker_that_freezes_during_a_claim_blocks_no_other(
     arena.create(3, [Order("write claim", "freeze", trial=1, when="after")])
 
     def replace(running: list[Worker]) -> None:
-        for worker in arena.frozen():
+        for worker in arena.list_frozen_workers():
             if worker in running:
                 running.remove(worker)
                 running.append(arena.start())
 
     arena.work(1, meanwhile=replace)
-    (frozen,) = arena.frozen()
+    (frozen,) = arena.list_frozen_workers()
     frozen.send(signal.SIGCONT)
-    wait_for(lambda: arena.reap() or frozen.ended, "the frozen worker to leave")
-    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    wait_for(lambda: arena.poll_workers() or frozen.ended, "the frozen worker to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.describe_failure("not all left in peace")
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
     assert [t.outcomes for t in trials] == [["complete"]] * 3
 
 
@@ -91,7 +93,7 @@ def test_a_lease_is_renewed_during_an_epoch_longer_than_the_lease(
 ) -> None:
     arena.create(2, [Order("training", "sleep", trial=0, epoch=1)])
     arena.work(2)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
     assert [t.outcomes for t in trials] == [["complete"]] * 2
     assert (trials[0].attempts[0].ended - trials[0].attempts[0].started).total_seconds() > LEASE
 
@@ -105,9 +107,9 @@ def test_a_wrong_clock_of_a_worker_is_harmless(arena: Arena, undisturbed: Callab
     wrong = [arena.start(CLOCK_OFFSET=str(offset)) for offset in (-3600, 3600)]
     wait_for(lambda: len({event["pid"] for event in arena.events("training")}) == 2, "both to have a trial")
     arena.work(1)
-    wait_for(lambda: arena.reap() or all(worker.ended for worker in wrong), "the workers to leave")
-    assert [worker.exit_code for worker in wrong] == [0, 0], arena.tell("not all left in peace")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
+    wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in wrong), "the workers to leave")
+    assert [worker.exit_code for worker in wrong] == [0, 0], arena.describe_failure("not all left in peace")
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert [t.outcomes for t in trials] == [["complete"]] * 4
     times = [time for t in trials for time in (t.attempts[0].started, t.attempts[0].ended)]
     assert (max(times) - min(times)).total_seconds() < 600

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.harness import Arena
-from tests.faults.invariants import Trial, assert_tracked, assert_whole
+from tests.faults.invariants import Trial, assert_equals_undisturbed, assert_tracked
 from tests.faults.orders import Order
 
 Point = tuple[str, str, int | None]  # point, before or after, epoch
@@ -72,9 +72,9 @@ def test_a_kill_at_every_step_changes_no_result(arena: Arena, undisturbed: Calla
     n_trials = len(killed)
     arena.create(n_trials, orders, retries=max(map(len, killed)))
     arena.work(2)
-    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    missed = [order for index, order in enumerate(orders) if not arena.has_obeyed(index)]
     assert not missed, f"no worker was killed at {missed}"
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert {t.state for t in trials} == {"COMPLETE"}
     lost = [*map(len, LOST), *[0] * len(FREE)]
     assert [t.outcomes for t in trials] == [["lost"] * times + ["complete"] for times in lost]
@@ -100,9 +100,9 @@ def test_a_kill_of_the_sender_at_every_step_loses_and_duplicates_nothing(
     arena.models = list(with_models)
     arena.create(n_trials, orders, retries=len(orders))
     arena.work(2)
-    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    missed = [order for index, order in enumerate(orders) if not arena.has_obeyed(index)]
     assert not missed, f"no worker was killed at {missed}"
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert {t.state for t in trials} == {"COMPLETE"}
     assert_tracked(arena.tracking_uri, arena.name, trials, models=with_models)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.breakable import Breakable
 from tests.faults.harness import Arena, Worker, wire
-from tests.faults.invariants import assert_tracked, assert_whole
+from tests.faults.invariants import assert_equals_undisturbed, assert_tracked
 from tests.faults.orders import Order
 from tests.waiting import wait_for
 
@@ -24,9 +24,9 @@ def test_an_outage_of_postgres_longer_than_a_lease_changes_no_result(
     arena = broken_arena
     arena.create(4, [Order("training", "hang", trial=0, epoch=1), Order("record outcome", "hang", trial=1)])
     workers = [arena.start() for _ in range(2)]
-    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to be in the middle")
+    wait_for(lambda: arena.has_obeyed(0) and arena.has_obeyed(1), "the workers to be in the middle")
     breakable.away_for_longer_than_a_lease(arena, workers)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert [t.outcomes for t in trials] == [["complete"]] * 4
 
 
@@ -46,7 +46,7 @@ def test_repeatedly_lost_connections_lose_nothing(
 
     arena.work(2, meanwhile=meanwhile, PACE="0.1")
     arena.run("sync", arena.name)  # MLflow's side has no patience with a database that is cut off all the time
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert [t.outcomes for t in trials] == [["complete"]] * 4
     assert cut > 8, "two for each trial, at the least"
 
@@ -58,15 +58,15 @@ def test_an_outage_of_mlflow_loses_nothing(arena: Arena, undisturbed: Callable[[
         orders = [Order("training", "hang", trial=0, epoch=1), Order("publish run", "hang until mended", trial=0)]
         arena.create(2, orders)
         worker = arena.start()
-        wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+        wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
         line.cut()
         (arena.orders / "open").touch()
-        wait_for(lambda: arena.obeyed(1), "the trial to be trained without MLflow")
+        wait_for(lambda: arena.has_obeyed(1), "the trial to be trained without MLflow")
         line.mend()
         (arena.orders / "mended").touch()
-        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
         assert worker.exit_code == 0, worker.log.read_text()
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
     assert_tracked(direct, arena.name, trials)
 
 
@@ -77,10 +77,10 @@ def test_trials_that_end_during_an_outage_of_mlflow_are_sent_later(
         arena.tracking_uri, direct = uri, arena.tracking_uri
         arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
         worker = arena.start()
-        wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+        wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
         line.cut()
         (arena.orders / "open").touch()
-        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
         assert worker.exit_code == 0, worker.log.read_text()
         trial = optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0]
         assert trial.state.name == "COMPLETE"
@@ -88,7 +88,7 @@ def test_trials_that_end_during_an_outage_of_mlflow_are_sent_later(
         assert "no MLflow server answers" in arena.run("sync", arena.name, code=1)
         line.mend()
         assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert_tracked(direct, arena.name, trials)
     trial = optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0]
     assert "hpsearch:tracking" not in trial.user_attrs

@@ -12,7 +12,7 @@ import pytest
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
-from tests.faults.invariants import assert_tracked, assert_whole
+from tests.faults.invariants import assert_equals_undisturbed, assert_tracked
 from tests.faults.orders import Order
 from tests.faults.scripted import EPOCHS
 from tests.waiting import wait_for
@@ -73,7 +73,7 @@ def test_an_outage_of_mlflow_during_half_of_a_search_loses_nothing(
     arena.work(2, meanwhile=meanwhile)
     assert phase == "back"
     assert arena.run("sync", arena.name).endswith("nothing is left\n")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
     assert [t.outcomes for t in trials] == [["complete"]] * 6, "no trial felt it"
     assert_tracked(server.uri, arena.name, trials, models=range(6))
 
@@ -88,9 +88,11 @@ def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
     for n in range(4):
         (home := arena.folder / f"machine-{n}").mkdir()
         worker = arena.start(HPSEARCH_HOME=str(home))
-        wait_for(lambda worker=worker: arena.reap() or worker.ended, "the worker to end")
+        wait_for(lambda worker=worker: arena.poll_workers() or worker.ended, "the worker to end")
     assert worker.exit_code == 0, worker.log.read_text()
-    trials = assert_whole(arena.storage_url, arena.name, home, undisturbed(1), 1, store=arena.folder / "shared")
+    trials = assert_equals_undisturbed(
+        arena.storage_url, arena.name, home, undisturbed(1), 1, store=arena.folder / "shared"
+    )
     assert trials[0].outcomes == ["lost", "lost", "lost", "complete"]
     assert_tracked(arena.tracking_uri, arena.name, trials, models=range(1))
 
@@ -108,7 +110,7 @@ def test_the_best_trial_of_a_lost_machine_gets_a_model(arena: Arena, undisturbed
     arena.create(trials, orders, settings=f"--checkpoint-url {arena.folder / 'shared'}")
     (gone := arena.folder / "gone").mkdir()
     worker = arena.start(HPSEARCH_HOME=str(gone))
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to die")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to die")
     (arena.orders / "mended").touch()
     assert (
         "hpsearch:tracking" in optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0].user_attrs
@@ -119,7 +121,7 @@ def test_the_best_trial_of_a_lost_machine_gets_a_model(arena: Arena, undisturbed
         arena.work(1)
         if undisturbed(2)[1] < undisturbed(2)[0]:  # the other trial won: only a winner is sent automatically
             arena.run("sync", arena.name)
-    found = assert_whole(
+    found = assert_equals_undisturbed(
         arena.storage_url, arena.name, arena.home, undisturbed(trials), trials, store=arena.folder / "shared"
     )
     assert_tracked(arena.tracking_uri, arena.name, found, models=range(trials))
@@ -131,17 +133,17 @@ def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Aren
         line.cut()
         arena.models = None
         arena.create(2, [])
-        told = arena.workers[0].log.read_text()
-        assert "no MLflow server answers" in told
-        assert "the search continues" in told
+        output = arena.workers[0].log.read_text()
+        assert "no MLflow server answers" in output
+        assert "the search continues" in output
         assert "no MLflow server answers" in arena.run("worker", "--study", arena.name, "--tracking-required", code=1)
         workers = [arena.start() for _ in range(2)]
-        wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")
+        wait_for(lambda: arena.poll_workers() or all(w.ended for w in workers), "the workers to leave")
         assert [w.exit_code for w in workers] == [0, 0]
         assert "the search goes on" in workers[0].log.read_text()
         line.mend()
         assert "2 trials sent, nothing is left" in arena.run("sync", arena.name)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
     assert_tracked(direct, arena.name, trials, models=range(2))
 
 
@@ -153,10 +155,10 @@ def test_workers_that_start_together_create_one_parent_run(arena: Arena, undistu
         arena.create(4, [Order("claim", "hang", trial=number, when="after") for number in range(4)])
         line.mend()
         workers = [arena.start() for _ in range(4)]
-        wait_for(lambda: all(arena.obeyed(n) for n in range(4)), "four workers to have a trial")
+        wait_for(lambda: all(arena.has_obeyed(n) for n in range(4)), "four workers to have a trial")
         (arena.orders / "open").touch()
-        wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
+        wait_for(lambda: arena.poll_workers() or all(w.ended for w in workers), "the workers to leave")
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert_tracked(direct, arena.name, trials)
 
 
@@ -168,6 +170,6 @@ def test_a_full_outbox_costs_no_trial(arena: Arena, undisturbed: Undisturbed) ->
         orders.append(Order("append to journal", "free the disk", trial=0, nth=nth, when="after"))
     arena.create(1, orders)
     arena.work(1)
-    assert all(arena.obeyed(index) for index in range(4))
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert all(arena.has_obeyed(index) for index in range(4))
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert_tracked(arena.tracking_uri, arena.name, trials)

@@ -194,10 +194,10 @@ def test_a_module_that_is_not_installed_is_reported_with_its_package(write, monk
         monkeypatch.delenv("HPSEARCH_COMMAND", raising=False)
     monkeypatch.setitem(sys.modules, "cv2", None)  # not here, whatever is installed
     write("mine.py", text)
-    told = _refused("mine.py")
-    assert told.startswith("mine.py:1: ")
+    error = _refused("mine.py")
+    assert error.startswith("mine.py:1: ")
     remedy = f"(if it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
-    assert told.endswith(remedy) if package else "a package:" not in told
+    assert error.endswith(remedy) if package else "a package:" not in error
 
 
 @pytest.mark.parametrize("in_clone", [True, False])
@@ -210,10 +210,10 @@ def test_a_package_with_a_name_of_hpsearch_is_reported_with_both_remedies(write,
     if in_clone:
         monkeypatch.chdir(clone)
         sys.path.append(str(clone))
-    told = _refused(str(path))
-    assert "hpsearch" in told.partition(":1: ")[2]
-    assert "of your own" in told
-    assert "next to the objective's file" in told
+    error = _refused(str(path))
+    assert "hpsearch" in error.partition(":1: ")[2]
+    assert "of your own" in error
+    assert "next to the objective's file" in error
     write(f"project/{name}/__init__.py", "")
     assert type(load_objective(str(path))).__name__ == "Mine"
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.faults.harness import OBJECTIVE, ROOT, Arena, Zygote, wire
-from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.invariants import assert_equals_undisturbed, read_trials
 from tests.faults.orders import OUTSIDE, Order, write
 from tests.waiting import wait_for
 
@@ -31,19 +31,19 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_loader(
     """The worker's child processes get the signal too and continue: the epoch completes, the trial is released."""
     arena.create(1, [Order("training", "hang", trial=0, **passing)], objective=f"{LOADING}:{objective}")
     worker = arena.start()
-    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
     assert len(psutil.Process(worker.pid).children()) >= 2, "it has loaders"
     for number in (signal.SIGTERM, signal.SIGINT):
         os.killpg(worker.pid, number)
     wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
-    assert worker.exit_code == 128 + 15, arena.tell("the signal did not stop the worker")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15, arena.describe_failure("the signal did not stop the worker")
     (given_back,) = read_trials(arena.storage_url, arena.name)
     assert (given_back.state, sorted(given_back.values)) == ("WAITING", [0, 1]), "the epoch was ended"
     arena.work(1)
     if objective == "Loading":
-        (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+        (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     else:
         (trial,) = read_trials(arena.storage_url, arena.name)
         assert [trial.values[epoch] / trial.values[0] for epoch in range(4)] == pytest.approx([1, 2, 3, 4], rel=0.1)
@@ -54,7 +54,7 @@ def test_loaders_of_a_killed_worker_exit(arena: Arena) -> None:
     """Also while they load. These two loaders never finish."""
     arena.create(1, [Order("loading", "hang", trial=0)], objective=f"{LOADING}:OwnLoop")
     worker = arena.start()
-    wait_for(lambda: arena.obeyed(0), "a loader to load")
+    wait_for(lambda: arena.has_obeyed(0), "a loader to load")
     loaders = psutil.Process(worker.pid).children()
     assert loaders
     worker.send(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
     ]
     arena.create(2, [*preempted, Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)
     arena.work(1)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
     assert [trial.state for trial in trials] == ["COMPLETE", "FAIL"]
     assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 3]
 
@@ -83,14 +83,14 @@ def test_repeated_sigterm_is_harmless(
 ) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     worker = arena.start()
-    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
     for _ in range(5):
         worker.send(signal.SIGTERM)
         time.sleep(apart)  # what is asked is whether they may come this far apart
     wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     worker.send(signal.SIGTERM)
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
     assert worker.exit_code == 128 + 15
     (trial,) = read_trials(arena.storage_url, arena.name)
     assert (trial.state, trial.values) == ("WAITING", dict(enumerate(undisturbed(1)[0][:2])))
@@ -136,11 +136,11 @@ def test_sigterm_during_any_line_of_its_handler_is_harmless(zygote: Zygote) -> N
 def test_a_second_ctrl_c_ends_a_worker_at_once(arena: Arena) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     worker = arena.start()
-    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
     worker.send(signal.SIGINT)
     wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     worker.send(signal.SIGINT)
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to be gone")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to be gone")
     assert worker.exit_code == 128 + 2
 
 
@@ -149,18 +149,18 @@ def test_the_exit_code_depends_on_whether_work_is_left(arena: Arena) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=3), Order("training", "hang until mended", trial=1)])
     arena.run("extend", arena.name, "--trials", "1")
     last = arena.start()
-    wait_for(lambda: arena.obeyed(0), "the worker to be in its last epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the worker to be in its last epoch")
     last.send(signal.SIGTERM)
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or last.ended, "the worker to leave")
+    wait_for(lambda: arena.poll_workers() or last.ended, "the worker to leave")
     (trial,) = read_trials(arena.storage_url, arena.name)
     assert (trial.state, last.exit_code) == ("COMPLETE", 0)
     arena.run("extend", arena.name, "--trials", "2")
     there = arena.start()
-    wait_for(lambda: arena.obeyed(1), "the worker to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(1), "the worker to be in mid-epoch")
     arena.run("stop", arena.name)
     (arena.orders / "mended").touch()
-    wait_for(lambda: arena.reap() or there.ended, "the worker to leave")
+    wait_for(lambda: arena.poll_workers() or there.ended, "the worker to leave")
     assert there.exit_code == 0
     assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE", "WAITING"]
     arena.run("worker", "--study", arena.name)
@@ -251,18 +251,18 @@ def test_a_command_tolerates_lost_connections_while_it_opens_a_study(arena: Aren
         run = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "1", "--workers", "0")
         wait_for(lambda: line.refused, "the command to be cut off")
         line.mend()
-        wait_for(lambda: arena.obeyed(0), "the command to be at its rehearsal")
+        wait_for(lambda: arena.has_obeyed(0), "the command to be at its rehearsal")
         line.cut()
         line.mend()
         (arena.orders / "open").touch()
-        wait_for(lambda: arena.reap() or run.ended, "the study to be made")
-        assert run.exit_code == 0, arena.tell("it did not wait")
+        wait_for(lambda: arena.poll_workers() or run.ended, "the study to be made")
+        assert run.exit_code == 0, arena.describe_failure("it did not wait")
         assert "(new)" in run.log.read_text()
         line.cut()
         before = line.refused
         worker = arena.start()
         wait_for(lambda: line.refused > before, "the worker to be cut off")
         line.mend()
-        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
-        assert worker.exit_code == 0, arena.tell("it did not wait")
+        wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
+        assert worker.exit_code == 0, arena.describe_failure("it did not wait")
     assert [trial.state for trial in read_trials(there, arena.name)] == ["COMPLETE"]

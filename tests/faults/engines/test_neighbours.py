@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.harness import Arena
-from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.invariants import assert_equals_undisturbed, read_trials
 from tests.faults.orders import Order
 from tests.waiting import wait_for
 
@@ -24,13 +24,13 @@ def worker(arena: Arena, *options: str) -> tuple[str, ...]:
 def test_a_worker_exits_if_only_other_workers_have_trials(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     first = arena.start()
-    wait_for(lambda: arena.obeyed(0), "the first worker to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the first worker to be in mid-epoch")
     said = arena.run(*worker(arena, "--idle-timeout", "0.5"))
     assert "while other workers run 1 trials; exiting" in said
     assert not first.ended
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or first.ended, "the first worker to end")
-    assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    wait_for(lambda: arena.poll_workers() or first.ended, "the first worker to end")
+    assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
 
 
 def test_a_worker_exits_after_n_trials_with_the_code_for_remaining_work(arena: Arena) -> None:
@@ -53,13 +53,13 @@ def test_a_hanging_worker_logs_its_stack_and_exits_and_its_trial_is_resumed(
     """Its lease is given up with it, and the attempt counts as lost: a trial that hangs each time fails at last."""
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)], retries=1)
     first = arena.start(*worker(arena, "--stall-factor", "3"), STALL_LEAST="1", HPSEARCH_LEASE="600")
-    wait_for(lambda: arena.reap() or first.ended, "the worker to end itself")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the worker to end itself")
     log = first.log.read_text()
     assert first.exit_code == 1, "it may be started again"
     assert "longest pause before" in log
     assert 'orders.py", line' in log, "the stack of the hanging call"
     arena.work(1)
-    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert trial.outcomes == ["lost", "complete"]
 
 
@@ -67,11 +67,11 @@ def test_a_worker_touches_its_progress_file(arena: Arena) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     alive = arena.folder / "probe" / "alive"
     first = arena.start(*worker(arena, "--heartbeat", str(alive)))
-    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
     touched = alive.stat().st_mtime_ns
     wait_for(lambda: time.time_ns() > touched + 1_100_000_000, "the next touch to be due")
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or first.ended, "the worker to end")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the worker to end")
     assert alive.stat().st_mtime_ns > touched
 
 

@@ -30,20 +30,20 @@ def row(arena: Arena, worker: Worker) -> dict[str, Any]:
 def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=1), Order("training", "hang until mended", trial=1)])
     first = arena.start(SLURM_JOB_ID="78", SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="3")
-    wait_for(lambda: arena.obeyed(0), "the first worker to be in its second epoch")
+    wait_for(lambda: arena.has_obeyed(0), "the first worker to be in its second epoch")
     second = arena.start(KUBERNETES_SERVICE_HOST="10.0.0.1", HOSTNAME="search-4")
-    wait_for(lambda: arena.obeyed(1), "the second worker to be in its first epoch")
+    wait_for(lambda: arena.has_obeyed(1), "the second worker to be in its first epoch")
     running = row(arena, first)
     assert (running["state"], running["trial"], running["epoch"], running["left_as"]) == ("running", 0, 1, None)
     assert (running["identity"]["engine"], running["identity"]["job"]) == ("slurm", "77_3")
     assert 0 < running["lease_left"] <= 4
     assert (row(arena, second)["identity"]["engine"], row(arena, second)["epoch"]) == ("kubernetes", 0)
     second.send(signal.SIGKILL)
-    wait_for(lambda: arena.reap() or second.ended, "the second worker to die")
+    wait_for(lambda: arena.poll_workers() or second.ended, "the second worker to die")
     assert row(arena, second)["state"] == "lost"
     first.send(signal.SIGTERM)
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or first.ended, "the first worker to leave")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the first worker to leave")
     assert (row(arena, first)["state"], row(arena, first)["left_as"]) == ("left", "told to go")
     (arena.orders / "mended").touch()
     arena.work(1)
@@ -55,7 +55,7 @@ def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> 
     assert sorted(event["outcome"] for event in found["events"]) == ["complete", "complete", "lost", "released"]
     assert found["reached"] == {"1": 2, "2": 2, "4": 2}
     shown = arena.start("top", arena.name, "--once", COLUMNS="120")
-    wait_for(lambda: arena.reap() or shown.ended, "hpsearch top")
+    wait_for(lambda: arena.poll_workers() or shown.ended, "hpsearch top")
     said = shown.log.read_text()
     for part in ("2/2 trials: 2 complete", "0 active workers, 3 gone", "slurm 77_3", "lost", "left: told to go"):
         assert part in said, said

@@ -63,7 +63,7 @@ def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once
 ) -> None:
     killed = Order("train epoch", "kill", trial=2, epoch=1)
     train(arena, killed)
-    assert arena.obeyed(0)
+    assert arena.has_obeyed(0)
     assert outcomes(study, HELD) == ["complete"] * 4 + ["lost"]
     found = table(study)
     assert_chosen(study, found)

@@ -55,7 +55,7 @@ def found(study: StoredStudy) -> Refit:
 
 def test_the_winner_is_refit_promoted_and_served(arena: Arena, study: StoredStudy) -> None:
     train(arena, Order("report", "kill", trial=1, when="after"))
-    assert arena.obeyed(0)
+    assert arena.has_obeyed(0)
     assert outcomes(study, MADE) == ["complete"] * 3 + ["lost"]
     refit, finalists = found(study), read_finalists(study)
     assert finalists is not None

@@ -60,7 +60,7 @@ def test_kills_keep_an_epoch_budget_exact_also_after_an_extension(arena: Arena, 
     ]
     arena.create(N_TRIALS, orders, settings=f"--budget-epochs {budget}", retries=5)
     arena.work(1)
-    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    missed = [order for index, order in enumerate(orders) if not arena.has_obeyed(index)]
     assert not missed, f"no worker was killed at {missed}"
     trials = check(arena, undisturbed(N_TRIALS), budget)
     assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED"]

@@ -14,7 +14,13 @@ import pytest
 import sqlalchemy as sa
 
 from tests.faults.harness import Arena, Worker
-from tests.faults.invariants import assert_attempts, assert_tracked, assert_whole, read_promotions, read_trials
+from tests.faults.invariants import (
+    assert_attempts,
+    assert_equals_undisturbed,
+    assert_tracked,
+    read_promotions,
+    read_trials,
+)
 from tests.faults.orders import Order
 from tests.faults.pruning.killed import kills
 
@@ -77,20 +83,20 @@ def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:
     """One worker after the other, so that decisions are made in one order: they are those of the quiet study."""
-    quiet = arena.quiet()
+    quiet = arena.make_quiet_arena()
     quiet.create(N_TRIALS, [], settings=ASHA, objective=OBJECTIVE)
     quiet.work(1)
-    expected = assert_whole(quiet.storage_url, quiet.name, quiet.home, undisturbed(N_TRIALS), N_TRIALS)
+    expected = assert_equals_undisturbed(quiet.storage_url, quiet.name, quiet.home, undisturbed(N_TRIALS), N_TRIALS)
     orders, outcomes = kills(quiet, expected)
     arena.create(N_TRIALS, orders, settings=ASHA, retries=5, objective=OBJECTIVE)
     arena.work(1)
-    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    missed = [order for index, order in enumerate(orders) if not arena.has_obeyed(index)]
     assert not missed, f"no worker was killed at {missed}"
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
     assert [trial.outcomes for trial in trials] == outcomes
     both = [(each.storage_url, each.name) for each in (arena, quiet)]
-    for told in (ends, front, epoch_values):
-        made, wanted = (told(*each) for each in both)
+    for read in (ends, front, epoch_values):
+        made, wanted = (read(*each) for each in both)
         assert made == wanted
         assert wanted
     made, wanted = (read_promotions(*each, 2) for each in both)
@@ -109,9 +115,9 @@ def test_a_kill_of_one_of_three_workers(arena: Arena, undisturbed: Undisturbed) 
     ]
     arena.create(n_trials, orders, settings=ASHA, objective=OBJECTIVE)
     arena.work(3)
-    assert arena.obeyed(0)
-    assert arena.obeyed(1)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    assert arena.has_obeyed(0)
+    assert arena.has_obeyed(1)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert Counter(outcome for trial in trials for outcome in trial.outcomes)["lost"] in {1, 2}
     assert "lost" in trials[5].outcomes
     assert_values(arena, undisturbed(n_trials))
@@ -144,11 +150,11 @@ def test_digits_with_three_workers_one_of_which_is_killed(arena: Arena) -> None:
     known = epoch_values(arena.storage_url, arena.name)
     assert [(number, step) for number, step, _ in known] == [(t.number, step) for t in trials for step in t.values]
     assert all(len({values[1] for at, _, values in known if at == number}) == 1 for number in range(n_trials))
-    told = tagged_front(arena)
-    assert sorted(told) == front(arena.storage_url, arena.name)
+    tagged = tagged_front(arena)
+    assert sorted(tagged) == front(arena.storage_url, arena.name)
     study = optuna.load_study(study_name=arena.name, storage=arena.storage_url)
     assert study.metric_names == ["accuracy", "parameters"]
-    assert {number: [*values.values()] for number, values in told.items()} == {
+    assert {number: [*values.values()] for number, values in tagged.items()} == {
         trial.number: trial.values for trial in study.best_trials
     }
     summary = " ".join(arena.run("show", arena.name).split())

@@ -55,15 +55,15 @@ def killed(arena: Arena, when: str) -> None:
     """Let a worker come so far, and die there."""
     write(arena.orders, [Order("stop early", "kill", trial=OUTSIDE, attempt=0, when=when)])
     worker = arena.start()
-    wait_for(lambda: arena.reap() or worker.ended, "a worker to be killed")
-    assert worker.exit_code == -signal.SIGKILL, arena.tell("the worker was not killed")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "a worker to be killed")
+    assert worker.exit_code == -signal.SIGKILL, arena.describe_failure("the worker was not killed")
     write(arena.orders, [])
 
 
 def test_a_kill_before_and_after_the_write_of_early_termination(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    quiet = arena.quiet()
+    quiet = arena.make_quiet_arena()
     begin(quiet)
     quiet.work(1)
     expected = attrs_of(quiet)

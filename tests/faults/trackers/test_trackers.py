@@ -12,10 +12,10 @@ import pytest
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
-from tests.faults.invariants import assert_tracked, assert_whole
+from tests.faults.invariants import assert_equals_undisturbed, assert_tracked
 from tests.faults.orders import Order
 from tests.faults.scripted import EPOCHS
-from tests.faults.trackers.told import assert_told, event_points, wandb_rows
+from tests.faults.trackers.records import assert_sent, event_points, wandb_rows
 from tests.waiting import wait_for
 
 pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
@@ -49,11 +49,11 @@ def test_a_trial_killed_three_times_has_one_run_and_one_history_in_each_tracker(
     arena.create(1, orders, retries=3, settings=settings(events))
     arena.work(1, PACE="0.5")
     arena.run("sync", arena.name)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert trials[0].outcomes[-1] == "complete"
-    assert [arena.obeyed(index) for index in range(3)] == [True] * 3
+    assert [arena.has_obeyed(index) for index in range(3)] == [True] * 3
     assert_tracked(arena.tracking_uri, arena.name, trials)
-    assert_told(trials, events, arena.home)
+    assert_sent(trials, events, arena.home)
     assert not list((arena.home / "outbox").glob("*/*")), "all of it has arrived everywhere"
 
 
@@ -64,20 +64,20 @@ def test_an_outage_of_mlflow_does_not_affect_other_trackers(
         arena.tracking_uri, direct = uri, arena.tracking_uri
         arena.create(3, [], settings=settings(events))
         worker = arena.start()
-        wait_for(lambda: arena.reap() or arena.events("reported"), "an epoch")
+        wait_for(lambda: arena.poll_workers() or arena.events("reported"), "an epoch")
         line.cut()
-        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
         assert worker.exit_code == 0, worker.log.read_text()
-        told = worker.log.read_text()
-        assert "not fully sent to MLflow" in told
+        output = worker.log.read_text()
+        assert "not fully sent to MLflow" in output
         for number in range(3):
             assert len(event_points(events, number)) == EPOCHS, "while MLflow is away"
             assert len(wandb_rows(arena.home, number)) == EPOCHS
         line.mend()
         assert "nothing is left" in arena.run("sync", arena.name)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
     assert_tracked(direct, arena.name, trials)
-    assert_told(trials, events, arena.home)
+    assert_sent(trials, events, arena.home)
 
 
 @pytest.mark.soak  # as above, by a server that is killed
@@ -109,9 +109,9 @@ def test_all_trackers_are_complete_after_mlflow_is_killed_for_half_of_a_search(
     arena.work(2, meanwhile=meanwhile, PACE="0.3")
     assert phase == "back"
     arena.run("sync", arena.name)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(8), 8)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(8), 8)
     assert_tracked(own_stack.tracking_uri, arena.name, trials)
-    assert_told(trials, events, arena.home)
+    assert_sent(trials, events, arena.home)
 
 
 def test_records_for_unreachable_weights_and_biases_are_sent_later(
@@ -121,17 +121,17 @@ def test_records_for_unreachable_weights_and_biases_are_sent_later(
     arena.create(1, [], settings=settings(events))
     arena.settings |= {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     worker = arena.start()
-    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
     assert worker.exit_code == 0, worker.log.read_text()
-    told = worker.log.read_text()
-    assert "Weights & Biases unavailable (http://127.0.0.1:9: no answer" in told
-    assert "1 trial not fully sent to Weights & Biases" in told
+    output = worker.log.read_text()
+    assert "Weights & Biases unavailable (http://127.0.0.1:9: no answer" in output
+    assert "1 trial not fully sent to Weights & Biases" in output
     assert len(event_points(events, 0)) == EPOCHS
     arena.settings["WANDB_MODE"] = "offline"
     assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert_tracked(arena.tracking_uri, arena.name, trials)
-    assert_told(trials, events, arena.home)
+    assert_sent(trials, events, arena.home)
 
 
 def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena, events: Path) -> None:

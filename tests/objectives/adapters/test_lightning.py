@@ -130,7 +130,7 @@ def test_a_loop_that_lightning_ends_early_is_complete():
 
 def test_lightning_does_not_handle_sigterm(monkeypatch):
     """Lightning would leave the epoch in its middle."""
-    heard = []
+    received = []
 
     def validation_step(self, batch, _):
         if self.current_epoch == 1:
@@ -138,12 +138,12 @@ def test_lightning_does_not_handle_sigterm(monkeypatch):
         self.log("val_accuracy", 0.5)
 
     monkeypatch.setattr(Net, "validation_step", validation_step)
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
     try:
         result = trained(made(), Memory())
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (heard, len(result.history)) == ([1], 5)
+    assert (received, len(result.history)) == ([1], 5)
 
 
 @pytest.mark.parametrize(

@@ -56,18 +56,16 @@ class Gan(LoopObjective):
 
     def step(self, drawing, judging, first, second):
         angle = torch.rand(32) * 2 * math.pi
-        real, select_plotted_metrics = torch.stack([angle.cos(), angle.sin()], dim=1), drawing(torch.randn(32, 2))
+        real, fake = torch.stack([angle.cos(), angle.sin()], dim=1), drawing(torch.randn(32, 2))
         entropy = nn.functional.binary_cross_entropy_with_logits
         second.zero_grad()
-        told = entropy(judging(real), torch.ones(32, 1)) + entropy(
-            judging(select_plotted_metrics.detach()), torch.zeros(32, 1)
-        )
-        told.backward()
+        loss = entropy(judging(real), torch.ones(32, 1)) + entropy(judging(fake.detach()), torch.zeros(32, 1))
+        loss.backward()
         second.step()
         first.zero_grad()
-        entropy(judging(select_plotted_metrics), torch.ones(32, 1)).backward()
+        entropy(judging(fake), torch.ones(32, 1)).backward()
         first.step()
-        return told.item() + np.random.rand()
+        return loss.item() + np.random.rand()
 
     def before(self, trial, epoch):
         pass
@@ -229,9 +227,9 @@ def _reporting(*reports, outside=False):
     ],
 )
 def test_mistakes_have_clear_errors(objective, message):
-    with pytest.raises((ObjectiveError, NonFiniteError), match=message) as told:
+    with pytest.raises((ObjectiveError, NonFiniteError), match=message) as error:
         _fit(objective())
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_best_model_is_tested_and_exported(tmp_path):

@@ -89,16 +89,16 @@ def test_the_verdict_on_a_report_ends_all_ranks():
 
 def _told_to_go(ranks):
     ranks.should_stop = lambda: ranks.rank == 1
-    heard = []
-    ranks.on_stop_request = lambda: heard.append(ranks.rank)
+    notified = []
+    ranks.on_stop_request = lambda: notified.append(ranks.rank)
     fit(Drawn(), {"lr": 0.1}, RunPlan(EPOCHS, 7, 7), device="cpu")
-    return heard
+    return notified
 
 
 @pytest.mark.slow
 def test_rank_0_stops_at_a_report_if_another_rank_got_a_signal():
-    heard, others = on_ranks(2, _told_to_go)
-    assert (set(heard), others) == ({0}, [])
+    notified, others = on_ranks(2, _told_to_go)
+    assert (set(notified), others) == ({0}, [])
 
 
 def only_rank_0(_, trial):
@@ -165,25 +165,27 @@ MISTAKES = {
 
 def _mistaken(ranks, folder):
     """Return the message of each mistake, made one after the other in the same processes, then run a trial in them."""
-    told = {}
+    messages = {}
     for run in MISTAKES:
         try:
             trained(ranks, parts(run=run), folder / run.__name__)
         except (ObjectiveError, RankError) as error:
-            told[run.__name__] = f"{type(error).__name__}: {error}"
-    return told, trained(ranks, Drawn(), folder / "after")[0]
+            messages[run.__name__] = f"{type(error).__name__}: {error}"
+    return messages, trained(ranks, Drawn(), folder / "after")[0]
 
 
 @pytest.mark.slow
 def test_mistakes_end_all_ranks_with_clear_errors(tmp_path):
-    for told, after in on_ranks(2, _mistaken, tmp_path):
-        assert told.keys() == {run.__name__ for run in MISTAKES}
+    for messages, after in on_ranks(2, _mistaken, tmp_path):
+        assert messages.keys() == {run.__name__ for run in MISTAKES}
         assert [
-            name for name, message in told.items() if not message.startswith(("ObjectiveError", "MetricError"))
+            name for name, message in messages.items() if not message.startswith(("ObjectiveError", "MetricError"))
         ] == []
-        wrong = [name for name, message in zip(told, MISTAKES.values(), strict=True) if message not in told[name]]
-        assert wrong == [], told
-        assert "\n" not in "".join(told.values())
+        wrong = [
+            name for name, message in zip(messages, MISTAKES.values(), strict=True) if message not in messages[name]
+        ]
+        assert wrong == [], messages
+        assert "\n" not in "".join(messages.values())
         assert after == "completed"
 
 

@@ -282,7 +282,7 @@ def _dictionary(_self, seed):
 )
 def test_mistakes_are_reported_before_training(objective_with, replaced, message):
     session = Memory()
-    with pytest.raises(ObjectiveError, match=message) as told:
+    with pytest.raises(ObjectiveError, match=message) as error:
         fit(objective_with(**replaced), session=session)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert not session.saved

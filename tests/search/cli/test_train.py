@@ -76,9 +76,9 @@ def test_ctrl_c_prints_how_to_resume(zygote: Zygote, tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    epochs, told = said.splitlines()[:-1], said.splitlines()[-1]
+    epochs, last_line = said.splitlines()[:-1], said.splitlines()[-1]
     assert all(line.startswith("epoch ") for line in epochs), said
-    assert told == f"hpsearch: stopped; go on with --run-dir {run_dir}"
+    assert last_line == f"hpsearch: stopped; go on with --run-dir {run_dir}"
     assert (run_dir / "last.pt").exists()
 
 

@@ -35,10 +35,10 @@ def look(capsys: pytest.CaptureFixture[str]) -> Look:
         code = run_command(["doctor", "--json", *arguments])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
-        told = json.loads(captured.out)
-        assert told["ok"] == (code == 0) == all(check["status"] != "failed" for check in told["checks"])
-        checks = {check["check"]: check for check in told["checks"]}
-        assert len(checks) == len(told["checks"])
+        report = json.loads(captured.out)
+        assert report["ok"] == (code == 0) == all(check["status"] != "failed" for check in report["checks"])
+        checks = {check["check"]: check for check in report["checks"]}
+        assert len(checks) == len(report["checks"])
         return code, checks
 
     return run

@@ -55,8 +55,8 @@ def confirm(study: StoredStudy, fresh: Fresh = FRESH, *, trials: int | None = No
     chosen, _ = create_or_join(study, top=None, seeds=2)
     of = chosen.spec.finalists_of
     assert of is not None
-    told = {"error": 0.01, "divided": True, "sizes": [60, 20, 20], "epochs": [1, 2]}
-    train(chosen, lambda trial, seed: fresh[trial][of.seeds.index(seed)], trials=trials, fresh=told)
+    info = {"error": 0.01, "divided": True, "sizes": [60, 20, 20], "epochs": [1, 2]}
+    train(chosen, lambda trial, seed: fresh[trial][of.seeds.index(seed)], trials=trials, fresh=info)
     return table(study)
 
 

@@ -24,9 +24,9 @@ def test_workers_with_several_devices_have_different_gpus() -> None:
 def test_machines_connect_to_the_given_address(tmp_path: Path) -> None:
     alone = find_rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
     assert (alone.endpoint, alone.file) == (str(tmp_path / "launcher"), tmp_path / "ranks")
-    told = find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
-    assert (told.endpoint, told.local_addr, told.file) == ("a:1", None, None)
-    assert told == find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path / "another")
+    rendezvous = find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
+    assert (rendezvous.endpoint, rendezvous.local_addr, rendezvous.file) == ("a:1", None, None)
+    assert rendezvous == find_rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path / "another")
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_machines_connect_to_the_given_address(tmp_path: Path) -> None:
 def test_machines_without_an_address_are_an_error(
     environment: dict[str, str], words: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(SearchError) as told:
+    with pytest.raises(SearchError) as error:
         find_rendezvous(2, environment, tmp_path)
-    assert all(word in str(told.value) for word in words), told.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +62,6 @@ def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_fleet_passes_devices_to_its_workers() -> None:
-    told = WorkerOptions(devices=2, collective_timeout=5.0, nodes=1).environment()
-    assert (told["HPSEARCH_DEVICES"], told["HPSEARCH_COLLECTIVE_TIMEOUT"]) == ("2", "5.0")
+    environment = WorkerOptions(devices=2, collective_timeout=5.0, nodes=1).environment()
+    assert (environment["HPSEARCH_DEVICES"], environment["HPSEARCH_COLLECTIVE_TIMEOUT"]) == ("2", "5.0")
     assert "HPSEARCH_DEVICES" not in WorkerOptions().environment()

@@ -164,10 +164,10 @@ def test_a_constant_metric_does_not_affect_the_suggestion():
 
 def test_a_constraint_that_one_trial_violates_gives_a_finite_feasibility():
     search = Search(trials=40, broken_above=0.999)
-    told = [trial({0: (0.1, 5.0)}, params={"x": 0.5 + number / 3000}) for number in range(1500)]
+    trials = [trial({0: (0.1, 5.0)}, params={"x": 0.5 + number / 3000}) for number in range(1500)]
     sampler = MultiObjectiveSuggester(EPOCHS, np.random.default_rng(0))
     broken = np.array([1.0, *[-1.0] * 1499])
-    found = [sampler._feasibility(search.study, told, {"x": X}, broken) for _ in range(3)]
+    found = [sampler._feasibility(search.study, trials, {"x": X}, broken) for _ in range(3)]
     assert all(each is None or np.isfinite(each[1]) for each in found)
 
 
@@ -184,13 +184,13 @@ def trial(values: dict[int, tuple[float, float]], /, **shape: object) -> FrozenT
 
 
 def test_a_metric_that_is_constant_during_training_is_known_after_one_epoch():
-    told = [trial({0: (0.1, 5.0)}), trial({0: (0.1, 9.0), 1: (0.5, 9.2), 2: (0.4, 9.1)}), trial({})]
-    assert build_secondary_curves(told, MAXIMIZE, EPOCHS) == [[{EPOCHS: 5.0}, {EPOCHS: 9.1}, {}]]
+    trials = [trial({0: (0.1, 5.0)}), trial({0: (0.1, 9.0), 1: (0.5, 9.2), 2: (0.4, 9.1)}), trial({})]
+    assert build_secondary_curves(trials, MAXIMIZE, EPOCHS) == [[{EPOCHS: 5.0}, {EPOCHS: 9.1}, {}]]
 
 
 def test_a_changing_metric_has_the_value_of_the_best_epoch_so_far():
-    told = [trial({0: (0.1, 5.0), 1: (0.5, 1.0), 2: (0.4, 7.0)}), trial({0: (math.nan, 6.0), 1: (0.2, 2.0)})]
-    assert build_secondary_curves(told, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
+    trials = [trial({0: (0.1, 5.0), 1: (0.5, 1.0), 2: (0.4, 7.0)}), trial({0: (math.nan, 6.0), 1: (0.2, 2.0)})]
+    assert build_secondary_curves(trials, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
 
 
 def test_the_rank_of_a_pruned_trial_is_not_a_constraint_violation():

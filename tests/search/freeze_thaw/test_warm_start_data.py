@@ -22,7 +22,7 @@ from tests.search.freeze_thaw.support import EPOCHS, curve, pruned, study_of, su
 SPACE = {"x": X}
 
 
-def told(*studies: list, space: dict = SPACE, epochs: int = EPOCHS) -> WarmStartData:
+def make_data(*studies: list, space: dict = SPACE, epochs: int = EPOCHS) -> WarmStartData:
     """What studies of such trials tell, written and read as it is kept."""
     named = {f"s{place}": trials for place, trials in enumerate(studies, 1)}
     drawn = [{"x": x} for x in np.linspace(0, 1, 5)]
@@ -39,7 +39,7 @@ def warm(xs: list[float], *, flipped: bool = False) -> optuna.Study:
         trials = [
             pruned({"x": x}, {"x": X}, {e: -loss for e, loss in curve(x).items() if e in {0, EPOCHS - 1}}) for x in xs
         ]
-    study._storage.set_study_system_attr(study._study_id, WARM_START_KEY, told(trials).to_json())
+    study._storage.set_study_system_attr(study._study_id, WARM_START_KEY, make_data(trials).to_json())
     return study
 
 
@@ -76,16 +76,16 @@ def test_an_earlier_trial_counts_for_parameters_in_the_new_space():
         pruned({"kind": False}, {"kind": CategoricalDistribution([True, False])}, {0: 2.0}),
         pruned({"more": 2.0}, {"more": FloatDistribution(0, 9)}, {0: 2.0}),
     ]
-    found = told(trials, space=narrow, epochs=3)
+    found = make_data(trials, space=narrow, epochs=3)
     assert [t.params for t in found.trials] == [{"x": 0.5}, {"kind": True}]
     assert [s for s, _ in found.trials[0].points] == [0.0, 1.0], "epochs beyond the new study's length are left out"
     with pytest.raises(ValueError, match="s1: no trial is in this search space"):
-        told(trials[:1], space=narrow)
+        make_data(trials[:1], space=narrow)
 
 
 def test_too_many_points_are_reduced_to_the_best_and_own_ones_come_first():
     trials = [pruned({"x": i / 500}, {"x": X}, curve(i / 500, 2 if i % 5 else EPOCHS)) for i in range(500)]
-    found = told(trials, trials)
+    found = make_data(trials, trials)
     assert len(found.trials) == MAX_SOURCE_TRIALS
     assert {t.study for t in found.trials} == {1, 2}
     long = [t for t in found.trials[: MAX_SOURCE_TRIALS // 4] if len(t.points) == 2 and t.points[-1][0] == 1.0]

@@ -74,7 +74,7 @@ class Driver:
         self.process.wait()
 
 
-@pytest.mark.parametrize("how", ["killed", "told"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_killed_workers_restart_and_stopped_workers_save(site: Site, tmp_path: Path, how: str) -> None:
     driver = Driver(site, how, 8, tmp_path / "log")
     try:

@@ -28,9 +28,9 @@ def submit(cluster: Cluster, site: Site, name: str, trials: int, *, step: str) -
     site.create(name, trials)
     script = site("fleet", "print", "slurm", name, "--workers", "3", "--cpus-per-worker", "1", "--memory", "1G",
                   "--time", "1:00:00", "--grace", "30")  # fmt: skip
-    told = cluster.run("sbatch", "--parsable", input=script, STEP_SECONDS=step, **site.environment)
+    job_id = cluster.run("sbatch", "--parsable", input=script, STEP_SECONDS=step, **site.environment)
     cluster.wait(lambda: "RUNNING" in site.states(name), "a trial to be run")
-    return told
+    return job_id
 
 
 def test_a_preemption_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site) -> None:

@@ -43,7 +43,7 @@ class Tracked:
     def promotions(self) -> list[Promotion]:
         return read_promotions(self.storage.engine, self.stored.study_id)
 
-    def told(self) -> list[tuple[int, str, int, str, str, bool]]:
+    def promotion_rows(self) -> list[tuple[int, str, int, str, str, bool]]:
         """Return for each promotion: trial, model, version, alias, author, whether it is current."""
         return [
             (p.trial_number, p.model_name, p.version, p.alias, p.promoted_by, p.ended_at is None)

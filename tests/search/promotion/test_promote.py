@@ -53,17 +53,17 @@ def test_the_best_trial_is_promoted_with_its_metadata(tracked: Tracked, capsys: 
     assert (tags["confirmed"], tags["unconfirmed"]) == ("false", "no finalists were trained")
     for words in ("trial 1", tracked.name, "**Unconfirmed**: no finalists were trained", "0.9", "git 123"):
         assert words in version.description
-    ((trial, model, number, alias, by, holds),) = tracked.told()
+    ((trial, model, number, alias, by, holds),) = tracked.promotion_rows()
     assert (trial, model, number, alias, holds) == (1, tracked.name, 1, "champion", True)
     assert re.fullmatch(WHO, by)
     print_trial(PlainConsole(), tracked.stored, 1)
-    told = capsys.readouterr().out
-    assert f" promoted  trial 1 is {tracked.name}@champion (version 1), by {by} on " in told
+    output = capsys.readouterr().out
+    assert f" promoted  trial 1 is {tracked.name}@champion (version 1), by {by} on " in output
 
 
 def test_promoting_again_changes_nothing(tracked: Tracked) -> None:
     assert promote(tracked.stored, tracked.tracking) == promote(tracked.stored, tracked.tracking)
-    assert len(tracked.told()) == 1
+    assert len(tracked.promotion_rows()) == 1
     assert [v.version for v in tracked.client.search_model_versions(f"name = '{tracked.name}'")] == ["1"]
 
 
@@ -73,7 +73,7 @@ def test_the_previous_model_can_be_promoted_again(tracked: Tracked) -> None:
     assert (done.version, done.replaced) == (2, 1)
     assert tracked.version("champion").run_id == tracked.run_of(2)
     assert tracked.version("previous").run_id == tracked.run_of(1)
-    assert [(trial, holds) for trial, *_, holds in tracked.told()] == [(1, False), (2, True)]
+    assert [(trial, holds) for trial, *_, holds in tracked.promotion_rows()] == [(1, False), (2, True)]
     promote(tracked.stored, tracked.tracking, trial=0, alias="staging")
     promote(tracked.stored, tracked.tracking, trial=1, alias="staging")
     assert tracked.version("previous-staging").run_id == tracked.run_of(0)
@@ -87,7 +87,7 @@ def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Trac
         ):
             promote(tracked.stored, tracked.tracking, **setting)
     assert tracked.client.search_registered_models(f"name = '{tracked.name}'") == []
-    assert tracked.told() == []
+    assert tracked.promotion_rows() == []
 
 
 def test_promoting_a_trial_that_is_not_complete_is_an_error(tracked: Tracked) -> None:
@@ -143,9 +143,9 @@ def test_an_unreachable_server_is_an_error_of_one_line(tracked: Tracked, monkeyp
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     elsewhere = type(tracked.client)("http://127.0.0.1:9")
     monkeypatch.setattr(tracked.tracking, "client", elsewhere)
-    with pytest.raises(StorageError, match=r"^MLflow did not look up run .*") as told:
+    with pytest.raises(StorageError, match=r"^MLflow did not look up run .*") as error:
         promote(tracked.stored, tracked.tracking)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 # What happens in the UI
@@ -170,7 +170,7 @@ def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> No
     tracked.client.set_registered_model_alias(tracked.name, "champion", version)
     sync_promotions(tracked.storage, tracked.tracking)
     sync_promotions(tracked.storage, tracked.tracking)
-    assert tracked.told() == [(2, tracked.name, 1, "champion", "MLflow UI", True)]
+    assert tracked.promotion_rows() == [(2, tracked.name, 1, "champion", "MLflow UI", True)]
     found = tracked.version("champion")
     assert found.tags["hpsearch.trial"] == "2"
     assert found.tags["hpsearch.confirmed"] == "false"
@@ -188,34 +188,34 @@ def test_moving_or_deleting_the_alias_ends_the_promotion(tracked: Tracked) -> No
     promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
     sync_promotions(tracked.storage, tracked.tracking)
-    assert [(trial, by, holds) for trial, _, _, _, by, holds in tracked.told()] == [
-        (1, tracked.told()[0][4], False),
+    assert [(trial, by, holds) for trial, _, _, _, by, holds in tracked.promotion_rows()] == [
+        (1, tracked.promotion_rows()[0][4], False),
         (0, "MLflow UI", True),
     ]
     with pytest.raises(Exception, match=r"previous"):
         tracked.version("previous")  # the UI's user moved one alias, and no other moves by that
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
     sync_promotions(tracked.storage, tracked.tracking)
-    assert tracked.told()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "the tag is of the first promotion"
+    assert tracked.promotion_rows()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "as tagged first"
     tracked.client.delete_registered_model_alias(tracked.name, "champion")
     sync_promotions(tracked.storage, tracked.tracking)
-    assert [holds for *_, holds in tracked.told()] == [False, False, False]
+    assert [holds for *_, holds in tracked.promotion_rows()] == [False, False, False]
 
 
 def test_deleting_the_version_ends_the_promotion(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
     sync_promotions(tracked.storage, tracked.tracking)
-    assert [holds for *_, holds in tracked.told()] == [False]
+    assert [holds for *_, holds in tracked.promotion_rows()] == [False]
 
 
 def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
-    by = tracked.told()[0][4]
+    by = tracked.promotion_rows()[0][4]
     with tracked.storage.engine.begin() as connection:  # the alias is set, but the promotion is not in the database
         connection.exec_driver_sql("DELETE FROM hpsearch_promotions")
     sync_promotions(tracked.storage, tracked.tracking)
-    assert tracked.told() == [(1, tracked.name, 1, "champion", by, True)]
+    assert tracked.promotion_rows() == [(1, tracked.name, 1, "champion", by, True)]
 
 
 def test_models_of_other_projects_are_not_changed(tracked: Tracked) -> None:
@@ -225,7 +225,7 @@ def test_models_of_other_projects_are_not_changed(tracked: Tracked) -> None:
     tracked.client.create_model_version(tracked.name, source, run_id=run)
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
     sync_promotions(tracked.storage, tracked.tracking)
-    assert tracked.told() == []
+    assert tracked.promotion_rows() == []
     assert tracked.version("champion").tags == {}
 
 
@@ -237,7 +237,7 @@ def test_a_promotion_on_another_server_stays_current(tracked: Tracked) -> None:
             "UPDATE hpsearch_promotions SET evidence = jsonb_set(evidence, '{run_id}', '\"0123\"')"
         )
     sync_promotions(tracked.storage, tracked.tracking)
-    assert [holds for *_, holds in tracked.told()] == [True]
+    assert [holds for *_, holds in tracked.promotion_rows()] == [True]
 
 
 def test_the_background_sync_detects_promotions_and_survives_outages(tracked: Tracked) -> None:
@@ -252,9 +252,9 @@ def test_the_background_sync_detects_promotions_and_survives_outages(tracked: Tr
     version = register(tracked, 0)
     tracked.client.set_registered_model_alias(tracked.name, "champion", version)
     with RegistryWatcher(tracked.storage, server, every=0.01) as watch:
-        while not tracked.told():
+        while not tracked.promotion_rows():
             watch._end.wait(0.02)
-    assert tracked.told() == [(0, tracked.name, 1, "champion", "MLflow UI", True)]
+    assert tracked.promotion_rows() == [(0, tracked.name, 1, "champion", "MLflow UI", True)]
     assert not watch._thread.is_alive()
 
 
@@ -264,9 +264,9 @@ def test_two_concurrent_syncs_record_a_promotion_once(tracked: Tracked) -> None:
         RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01) as one,
         RegistryWatcher(tracked.storage, lambda: tracked.tracking, every=0.01),
     ):
-        while not tracked.told():
+        while not tracked.promotion_rows():
             one._end.wait(0.02)
-    assert len(tracked.told()) == 1
+    assert len(tracked.promotion_rows()) == 1
 
 
 def test_later_finalists_and_test_scores_update_a_promotion(tracked: Tracked) -> None:
@@ -326,7 +326,7 @@ def test_recreating_a_registered_model_ends_its_earlier_promotion(tracked: Track
     promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.delete_registered_model(tracked.name)
     promote(tracked.stored, tracked.tracking, trial=0)
-    assert [(trial, version, holds) for trial, _, version, _, _, holds in tracked.told()] == [
+    assert [(trial, version, holds) for trial, _, version, _, _, holds in tracked.promotion_rows()] == [
         (1, 1, False),
         (0, 1, True),
     ]

@@ -73,7 +73,7 @@ def test_a_trial_of_the_pareto_front_must_be_named(several: Tracked) -> None:
         f"study {several.name!r} has 2 trials that no other dominates (1, 0): choose one with --trial, or by what you "
         "prefer, such as --prefer latency_ms"
     )
-    assert several.told() == []
+    assert several.promotion_rows() == []
     done = promote(several.stored, several.tracking, trial=0)
     assert (done.trial, done.version, done.unconfirmed) == (0, 1, "no finalists were trained")
     tags = several.version("champion").tags
@@ -91,7 +91,7 @@ def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None
     assert str(error.value) == (
         f"--trial 2: it is out of bounds ({OUT}): promote another, or this one all the same with --infeasible"
     )
-    assert several.told() == []
+    assert several.promotion_rows() == []
     assert promote(several.stored, several.tracking, trial=2, infeasible=True).trial == 2
 
 

@@ -57,8 +57,8 @@ def test_trials_are_sorted_by_pareto_fronts_and_infeasible_ones_are_last(study: 
 
 
 def test_violated_constraints_are_shown_also_for_trials_pruned_while_waiting(study: StoredStudy) -> None:
-    told = [list_violations(study.spec, each) for each in study.trials()]
-    assert told == [[], [], [], ["model_mb 12, not <= 10"], ["latency_ms 6, not <= 5"]]
+    violations = [list_violations(study.spec, each) for each in study.trials()]
+    assert violations == [[], [], [], ["model_mb 12, not <= 10"], ["latency_ms 6, not <= 5"]]
 
 
 def test_the_hypervolume_history_ends_at_that_of_the_pareto_front(study: StoredStudy) -> None:

@@ -52,15 +52,15 @@ def test_top_prints_the_pareto_front_also_as_json(study: StoredStudy) -> None:
     standing = read_status(study)
     shown = " ".join(" ".join(lines_of(lambda console: console.print(render_status(standing, None)))).split())
     assert "best accuracy 0.9 (trial 0), 2 on the front" in shown
-    told = json.loads(standing.to_json())
-    assert told["directions"] == {"accuracy": "maximize", "latency_ms": "minimize"}
-    assert told["front"][1] == {"trial": 1, "values": {"accuracy": 0.7, "latency_ms": 1.0}}
+    data = json.loads(standing.to_json())
+    assert data["directions"] == {"accuracy": "maximize", "latency_ms": "minimize"}
+    assert data["front"][1] == {"trial": 1, "values": {"accuracy": 0.7, "latency_ms": 1.0}}
 
 
 def test_the_json_of_a_single_objective_study_is_unchanged(database_url: str) -> None:
     storage = open_storage(database_url, application_name="test")
-    told = json.loads(read_status(study_of(storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"})).to_json())
-    assert not {"directions", "front"} & set(told)
+    data = json.loads(read_status(study_of(storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"})).to_json())
+    assert not {"directions", "front"} & set(data)
 
 
 def test_no_forecast_for_several_metrics(study: StoredStudy) -> None:

@@ -16,7 +16,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 LR = optuna.distributions.FloatDistribution(1e-4, 1.0, log=True)
 
 
-def told(storage: PostgresStorage, name: str, state: TrialState) -> optuna.Study:
+def study_with(storage: PostgresStorage, name: str, state: TrialState) -> optuna.Study:
     """A study of twelve trials that reported an epoch each, and one that is only enqueued."""
     study = optuna.create_study(storage=storage, study_name=name)
     for number in range(12):
@@ -45,13 +45,13 @@ def storage(database_url: str) -> PostgresStorage:
 
 
 def test_paused_trials_count_as_pruned(storage: PostgresStorage) -> None:
-    expected = suggested(told(storage, "pruned", TrialState.PRUNED))
-    assert suggested(as_sampled(told(storage, "waits", TrialState.WAITING))) == expected
-    assert suggested(told(storage, "unseen", TrialState.WAITING)) != expected
+    expected = suggested(study_with(storage, "pruned", TrialState.PRUNED))
+    assert suggested(as_sampled(study_with(storage, "waits", TrialState.WAITING))) == expected
+    assert suggested(study_with(storage, "unseen", TrialState.WAITING)) != expected
 
 
 def test_the_stored_trials_are_not_changed(storage: PostgresStorage) -> None:
-    study = as_sampled(told(storage, "waits", TrialState.WAITING))
+    study = as_sampled(study_with(storage, "waits", TrialState.WAITING))
     shown = study.get_trials(deepcopy=False, states=(TrialState.PRUNED, TrialState.COMPLETE))
     assert [(t.number, t.state) for t in shown] == [(number, TrialState.PRUNED) for number in range(12)]
     assert {t.state for t in storage.get_all_trials(study._study_id)} == {TrialState.WAITING}
@@ -74,7 +74,7 @@ def suggested_to_a_worker(url: str, name: str) -> float:
 
 def test_two_processes_suggest_the_same(storage: PostgresStorage, database_url: str) -> None:
     for name in ("a", "b"):
-        told(storage, name, TrialState.WAITING)
+        study_with(storage, name, TrialState.WAITING)
     command = [sys.executable, "-c", PROGRAM, database_url, "b"]
     other = subprocess.run(command, capture_output=True, text=True, check=True)
     assert other.stdout == f"{suggested_to_a_worker(database_url, 'a')}\n"

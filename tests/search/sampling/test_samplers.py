@@ -104,9 +104,9 @@ def test_all_processes_suggest_the_same(database_url: str) -> None:
         assert before[0] == before[1]
     command = [sys.executable, "-c", PROGRAM, database_url]
     other = subprocess.run(command, capture_output=True, check=True)
-    told = two_of_each(database_url, "a")
-    assert json.loads(other.stdout) == told
-    assert [distinct(found) for found in told] == [2] * len(KEYS)
+    expected = two_of_each(database_url, "a")
+    assert json.loads(other.stdout) == expected
+    assert [distinct(found) for found in expected] == [2] * len(KEYS)
 
 
 @pytest.mark.parametrize("key", ["cmaes", "nsga2", "nsga3"])

@@ -18,7 +18,7 @@ from tests.factories import BASE
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"tensorboard": ""}, "--tensorboard '': give a folder that this machine sees (it is empty)"),
         (
@@ -32,10 +32,10 @@ from tests.factories import BASE
         ({"wandb": "a b"}, "--wandb 'a b': give a project of Weights & Biases, or entity/project, such as me/wine"),
     ],
 )
-def test_mistakes_are_errors_of_one_line(change: dict[str, Any], told: str) -> None:
+def test_mistakes_are_errors_of_one_line(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SearchError) as error:
         parse_spec({**BASE, **change})
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 
 

@@ -64,8 +64,8 @@ def test_warm_start_data_are_copied_into_the_new_study(storage, objective):
     filled(storage, first, 1, state=TrialState.RUNNING)
     second = made(storage, objective, "second", warm_start="first")
     assert second.spec.warm_start == ["first"]
-    told = kept(second)
-    assert [number for _, number, *_ in told["trials"]].count(12) == 1, (
+    data = kept(second)
+    assert [number for _, number, *_ in data["trials"]].count(12) == 1, (
         "a running trial counts with its reported values"
     )
 
@@ -83,7 +83,7 @@ def test_warm_start_data_are_copied_into_the_new_study(storage, objective):
     storage.delete_study(first.study_id)
     again = made(storage, objective, "second")
     assert again.spec == made(storage, objective, "second", warm_start=["first"]).spec
-    assert kept(again) == told
+    assert kept(again) == data
     with pytest.raises(SearchError, match="warm_start: \\['first'\\] -> \\['other'\\]"):
         made(storage, objective, "second", warm_start=["other"])
     filled(storage, made(storage, objective, "cold"))

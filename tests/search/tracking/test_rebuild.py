@@ -68,16 +68,16 @@ def test_a_trial_that_arrives_during_the_check_is_not_missing(
     tracked: Tracked, study: StoredStudy, tmp_path: Path
 ) -> None:
     """Between the look at what is on its way and that at the checkpoints."""
-    told: list[str] = []
+    messages: list[str] = []
 
     def tell(what: str) -> None:
-        if not told:
+        if not messages:
             deliver(tracked, tmp_path, 0)
-        told.append(what)
+        messages.append(what)
 
     problems = send(tracked, study, tmp_path, tell)
     assert [problem.partition(":")[0] for problem in problems] == ["trial 2"]
-    assert len(told) == 2, "both were on their way at first"
+    assert len(messages) == 2, "both were on their way at first"
 
 
 def test_a_trial_that_arrived_after_the_check_is_not_changed(
@@ -85,7 +85,7 @@ def test_a_trial_that_arrived_after_the_check_is_not_changed(
 ) -> None:
     assert study.trials()[0].user_attrs[TRACKING] == PENDING
     deliver(tracked, tmp_path, 0)
-    told: list[str] = []
-    problems = send(tracked, study, tmp_path, told.append)
+    messages: list[str] = []
+    problems = send(tracked, study, tmp_path, messages.append)
     assert [problem.partition(":")[0] for problem in problems] == ["trial 2"]
-    assert len(told) == 1
+    assert len(messages) == 1

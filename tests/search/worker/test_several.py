@@ -133,8 +133,8 @@ def test_outcomes_of_multi_objective_trials(ran: Ran, stack: StackInfo, database
     progress = read_progress(stored.engine, stored.study_id, "maximize")
     assert (progress.best_number, progress.best_value, progress.complete) == (1, pytest.approx(0.95), 5)
     parent = Tracking(stack.tracking_uri).client.get_run(stored.attrs[RUN_ID]).data
-    told = json.loads(parent.tags["hpsearch.front"])
-    assert {int(number): list(values.values()) for number, values in told.items()} == {
+    front = json.loads(parent.tags["hpsearch.front"])
+    assert {int(number): list(values.values()) for number, values in front.items()} == {
         trial.number: trial.values for trial in (better, small)
     }
     assert parent.tags["hpsearch.out_of_bounds"] == "2"

@@ -158,9 +158,9 @@ def test_a_file_that_is_no_backup_is_an_error(tmp_path: Path, content: bytes | N
         path.write_bytes(content)
     with pytest.raises(
         StorageError, match="does not exist" if content is None else "is not a backup of hpsearch"
-    ) as told:
+    ) as error:
         unpack(path, tmp_path / "out")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_tar_file_of_other_content_is_an_error(tmp_path: Path) -> None:

@@ -126,8 +126,8 @@ def test_infeasible_trials_are_neither_best_nor_on_the_pareto_front(database_url
             study.add_trial(optuna.trial.create_trial(values=list(each), system_attrs=over))
         environ: dict[str, Any] = {"PATH_INFO": f"/api/studies/{study._study_id}"}
         setup_testing_defaults(environ)
-        told: dict[str, Any] = json.loads(b"".join(dashboard._make_app(database_url, None)(environ, lambda *_: None)))
-        return told
+        body: dict[str, Any] = json.loads(b"".join(dashboard._make_app(database_url, None)(environ, lambda *_: None)))
+        return body
 
     two = made("two", (3.0, 3.0), (2.0, 1.0), (1.0, 2.0), (1.0, 1.0))
     assert [trial["number"] for trial in two["best_trials"]] == [1, 2]

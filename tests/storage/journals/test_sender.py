@@ -43,7 +43,7 @@ class Listener(Consumer):
     def __init__(self, name: str) -> None:
         super().__init__(NoEnds())
         self.name = self.title = name
-        self.heard: list[Record] = []
+        self.records: list[Record] = []
         self.error: Exception | None = None
         self.asked = 0
         self.hangs = threading.Event()
@@ -57,7 +57,7 @@ class Listener(Consumer):
         return super().consume(cursor)
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
-        self.heard += [entry.record for entry in entries]
+        self.records += [entry.record for entry in entries]
         cursor.commit(entries)
         return any(isinstance(entry.record, Released) for entry in entries)
 
@@ -74,7 +74,7 @@ class Listener(Consumer):
 
     @property
     def steps(self) -> list[int]:
-        return [record.step for record in self.heard if isinstance(record, Epoch)]
+        return [record.step for record in self.records if isinstance(record, Epoch)]
 
 
 @pytest.fixture
@@ -233,8 +233,8 @@ def full_disk(journal: Journal) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def heard(cursor: Cursor) -> list[int]:
-    """What a reader takes, for good."""
+def read_steps(cursor: Cursor) -> list[int]:
+    """Return the steps of the pending records and commit these."""
     entries = cursor.read_pending()
     cursor.commit(entries)
     cursor.return_buffered()
@@ -242,22 +242,22 @@ def heard(cursor: Cursor) -> list[int]:
 
 
 def test_each_reader_gets_every_record_once_despite_a_full_disk(box: Outbox) -> None:
-    """One takes them from memory, the other from the disk when there is room; what both have is never written."""
+    """One reads from memory, the other from the disk when there is room. Records that both have are never written."""
     journal = box.open("0007-1", HEAD)
     first, second = (journal.cursors[name] for name in READERS)
     with full_disk(journal):
         write(journal, 2, end=False)
-        assert heard(first) == [0, 1]
-        assert heard(second) == [0, 1]
+        assert read_steps(first) == [0, 1]
+        assert read_steps(second) == [0, 1]
         journal.append(Epoch(2, 2.0, {}))
-        assert heard(first) == [2]
+        assert read_steps(first) == [2]
     journal.append(Epoch(3, 3.0, {}))
-    assert heard(first) == [3]
-    assert heard(second) == [2, 3]
-    assert heard(second) == []
+    assert read_steps(first) == [3]
+    assert read_steps(second) == [2, 3]
+    assert read_steps(second) == []
     journal.close()
     [left] = box.take_orphaned()
-    assert [heard(left.cursors[name]) for name in READERS] == [[], []]
+    assert [read_steps(left.cursors[name]) for name in READERS] == [[], []]
 
 
 def test_unconfirmed_records_are_read_again(box: Outbox) -> None:

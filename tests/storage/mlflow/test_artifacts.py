@@ -117,9 +117,9 @@ def test_requests_outside_of_the_artifacts_of_the_run_are_rejected(artifact_id: 
     def nobody() -> None:
         raise AssertionError("MLflow was asked")
 
-    with pytest.raises(ArtifactNotFound) as told:
+    with pytest.raises(ArtifactNotFound) as error:
         MlflowArtifactStore(nobody).open_reader(artifact_id)  # type: ignore[arg-type]
-    assert "MLflow was asked" not in str(told.value)
+    assert "MLflow was asked" not in str(error.value)
 
 
 def test_missing_artifacts_are_not_found(tracking: Tracking, tmp_path: Path) -> None:

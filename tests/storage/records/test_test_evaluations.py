@@ -42,8 +42,8 @@ def opened(
 
 
 def test_a_test_evaluation_of_a_refit_is_bound_to_it(storage: PostgresStorage, study_id: int) -> None:
-    told = {"trial_number": 3, "model_sha256": SHA, "opened_by": "ann@host", "finalists": "s.finalists"}
-    made = record_test_evaluation(storage.engine, study_id, **told, refit="s.refit")  # type: ignore[arg-type]
+    arguments = {"trial_number": 3, "model_sha256": SHA, "opened_by": "ann@host", "finalists": "s.finalists"}
+    made = record_test_evaluation(storage.engine, study_id, **arguments, refit="s.refit")  # type: ignore[arg-type]
     assert (made.refit, made.model_description) == ("s.refit", "the refit of trial 3")
     with storage.engine.begin() as connection, pytest.raises(sa.exc.DBAPIError, match="was opened at"):
         connection.execute(sa.text("UPDATE hpsearch_test_openings SET refit = NULL"))

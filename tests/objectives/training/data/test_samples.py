@@ -138,9 +138,9 @@ def _fails_at(number):
     ],
 )  # fmt: skip
 def test_unusable_data_are_an_error_of_one_line(make, message):
-    with pytest.raises(ObjectiveError, match=message) as told:
+    with pytest.raises(ObjectiveError, match=message) as error:
         make()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_an_unreadable_sample_is_named_by_its_index_in_the_source(folder):

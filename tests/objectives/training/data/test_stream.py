@@ -61,9 +61,9 @@ def test_validation_sees_the_same_samples_each_time():
     ],
 )
 def test_mistakes_are_errors_of_one_line(make, message):
-    with pytest.raises(ObjectiveError, match=message) as told:
+    with pytest.raises(ObjectiveError, match=message) as error:
         make()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_stream_rejects_a_batch_sampler():

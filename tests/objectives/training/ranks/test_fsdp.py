@@ -48,11 +48,11 @@ class Thawing(WideSides):
     def model(self, config, train):
         made = super().model(config, train)
         made[0].requires_grad_(False)
-        made.told = -1
+        made.last_epoch = -1
         return made
 
     def on_epoch(self, model, epoch, config):
-        model.told = epoch
+        model.last_epoch = epoch
         model[0].requires_grad_(epoch > 0)
 
 
@@ -150,7 +150,7 @@ def served(result):
     assert not any(isinstance(tensor, DTensor) for tensor in result.model.state_dict().values())
     return (
         *outcome(result),
-        getattr(result.model, "told", None),
+        getattr(result.model, "last_epoch", None),
         result.best_value,
         len(list(result.model.parameters())),
     )

@@ -160,10 +160,10 @@ def test_instabilities_are_reported(objective_with, tmp_path):
 
     config = TrainConfig(optimizer="sgd", lr=1.0, batch_size=16, schedule="constant", log_every=1, clip_grad_norm=0.5)
     _, text = _report(objective_with(model=lambda *_: Dead()), tmp_path, config, epochs=6)
-    told = _section(text, "Instabilities")
-    assert "the gradient of `first` vanished" in told
-    assert "gradient of `second`" not in told
-    assert re.search(r"\d+ of 36 recorded steps had a gradient norm above 0.5 and were clipped", told)
+    section = _section(text, "Instabilities")
+    assert "the gradient of `first` vanished" in section
+    assert "gradient of `second`" not in section
+    assert re.search(r"\d+ of 36 recorded steps had a gradient norm above 0.5 and were clipped", section)
 
 
 def _steps(*norms):
@@ -171,7 +171,7 @@ def _steps(*norms):
 
 
 @pytest.mark.parametrize(
-    ("norms", "told"),
+    ("norms", "exploded"),
     [
         ([5e3] * 20, False),  # a loss that sums over pixels, all along
         ([0.1] * 10 + [40.0] * 10, True),
@@ -179,11 +179,11 @@ def _steps(*norms):
         ([50.0] * 10 + [0.1] * 10, False),
     ],
 )
-def test_an_exploding_gradient_is_relative_to_earlier_ones_of_the_run(wine, norms, told):
+def test_an_exploding_gradient_is_relative_to_earlier_ones_of_the_run(wine, norms, exploded):
     run = built(wine)
     result = fit(wine, epochs=1)
     found = list_instabilities(run, result, _steps(*norms))
-    assert any("the gradient of `net` exploded" in line for line in found) == told
+    assert any("the gradient of `net` exploded" in line for line in found) == exploded
 
 
 def test_tiny_gradients_of_the_first_steps_do_not_flag_later_ones(wine):

@@ -94,10 +94,10 @@ def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     page = write_report(stored, tmp_path / "report.html", dashboard_url=None).read_text()
     assert "21 / 100" in page
     assert "21 / 21" not in page
-    told, fleet = io.StringIO(), Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
-    with LiveView(Console(file=told, width=200), stored.spec, fleet) as live:
+    output, fleet = io.StringIO(), Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
+    with LiveView(Console(file=output, width=200), stored.spec, fleet) as live:
         live.update(standing.progress)
-    assert told.getvalue().startswith("21/100 trials, stopped early: 21 complete")
+    assert output.getvalue().startswith("21/100 trials, stopped early: 21 complete")
 
 
 def test_a_study_with_expected_gain_continues_and_is_checked_again_later(
@@ -110,12 +110,12 @@ def test_a_study_with_expected_gain_continues_and_is_checked_again_later(
         kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}
         study.add_trial(create_trial(**kind, value=value, intermediate_values={0: value, 1: value}))
     assert rest(stored).stop_early() is None
-    told = stored.attrs[EXPECTED_GAIN]
-    assert told["ended"] == FIRST
-    assert told["gain"] > 0.01
+    expected_gain = stored.attrs[EXPECTED_GAIN]
+    assert expected_gain["ended"] == FIRST
+    assert expected_gain["gain"] > 0.01
     ran(study, np.array([0.7]))
     assert rest(stored).stop_early() is None
-    assert stored.attrs[EXPECTED_GAIN] == told, "one trial more changes little"
+    assert stored.attrs[EXPECTED_GAIN] == expected_gain, "one trial more changes little"
 
 
 def test_a_study_that_improved_recently_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
@@ -195,9 +195,9 @@ def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     mine = tmp_path / "mine.csv"
     mine.write_text("weight_decay\n0.003\n")
     home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
-    told = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
+    output = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
     why = "1 enqueued trial of 's' will not be run, for it stopped early: start it with hpsearch start s"
-    assert why in told.splitlines()
+    assert why in output.splitlines()
     assert isinstance(claims.claim(), NoTrialAvailable)
     shown = "mine.csv, line 2; enqueued: the study ended early; start it with hpsearch start s"
     assert shown in say("show", "s")

@@ -259,8 +259,8 @@ def test_a_repeated_epoch_of_a_journal_is_written_once(post: Post, root: Path) -
 
 def test_an_uncreatable_folder_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError) as told:
+    with pytest.raises(StorageError) as error:
         TensorBoardConsumer.check(str(tmp_path / "file" / "runs"))
-    assert str(told.value) == (
+    assert str(error.value) == (
         f"--tensorboard {tmp_path}/file/runs: not writable (Not a directory); choose a writable folder"
     )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 class Run:
     """A run as the server has it."""
 
-    told: dict[str, Any]
+    settings: dict[str, Any]
     history: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class FakeServer:
                 return {"model": self._known(variables["name"])}
             case "UpsertBucket":
                 run = self.runs.setdefault(variables["name"], Run({}))
-                run.told |= {key: value for key, value in variables.items() if value is not None}
+                run.settings |= {key: value for key, value in variables.items() if value is not None}
                 project = {"id": "p", "name": "demo", "entity": {"id": "e", "name": "me"}}
                 named = {"id": "b", "name": variables["name"], "displayName": variables["name"], "config": "{}"}
                 bucket = {**named, "sweepName": None, "project": project, "historyLineCount": len(run.lines)}
@@ -70,19 +70,25 @@ class FakeServer:
             return None
         counts = {"historyLineCount": len(run.lines), "eventsLineCount": 0, "logLineCount": 0}
         tails = {"historyTail": json.dumps(run.lines[-1:]), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
-        told = {"summaryMetrics": json.dumps(run.summary), "config": "{}", "tags": [], "notes": "", "displayName": name}
+        fields = {
+            "summaryMetrics": json.dumps(run.summary),
+            "config": "{}",
+            "tags": [],
+            "notes": "",
+            "displayName": name,
+        }
         return {"id": "p", "name": "demo", "entity": {"id": "e", "name": "me"},
-                "bucket": {"id": "b", "name": name, **counts, **tails, **told}}  # fmt: skip
+                "bucket": {"id": "b", "name": name, **counts, **tails, **fields}}  # fmt: skip
 
-    def stream(self, name: str, told: dict[str, Any]) -> None:
+    def stream(self, name: str, body: dict[str, Any]) -> None:
         run = self.runs[name]
-        for file, chunk in told.get("files", {}).items():
+        for file, chunk in body.get("files", {}).items():
             if file == "wandb-history.jsonl":
                 run.lines[chunk["offset"] :] = chunk["content"]
             if file == "wandb-summary.json":
                 run.summary = json.loads(chunk["content"][-1])
-        if told.get("complete"):
-            run.exit_codes.append(told["exitcode"])
+        if body.get("complete"):
+            run.exit_codes.append(body["exitcode"])
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -98,14 +104,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply({})
 
     def do_POST(self) -> None:
-        told = json.loads(self._body())
+        body = json.loads(self._body())
         if self.server_of.away:
             self._reply({}, 503)
         elif self.path.endswith("/file_stream"):
-            self.server_of.stream(self.path.split("/")[-2], told)
+            self.server_of.stream(self.path.split("/")[-2], body)
             self._reply({})
         else:
-            self._reply({"data": self.server_of.answer(told.get("operationName") or "", told.get("variables") or {})})
+            self._reply({"data": self.server_of.answer(body.get("operationName") or "", body.get("variables") or {})})
 
     def _body(self) -> bytes:
         data = self.rfile.read(int(self.headers.get("content-length", 0)))

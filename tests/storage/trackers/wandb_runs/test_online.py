@@ -87,7 +87,7 @@ def test_a_resumed_trial_continues_its_run(
     assert list(server.runs) == ["owner-0000"]
     assert run.steps == [0, 1, 2, 3, 4]
     assert (run.summary["state"], run.exit_codes[-1]) == ("complete", 0)
-    assert (run.told["groupName"], run.told["displayName"]) == (post.study, f"{post.study}-0000")
+    assert (run.settings["groupName"], run.settings["displayName"]) == (post.study, f"{post.study}-0000")
 
 
 def test_an_outage_during_a_run_sends_all_records_once(
@@ -102,9 +102,9 @@ def test_an_outage_during_a_run_sends_all_records_once(
     log(journal, range(2, 4), end=Outcome.PRUNED)
     with monkeypatch.context() as patch:
         patch.setattr(wandb_consumer, "_FINISH_SECONDS", 3.0)
-        with pytest.raises(WandbUnavailableError) as told:
+        with pytest.raises(WandbUnavailableError) as error:
             post.consume(reader, journal)
-    assert reader.classify_error(told.value).is_transient
+    assert reader.classify_error(error.value).is_transient
     assert journal.cursors["wandb"].position.offset == 0, "no record counts as sent"
     server.away = False
     ship_at_last(post, reader, journal)

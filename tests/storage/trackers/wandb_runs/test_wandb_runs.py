@@ -98,8 +98,8 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
     assert post.consume(reader, journal)
     [path] = readers.files
     [run] = found(path, "run")
-    told = (run.run_id, run.entity, run.project, run.run_group, run.display_name)
-    assert told == (f"{post.study}-0f0f-0000", "me", "demo", post.study, f"{post.study}-0000")
+    names = (run.run_id, run.entity, run.project, run.run_group, run.display_name)
+    assert names == (f"{post.study}-0f0f-0000", "me", "demo", post.study, f"{post.study}-0000")
     assert [(row["_step"], row["_timestamp"], row["val_loss"]) for row in rows(path)] == [
         (epoch, 100.0 + epoch, epoch / 10) for epoch in range(3)
     ]
@@ -269,9 +269,9 @@ def test_a_missing_api_key_is_an_error_of_one_line(
     if known:
         WandbConsumer.check("me/demo")
         return
-    with pytest.raises(StorageError) as told:
+    with pytest.raises(StorageError) as error:
         WandbConsumer.check("me/demo")
-    assert str(told.value) == (
+    assert str(error.value) == (
         "--wandb me/demo: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run wandb login; "
         "or set WANDB_MODE=offline and send later with wandb sync"
     )

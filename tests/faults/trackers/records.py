@@ -31,7 +31,7 @@ def wandb_ids(home: Path) -> set[str]:
     return {path.stem for path in home.glob("wandb/*/wandb/offline-run-*/*.wandb")}
 
 
-def assert_told(trials: list[Trial], events: Path, home: Path) -> None:
+def assert_sent(trials: list[Trial], events: Path, home: Path) -> None:
     """Assert that each tracker has a run a trial, with each of its epochs once."""
     assert sorted(path.name for path in events.iterdir() if path.is_dir()) == [f"{t.number:04d}" for t in trials]
     assert len(wandb_ids(home)) == len(trials)
