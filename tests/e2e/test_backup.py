@@ -59,12 +59,12 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
 ) -> None:
     gate, file = tmp_path / "gate", tmp_path / "backup.tar"
     gate.mkdir()
-    (gate / "open").touch()
+    for number in range(3):
+        (gate / f"pass-{number}").touch()
     process = here.start("run", GATED, "--name", NAME, "--workers", "2", *PLAIN, GATE=str(gate))
     wait_for(lambda: NAME in optuna.get_all_study_names(here.stack.storage_url), "the study")
     searched = here.study(NAME)
-    wait_for(lambda: len(searched.get_trials(states=(TrialState.COMPLETE,))) >= 3, "some trials")
-    (gate / "open").unlink()
+    wait_for(lambda: len(searched.get_trials(states=(TrialState.COMPLETE,))) == 3, "some trials")
     wait_for(lambda: two_running_in_their_third_epoch(searched), "two trials at the gate")
     before = searched.trials
 
