@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hpsearch import Objective, Splits, Standardize, TrainConfig
-from hpsearch.objectives.builtin.digits import cnn, mlp
+from hpsearch.objectives.builtin.digits import build_cnn, build_mlp
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_epoch
@@ -48,7 +48,7 @@ class Synthetic(Objective):
         return Splits.make(means[y] + torch.randn(len(y), 1, 8, 8, generator=generator), y, seed=seed)
 
     def model(self, config, train):
-        net = mlp(1, 64, 0.0) if self.net == "mlp" else cnn(2, 16, 0.1)
+        net = build_mlp(1, 64, 0.0) if self.net == "mlp" else build_cnn(2, 16, 0.1)
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
 
     def metrics(self, train):

@@ -1,4 +1,4 @@
-"""The objective that `hpsearch init` writes to start from."""
+"""The template that `hpsearch init` writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from hpsearch.objectives.errors import ObjectiveError, format_path
 
 TEMPLATE = '''\
-"""An objective: edit data, model and search space, then run `hpsearch run {file}`."""
+"""An objective. Edit the data, the model and the search space, then run `hpsearch run {file}`."""
 
 from sklearn.datasets import load_wine
 from torch import nn
@@ -18,11 +18,11 @@ from hpsearch import Objective, Splits, Standardize, TrainConfig
 class {name}(Objective):
     metric = "accuracy"  # or macro_f1, auroc, average_precision, rmse, mae, r2, loss
     direction = "maximize"
-    epochs = 20  # of one full trial; poor trials are pruned before
+    epochs = 20  # of a full trial; poor trials are pruned earlier
     n_trials = 24
 
     def suggest(self, trial):
-        """What is searched; TrainConfig has more settings, all with defaults."""
+        """Return the configuration of a trial. TrainConfig has more settings, all with defaults."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -31,22 +31,26 @@ class {name}(Objective):
         )
 
     def data(self, seed):
-        """Inputs [n, 13] and labels [n], split 60/20/20 by the study's seed; groups= keeps groups together."""
+        """Return inputs [n, 13] and labels [n], split 60/20/20 by the study's seed. groups= keeps groups together."""
         x, y = load_wine(return_X_y=True)
         return Splits.make(x, y, seed=seed, val=0.2, test=0.2)
 
     def model(self, config, train):
-        """Raw inputs [n, 13] -> logits [n, 3]. Fit statistics here: only training data is in sight."""
+        """Return a network from raw inputs [n, 13] to logits [n, 3]. Fit preprocessing here, on training data only."""
         width = config.model["width"]
         net = nn.Sequential(nn.Linear(13, width), nn.ReLU(), nn.Linear(width, 3))
         return nn.Sequential(Standardize.fit(train.x), net)
 
-    # loss(config, train) and metrics(train) follow from `metric`: override them for other tasks.
+    # The defaults of loss(config, train) and metrics(train) depend on `metric`; override them for other tasks.
 '''
 
 
 def write_template(path: Path) -> None:
-    """Write an objective that runs unchanged: the wine data of scikit-learn, a small network, four parameters."""
+    """Write an objective that runs unchanged: scikit-learn's wine data, a small network and four parameters.
+
+    Raises:
+        ObjectiveError: the path does not end in `.py`, exists, or cannot be written.
+    """
     if path.suffix != ".py":
         raise ObjectiveError(f"{format_path(path)} must end in .py")
     words = "".join(word.capitalize() for word in path.stem.replace("-", "_").split("_"))
@@ -55,6 +59,6 @@ def write_template(path: Path) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(file=path.name, name=name))
     except FileExistsError as error:
-        raise ObjectiveError(f"{format_path(path)} exists: choose another name, nothing was written") from error
+        raise ObjectiveError(f"{format_path(path)} already exists; choose another name") from error
     except OSError as error:
         raise ObjectiveError(f"{format_path(path)} cannot be written: {error.strerror}") from error

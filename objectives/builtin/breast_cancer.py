@@ -1,4 +1,4 @@
-"""Breast tumours: 569 biopsies of 30 measurements, 37 % of them malignant."""
+"""Breast tumors: 569 biopsies with 30 measurements each, 37 % of them malignant."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.search_space import TrialProtocol
 
-# The columns: ten measurements of the cell nuclei, as their mean, standard error and worst (largest) value.
+# Columns: mean, standard error and worst (largest) value of ten measurements of the cell nuclei.
 MEAN, ERROR, WORST = slice(0, 10), slice(10, 20), slice(20, 30)
 
 
 class BreastCancer(Objective):
-    """Tells malignant (1) from benign (0) tumours in scikit-learn's breast_cancer; judged by AUROC.
+    """Classification of malignant (1) and benign (0) tumors in scikit-learn's breast_cancer.
 
-    Classes are uneven, so accuracy is not the target: AUROC, and average precision beside its base rate.
+    The classes are imbalanced, so the metric is AUROC, not accuracy; average precision and its base rate are reported.
     """
 
     name: ClassVar[str] = "breast_cancer"
     metric = "auroc"
     epochs: ClassVar[int] = 30
-    # One hidden layer.
     defaults: ClassVar[Mapping[str, Any]] = {
         "optimizer": "adamw",
         "lr": 0.003,
@@ -47,7 +46,7 @@ class BreastCancer(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """An MLP on preprocessed groups of features."""
+        """Suggest an MLP and the training settings."""
         return TrainConfig(
             optimizer=trial.suggest_categorical("optimizer", ["adamw", "sgd"]),
             lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True),
@@ -64,21 +63,21 @@ class BreastCancer(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Measurements [n, 30], labels [n]: 1 is malignant."""
+        """Return measurements [n, 30] and labels [n], where 1 is malignant."""
         from sklearn.datasets import load_breast_cancer
 
         x, benign = load_breast_cancer(return_X_y=True)
         return Splits.make(x, 1 - benign, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """[n, 30] raw measurements -> one logit [n, 1]."""
+        """Return a network from raw measurements [n, 30] to one logit [n, 1]."""
         settings = self._settings(config)
         return nn.Sequential(
-            GroupedScaling.fit(train.x), mlp(settings["layers"], settings["width"], settings["dropout"])
+            GroupedScaling.fit(train.x), build_mlp(settings["layers"], settings["width"], settings["dropout"])
         )
 
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Binary cross entropy; `balance` weighs positives up to as much as there are negatives."""
+        """Return binary cross entropy; with `balance`, positives have the same total weight as negatives."""
         positives = float(train.y.sum())
         weight = (len(train) - positives) / positives if self._settings(config)["balance"] else 1.0
         return BinaryLogits(config.label_smoothing, torch.tensor(weight))
@@ -88,10 +87,10 @@ class BreastCancer(Objective):
 
 
 class GroupedScaling(nn.Module):
-    """[n, 30] -> [n, 30]: each group of columns by what suits it, fitted on training data, kept as buffers.
+    """Scaling [n, 30] -> [n, 30] by group of columns, with statistics of the training data as buffers.
 
-    Errors are skewed over two orders of magnitude: their logarithm is standardised. Means and worst values are
-    standardised, and held within five deviations, so that one extreme tumour does not rule a batch.
+    Standard errors are skewed over two orders of magnitude, so their logarithm is standardized. Means and worst values
+    are standardized and clamped to five standard deviations, so that one extreme tumor does not dominate a batch.
     """
 
     def __init__(self, mean: Standardize, error: Standardize, worst: Standardize, error_unit: Tensor) -> None:
@@ -103,19 +102,19 @@ class GroupedScaling(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor) -> GroupedScaling:
-        """Statistics of x [n, 30], the training split alone."""
+        """Compute the statistics of x [n, 30], which must be the training split only."""
         unit = x[:, ERROR].median(dim=0).values.clamp_min(1e-12)
         logs = torch.log1p(x[:, ERROR].clamp_min(0) / unit)
         return cls(Standardize.fit(x[:, MEAN]), Standardize.fit(logs), Standardize.fit(x[:, WORST]), unit)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scaled columns, in their order."""
+        """Return the scaled columns in the same order."""
         error = self.error(torch.log1p(x[:, ERROR].clamp_min(0) / self.error_unit))
         return torch.cat([self.mean(x[:, MEAN]).clamp(-5, 5), error, self.worst(x[:, WORST]).clamp(-5, 5)], dim=1)
 
 
-def mlp(layers: float, width: float, dropout: float) -> nn.Sequential:
-    """[n, 30] -> [n, 1]: hidden layers of one width; none is logistic regression."""
+def build_mlp(layers: float, width: float, dropout: float) -> nn.Sequential:
+    """Return a network [n, 30] -> [n, 1] with hidden layers of equal width; none is logistic regression."""
     net, before = nn.Sequential(), 30
     for _ in range(int(layers)):
         linear = nn.Linear(before, int(width))

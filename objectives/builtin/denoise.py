@@ -1,4 +1,4 @@
-"""Handwritten digits with noise on them: an autoencoder that takes it off, by a step of its own."""
+"""Noisy handwritten digits: a denoising autoencoder with a custom step."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.search_space import TrialProtocol
 
-WHITE = 16.0  # the largest pixel
-NOISE = 4.0  # the deviation of the noise, in pixels
+WHITE = 16.0  # the largest pixel value
+NOISE = 4.0  # standard deviation of the noise, in pixel values
 
 
 class Denoise(Objective):
-    """Takes normal noise off scikit-learn's digits; judged by the peak signal-to-noise ratio, in decibels.
+    """Removal of Gaussian noise from scikit-learn's digits; the metric is the peak signal-to-noise ratio, in decibels.
 
-    Noise is drawn anew for each batch that is trained on (Vincent et al. 2008). Validation and test images have theirs
-    once and for all, so that every trial is judged on the same. With fresh noise the loss of a
-    batch, in squared pixels, does not come close to 0, and the smoke test is told so.
+    Each training batch gets new noise (Vincent et al. 2008). The noise of validation and test images is fixed, so that
+    all trials are evaluated on the same images. With new noise the loss of a batch, in squared pixel values, does not
+    approach 0, so `loss_floor` is above 0.
     """
 
     name: ClassVar[str] = "denoise"
     metric = "psnr"
     epochs: ClassVar[int] = 40
     loss_floor: ClassVar[float | None] = 0.5
-    # A code of half as many numbers as there are pixels.
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 0.003,
         "weight_decay": 0.01,
@@ -47,7 +46,7 @@ class Denoise(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """An autoencoder: how wide, how narrow in its middle, and how it is trained."""
+        """Suggest the widths of hidden layers and code, and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -60,7 +59,7 @@ class Denoise(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Images [n, 1, 8, 8] with noise, and the same without: pixels 0 to 16."""
+        """Return noisy images [n, 1, 8, 8] and the clean ones, with pixels 0 to 16 before the noise."""
         from sklearn.datasets import load_digits
 
         clean = load_digits().images[:, None]
@@ -68,19 +67,19 @@ class Denoise(Objective):
         return Splits.make(noisy, clean, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """[n, 1, 8, 8] raw pixels with noise -> [n, 1, 8, 8] pixels without."""
+        """Return a network from noisy pixels [n, 1, 8, 8] to clean ones [n, 1, 8, 8]."""
         settings = {**self.default_config().model, **config.model}
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), Autoencoder(**settings))
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
-        """The squared error of the pixels, and the ratio that it is of the brightest one."""
+        """Return the squared error of the pixels [n], and the peak signal-to-noise ratio."""
         noisy = batch.y + NOISE * torch.randn_like(batch.y) if model.training else batch.x
         error = (model(noisy) - batch.y).square().flatten(1).mean(dim=1)
         return Step(error, metrics={"psnr": 10 * torch.log10(WHITE**2 / error.detach()).mean()})
 
 
 class Autoencoder(nn.Module):
-    """[n, 1, 8, 8] -> [n, 1, 8, 8] pixels 0 to 16, through a code of few numbers."""
+    """Autoencoder [n, 1, 8, 8] -> pixels 0 to 16 [n, 1, 8, 8], through a code of `code` numbers."""
 
     def __init__(self, width: int, code: int) -> None:
         super().__init__()
@@ -88,6 +87,6 @@ class Autoencoder(nn.Module):
         self.decode = nn.Sequential(nn.Linear(code, width), nn.ReLU(), nn.Linear(width, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pixels."""
+        """Return pixels."""
         decoded: Tensor = self.decode(self.encode(x))
         return WHITE * decoded.sigmoid().reshape(-1, 1, 8, 8)

@@ -24,15 +24,14 @@ _WIDTH: dict[str, Any] = {"cnn": {"low": 8, "high": 32, "step": 8}, "mlp": {"low
 
 
 class Digits(Objective):
-    """Classifies scikit-learn's digits (UCI optdigits, its test part) with a small CNN or an MLP.
+    """Classification of scikit-learn's digits (the test part of UCI optdigits) with a small CNN or an MLP.
 
-    The split is random and stratified, 60/20/20: the data does not say who wrote which digit.
+    The split is random and stratified, 60/20/20. It cannot be grouped by writer, because the data do not name them.
     """
 
     name: ClassVar[str] = "digits"
     metric = "accuracy"
     epochs: ClassVar[int] = 20
-    # A small CNN.
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "cnn",
         "optimizer": "adamw",
@@ -47,7 +46,7 @@ class Digits(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """A CNN or an MLP, each with its own parameters, and how to train it."""
+        """Suggest a CNN or an MLP, each with its own parameters, and the training settings."""
         kind = trial.suggest_categorical("model", ["cnn", "mlp"])
         optimizer = trial.suggest_categorical("optimizer", ["adamw", "sgd"])
         return TrainConfig(
@@ -66,21 +65,21 @@ class Digits(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Images [n, 1, 8, 8] with pixels 0 to 16, labels [n]."""
+        """Return images [n, 1, 8, 8] with pixels 0 to 16, and labels [n]."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         return Splits.make(digits.images[:, None], digits.target, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """[n, 1, 8, 8] raw pixels -> logits [n, 10]; scaled by the training images' mean and deviation."""
+        """Return a network from raw pixels [n, 1, 8, 8] to logits [n, 10], scaled by the training images."""
         settings = {**self.default_config().model, **config.model}
         net = _NETWORKS[settings.pop("kind")](**settings)
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
 
 
-def cnn(layers: int, width: int, dropout: float) -> nn.Sequential:
-    """[n, 1, 8, 8] -> [n, 10]: 3x3 convolutions with batch norm, halved once to 4x4 after the first."""
+def build_cnn(layers: int, width: int, dropout: float) -> nn.Sequential:
+    """Return a network [n, 1, 8, 8] -> [n, 10]: 3x3 convolutions with batch norm, and 2x2 pooling after the first."""
     widths = [1, *(width * (1 if layer == 0 else 2) for layer in range(layers))]
     net = nn.Sequential()
     for layer, (before, after) in enumerate(pairwise(widths)):
@@ -88,20 +87,20 @@ def cnn(layers: int, width: int, dropout: float) -> nn.Sequential:
         if layer == 0:
             net.append(nn.MaxPool2d(2))
     net.extend([nn.Flatten(), nn.Dropout(dropout), nn.Linear(widths[-1] * 16, CLASSES)])
-    return initialised(net)
+    return init_weights(net)
 
 
-def mlp(layers: int, width: int, dropout: float) -> nn.Sequential:
-    """[n, 1, 8, 8] -> [n, 10]: hidden layers of one width."""
+def build_mlp(layers: int, width: int, dropout: float) -> nn.Sequential:
+    """Return a network [n, 1, 8, 8] -> [n, 10] with hidden layers of equal width."""
     net = nn.Sequential(nn.Flatten())
     for before in [64, *[width] * (layers - 1)]:
         net.extend([nn.Linear(before, width), nn.ReLU(), nn.Dropout(dropout)])
     net.append(nn.Linear(width, CLASSES))
-    return initialised(net)
+    return init_weights(net)
 
 
-def initialised(net: nn.Sequential) -> nn.Sequential:
-    """He initialisation for layers before a ReLU; a small last layer, so that training starts from even odds."""
+def init_weights(net: nn.Sequential) -> nn.Sequential:
+    """Initialize layers before a ReLU as He et al. 2015, and the last one with small weights, for even initial odds."""
     for module in net:
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -113,4 +112,4 @@ def initialised(net: nn.Sequential) -> nn.Sequential:
     return net
 
 
-_NETWORKS = {"cnn": cnn, "mlp": mlp}
+_NETWORKS = {"cnn": build_cnn, "mlp": build_mlp}

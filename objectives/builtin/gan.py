@@ -1,4 +1,4 @@
-"""Handwritten digits, drawn by a generative adversarial network: a loop of one's own, with two optimizers."""
+"""Handwritten digits from a generative adversarial network: a custom training loop with two optimizers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
     from hpsearch.objectives.search_space import TrialProtocol
 
-DRAWN = 2000  # images, to be compared with the real ones
+GENERATED = 2000  # images that are compared with the real ones
 
 
 @dataclass(frozen=True)
 class GanConfig:
-    """How one pair of networks trains."""
+    """Hyperparameters of the generator (`drawing`) and the discriminator (`judging`)."""
 
     drawing_lr: float = 1e-3
     judging_lr: float = 3e-3
@@ -35,10 +35,11 @@ class GanConfig:
 
 
 class Gan(LoopObjective):
-    """Learns to draw scikit-learn's digits (Goodfellow et al. 2014), judged by a Frechet distance, 0 at best.
+    """Generation of images like scikit-learn's digits (Goodfellow et al. 2014); the metric is a Frechet distance.
 
-    It is the FID of Heusel et al. 2017, with the second hidden layer of a small classifier of digits in place of the
-    Inception network: from drawn images to those of the validation split, and in `test` to those of the test split.
+    It is the FID of Heusel et al. 2017, with the second hidden layer of a small digit classifier in place of the
+    Inception network. It compares generated images with the validation split, and in `test` with the test split. The
+    optimum is 0.
     """
 
     name: ClassVar[str] = "gan"
@@ -48,7 +49,7 @@ class Gan(LoopObjective):
     defaults: ClassVar[Mapping[str, Any]] = asdict(GanConfig())
 
     def suggest(self, trial: TrialProtocol) -> GanConfig:
-        """A rate for each network, and their sizes."""
+        """Suggest a learning rate for each network, and their sizes."""
         return GanConfig(
             drawing_lr=trial.suggest_float("drawing_lr", 1e-4, 1e-2, log=True),
             judging_lr=trial.suggest_float("judging_lr", 1e-4, 1e-2, log=True),
@@ -59,126 +60,126 @@ class Gan(LoopObjective):
         )
 
     def run(self, trial: LoopTrial) -> None:
-        """Both networks take a step in turn, over every batch of the training images."""
-        seed = trial.split_seed
-        splits = images(seed)
-        real = splits.train.x.to(trial.device)
-        parts = networks(trial.config, trial.device)
+        """Train both networks by alternating steps on every batch of the training images."""
+        seed, config, device = trial.split_seed, trial.config, trial.device
+        splits = load_images(seed)
+        real = splits.train.x.to(device)
+        parts = build_networks(config, device)
         for name, state in (trial.state or {}).items():
             parts[name].load_state_dict(state)
         for _ in trial.epochs():
             losses = [
-                train_step(real[rows.to(trial.device)], trial.config, parts)
-                for rows in torch.split(torch.randperm(len(real)), trial.config.batch_size)
+                train_step(real[rows.to(device)], config, parts)
+                for rows in torch.split(torch.randperm(len(real)), config.batch_size)
             ]
-            drawing, judging = (sum(loss) / len(losses) for loss in zip(*losses, strict=True))
+            generator_loss, discriminator_loss = (sum(each) / len(losses) for each in zip(*losses, strict=True))
             state = {name: part.state_dict() for name, part in parts.items()}
             trial.report(
                 {
-                    "frechet": distance(drawn(parts["drawing"], trial.config, trial.device), splits.val.x, seed),
-                    "train_drawing_loss": drawing,
-                    "train_judging_loss": judging,
+                    "frechet": frechet_distance(generate(parts["drawing"], config, device), splits.val.x, seed),
+                    "train_drawing_loss": generator_loss,
+                    "train_judging_loss": discriminator_loss,
                 },
                 state=state,
                 best=state["drawing"],
             )
 
     def test(self, best: Any, config: GanConfig, device: torch.device, seed: int) -> Mapping[str, float]:
-        """The distance to the images of the test split."""
-        ours = drawn(restored(best, config).to(device), config, device)
-        return {"frechet": distance(ours, images(seed).test.x, seed)}
+        """Return the distance to the images of the test split."""
+        generated = generate(restore_generator(best, config).to(device), config, device)
+        return {"frechet": frechet_distance(generated, load_images(seed).test.x, seed)}
 
     def export(self, best: Any, config: GanConfig) -> tuple[nn.Module, Tensor]:
-        """What draws: noise [n, `noise`], normal -> images [n, 1, 8, 8] with pixels 0 to 16."""
-        return restored(best, config), torch.randn(4, config.noise)
+        """Return the generator, from normal noise [n, `noise`] to images [n, 1, 8, 8] with pixels 0 to 16."""
+        return restore_generator(best, config), torch.randn(4, config.noise)
 
 
 @cache
-def images(seed: int) -> Splits:
-    """Images [n, 1, 8, 8] with pixels 0 to 16, split as those of the objective `digits`."""
+def load_images(seed: int) -> Splits:
+    """Return images [n, 1, 8, 8] with pixels 0 to 16, in the splits of the objective `digits`."""
     return Digits().data(seed)
 
 
-def networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
-    """What draws and what judges, and an optimizer for each; all have a `state_dict`."""
+def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
+    """Return generator (`drawing`), discriminator (`judging`) and their optimizers (`draws`, `judges`)."""
     width = config.width
-    drawing = nn.Sequential(
+    generator = nn.Sequential(
         *(nn.Linear(config.noise, width), nn.BatchNorm1d(width), nn.ReLU()),
         *(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()),
         *(nn.Linear(width, 64), nn.Unflatten(1, (1, 8, 8)), Pixels()),
     ).to(device)
-    judging = nn.Sequential(
+    discriminator = nn.Sequential(
         *(nn.Flatten(), nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Dropout(config.dropout)),
         *(nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Dropout(config.dropout), nn.Linear(width, 1)),
     ).to(device)
     betas = (0.5, 0.999)  # Radford et al. 2016
     return {
-        "drawing": drawing,
-        "judging": judging,
-        "draws": torch.optim.Adam(drawing.parameters(), config.drawing_lr, betas),
-        "judges": torch.optim.Adam(judging.parameters(), config.judging_lr, betas),
+        "drawing": generator,
+        "judging": discriminator,
+        "draws": torch.optim.Adam(generator.parameters(), config.drawing_lr, betas),
+        "judges": torch.optim.Adam(discriminator.parameters(), config.judging_lr, betas),
     }
 
 
 class Pixels(nn.Module):
-    """Any number -> a pixel, 0 to 16."""
+    """Map from any number to a pixel, 0 to 16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
+        """Return pixels of the same shape."""
         return 16 * x.sigmoid()
 
 
 def train_step(real: Tensor, config: GanConfig, parts: dict[str, Any]) -> tuple[float, float]:
-    """A step of what judges, then one of what draws, with the loss that does not saturate; both losses, in nats."""
-    drawing, judging, draws, judges = parts.values()
+    """Train the discriminator, then the generator with the non-saturating loss; return both losses in nats."""
+    generator, discriminator, generator_optimizer, discriminator_optimizer = parts.values()
     entropy = functional.binary_cross_entropy_with_logits
-    fake = drawing(torch.randn(len(real), config.noise, device=real.device))
-    yes, no = torch.ones(len(real), 1, device=real.device), torch.zeros(len(real), 1, device=real.device)
-    judging_loss = entropy(judging(real / 16), yes) + entropy(judging(fake.detach() / 16), no)
-    judges.zero_grad()
-    torch.autograd.backward(judging_loss)
-    judges.step()
-    drawing_loss = entropy(judging(fake / 16), yes)
-    draws.zero_grad()
-    torch.autograd.backward(drawing_loss)
-    draws.step()
-    return drawing_loss.item(), judging_loss.item()
+    fake = generator(torch.randn(len(real), config.noise, device=real.device))
+    ones, zeros = torch.ones(len(real), 1, device=real.device), torch.zeros(len(real), 1, device=real.device)
+    discriminator_loss = entropy(discriminator(real / 16), ones) + entropy(discriminator(fake.detach() / 16), zeros)
+    discriminator_optimizer.zero_grad()
+    torch.autograd.backward(discriminator_loss)
+    discriminator_optimizer.step()
+    generator_loss = entropy(discriminator(fake / 16), ones)
+    generator_optimizer.zero_grad()
+    torch.autograd.backward(generator_loss)
+    generator_optimizer.step()
+    return generator_loss.item(), discriminator_loss.item()
 
 
-def restored(best: dict[str, Tensor], config: GanConfig) -> nn.Module:
-    """What draws, with the weights of the best epoch, in evaluation mode."""
-    drawing: nn.Module = networks(config, torch.device("cpu"))["drawing"]
-    drawing.load_state_dict(best)
-    return drawing.eval()
+def restore_generator(best: dict[str, Tensor], config: GanConfig) -> nn.Module:
+    """Return the generator with the weights of the best epoch, in evaluation mode."""
+    generator: nn.Module = build_networks(config, torch.device("cpu"))["drawing"]
+    generator.load_state_dict(best)
+    return generator.eval()
 
 
 @torch.no_grad()
-def drawn(drawing: nn.Module, config: GanConfig, device: torch.device) -> Tensor:
-    """`DRAWN` images, on the CPU, drawn in evaluation mode."""
-    found: Tensor = drawing.eval()(torch.randn(DRAWN, config.noise).to(device)).cpu()
-    drawing.train()
+def generate(generator: nn.Module, config: GanConfig, device: torch.device) -> Tensor:
+    """Return `GENERATED` images on the CPU, generated in evaluation mode."""
+    found: Tensor = generator.eval()(torch.randn(GENERATED, config.noise).to(device)).cpu()
+    generator.train()
     return found
 
 
-def distance(ours: Tensor, real: Tensor, seed: int) -> float:
-    """The Frechet distance between the features of images [n, 1, 8, 8], as if these were normal."""
-    look = features(seed)
-    (mean, cov), (other, other_cov) = ((x.mean(dim=0), x.T.cov()) for x in (look(ours), look(real)))
+def frechet_distance(generated: Tensor, real: Tensor, seed: int) -> float:
+    """Return the Frechet distance between normal distributions fitted to the features of images [n, 1, 8, 8]."""
+    extract = fit_feature_extractor(seed)
+    (mean, cov), (other, other_cov) = ((x.mean(dim=0), x.T.cov()) for x in (extract(generated), extract(real)))
     root = torch.linalg.eigvals(cov @ other_cov).real.clamp_min(0).sqrt().sum()  # the trace of (cov @ other_cov)^1/2
     return float((mean - other).square().sum() + cov.trace() + other_cov.trace() - 2 * root)
 
 
 @cache
-def features(seed: int) -> Callable[[Tensor], Tensor]:
-    """Images [n, 1, 8, 8] -> features [n, 32]: the second hidden layer of a classifier of the training digits."""
+def fit_feature_extractor(seed: int) -> Callable[[Tensor], Tensor]:
+    """Return a function [n, 1, 8, 8] -> [n, 32], the second hidden layer of a classifier of the training digits."""
     from sklearn.neural_network import MLPClassifier
 
-    train = images(seed).train
+    train = load_images(seed).train
     found = MLPClassifier((64, 32), tol=1e-3, random_state=0).fit(train.x.flatten(1) / 16, train.y)
     layers = [torch.from_numpy(part) for pair in zip(found.coefs_, found.intercepts_, strict=True) for part in pair]
 
-    def look(x: Tensor) -> Tensor:
+    def extract(x: Tensor) -> Tensor:
         first = torch.relu(x.flatten(1).double() / 16 @ layers[0] + layers[1])
         return torch.relu(first @ layers[2] + layers[3])
 
-    return look
+    return extract

@@ -1,4 +1,4 @@
-"""A character language model: 0.37 million characters of Python's documentation, and which comes next."""
+"""A character language model of 0.37 million characters of Python's documentation."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.search_space import TrialProtocol
 
-ALPHABET = 128  # ASCII; its last one stands for all other characters
+ALPHABET = 128  # ASCII; the last code represents all other characters
 LENGTH = 64  # characters of a sample
 
 
 class Language(Objective):
-    """Predicts the next character of `pydoc_data.topics`, Python's own `help()`; judged by bits per character.
+    """Prediction of the next character of `pydoc_data.topics`, the texts of Python's `help()`, in bits per character.
 
-    The text is divided into three contiguous pieces, 60/20/20, after paragraphs that stand in it again are left out:
-    what is validated has not been trained on. Each sample begins without any context. The text is that of the Python
-    that runs.
+    Repeated paragraphs are removed, so that no validation text is in the training split. Then the text is split into
+    three contiguous parts, 60/20/20. Each sample starts without context. The text depends on the version of Python.
     """
 
     name: ClassVar[str] = "language"
     metric = "bits_per_character"
     direction = "minimize"
     epochs: ClassVar[int] = 8
-    loss_floor: ClassVar[float | None] = 0.1  # nats: nobody knows how a sample begins
-    # One layer.
+    loss_floor: ClassVar[float | None] = 0.1  # nats: the start of a sample cannot be predicted
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 0.02,
         "weight_decay": 0.01,
@@ -50,7 +48,7 @@ class Language(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """An LSTM and how to train it."""
+        """Suggest an LSTM and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-3, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-4, 1e-1, log=True),
@@ -64,23 +62,23 @@ class Language(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Characters [n, 64], and [n, 64] those that come next; the split is by place, and `seed` decides nothing."""
-        codes = torch.tensor([min(ord(character), ALPHABET - 1) for character in corpus()])
+        """Return characters [n, 64] and the next ones [n, 64]. The split is by position, so `seed` has no effect."""
+        codes = torch.tensor([min(ord(character), ALPHABET - 1) for character in load_corpus()])
         samples = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
         return Splits.make(samples[:, :-1], samples[:, 1:], seed=seed, times=range(len(samples)))
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 no statistics to fit
-        """[n, 64] characters' codes, 0 to 127 -> logits of those that come next [n, 64, 128]."""
+        """Return a network from character codes [n, 64], 0 to 127, to logits of the next characters [n, 64, 128]."""
         return Recurrent(**{**self.default_config().model, **config.model})
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
-        """Cross entropy of every character, in nats, and the same in bits."""
+        """Return the mean cross entropy of the characters in nats, and as a metric in bits."""
         loss = functional.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
         return Step(loss, metrics={"bits_per_character": loss.detach() / math.log(2)})
 
 
-def corpus() -> str:
-    """All topics in their order, each paragraph where it stands first."""
+def load_corpus() -> str:
+    """Return the text of all topics in alphabetical order, without repeated paragraphs."""
     from pydoc_data.topics import topics
 
     first: dict[str, str] = {}
@@ -91,7 +89,7 @@ def corpus() -> str:
 
 
 class Recurrent(nn.Module):
-    """Long short-term memory (Hochreiter and Schmidhuber 1997) over characters."""
+    """Long short-term memory (Hochreiter and Schmidhuber 1997) of characters."""
 
     def __init__(self, layers: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -100,6 +98,6 @@ class Recurrent(nn.Module):
         self.last = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, ALPHABET))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         logits: Tensor = self.last(self.units(self.embed(x))[0])
         return logits

@@ -1,4 +1,4 @@
-"""Molecules: 5,000 compounds of the National Cancer Institute, and their polar surface area."""
+"""Molecules: the polar surface area of 5,000 compounds of the National Cancer Institute."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.search_space import TrialProtocol
 
-# Values of each column: of an atom its element and charge + 4; of a bond its order. The rest is for messages to find.
+# Numbers of values per column: element and charge + 4 of an atom, and order of a bond.
 ATOM, BOND = (119, 9), 22
 
 
 class Molecules(Objective):
-    """Learns the topological polar surface area, in square angstroms, of rdkit's `Data/NCI/first_5k.tpsa.csv`.
+    """Regression of the topological polar surface area, in square angstroms, in rdkit's `Data/NCI/first_5k.tpsa.csv`.
 
-    The area is a sum over polar atoms and their neighbourhoods (Ertl et al. 2000), here that of Daylight's program: a
-    graph network can learn it, and scaffolds it has not seen tell whether it did. Molecules of one Bemis-Murcko
-    scaffold are in one split; one without rings is a scaffold of its own.
+    The area, as computed by Daylight's program, is a sum over polar atoms and their neighborhoods (Ertl et al. 2000),
+    which a graph network can learn. The split is by scaffold, so validation measures the generalization to new ones:
+    molecules with the same Bemis-Murcko scaffold are in one split, and a molecule without rings is its own scaffold.
     """
 
     name: ClassVar[str] = "molecules"
     metric = "rmse"
     direction = "minimize"
     epochs: ClassVar[int] = 12
-    # Three rounds of messages.
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 0.005,
         "weight_decay": 0.01,
@@ -46,7 +45,7 @@ class Molecules(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """A graph network and how to train it."""
+        """Suggest a graph network and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -60,16 +59,16 @@ class Molecules(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Graphs, (atoms [a, 2], bonds [b, 3]), and areas; split by scaffold, 60/20/20 of the scaffolds."""
-        graphs, areas, scaffolds = molecules()
-        return Splits.make(graphs, areas, seed=seed, groups=scaffolds, collate=joined)
+        """Return graphs (atoms [a, 2], bonds [b, 3]) and areas; the split contains 60/20/20 % of the scaffolds."""
+        graphs, areas, scaffolds = load_molecules()
+        return Splits.make(graphs, areas, seed=seed, groups=scaffolds, collate=collate_graphs)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Atoms [a, 2], bonds [b, 3] and sizes [n] of n molecules -> areas [n], in square angstroms."""
+        """Return a network from atoms [a, 2], bonds [b, 3] and sizes [n] to areas [n], in square angstroms."""
         return GraphNetwork(scale=float(train.y.std()), **{**self.default_config().model, **config.model})
 
 
-def molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
+def load_molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
     """Return graph, polar surface area and scaffold of each molecule that rdkit can read."""
     with require_package("rdkit", "molecules"):
         from rdkit import Chem, RDConfig, rdBase
@@ -77,61 +76,61 @@ def molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
     from pathlib import Path
 
     graphs, areas, scaffolds = [], [], []
-    scaffold: Any = MurckoScaffoldSmiles  # without types, where its stubs are there
-    with rdBase.BlockLogs():  # which would name the unreadable ones
+    get_scaffold: Any = MurckoScaffoldSmiles  # rdkit has stubs without types
+    with rdBase.BlockLogs():  # rdkit would log the unreadable ones
         for line in Path(RDConfig.RDDataDir, "NCI", "first_5k.tpsa.csv").read_text().splitlines()[1:]:
             smiles, area = line.split(",")
             if (molecule := Chem.MolFromSmiles(smiles)) is not None:
-                graphs.append(graph(molecule))
+                graphs.append(build_graph(molecule))
                 areas.append(float(area))
-                scaffolds.append(scaffold(mol=molecule) or Chem.MolToSmiles(molecule))
+                scaffolds.append(get_scaffold(mol=molecule) or Chem.MolToSmiles(molecule))
     return graphs, areas, scaffolds
 
 
-def graph(molecule: Any) -> tuple[Tensor, Tensor]:
-    """Atoms [a, 2] by the columns of `ATOM`, and bonds [b, 3], each twice: from, to and order."""
+def build_graph(molecule: Any) -> tuple[Tensor, Tensor]:
+    """Return atoms [a, 2] with the columns of `ATOM`, and bonds [b, 3] (from, to, order), once per direction."""
     atoms = [(atom.GetAtomicNum(), atom.GetFormalCharge() + 4) for atom in molecule.GetAtoms()]
     bonds = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), int(b.GetBondType())) for b in molecule.GetBonds()]
     both_ways = bonds + [(end, start, order) for start, end, order in bonds]
     return torch.tensor(atoms), torch.tensor(both_ways, dtype=torch.int64).reshape(-1, 3)
 
 
-def joined(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """A collate: the graphs of a batch as one, with the number of atoms of each."""
+def collate_graphs(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Merge the graphs of a batch into one, with the number of atoms of each; return it with the areas [n]."""
     atoms, bonds = zip(*(graph for graph, _ in samples), strict=True)
     sizes = torch.tensor([len(part) for part in atoms])
     starts = sizes.cumsum(0) - sizes
-    moved = [part + torch.tensor([start, start, 0]) for part, start in zip(bonds, starts.tolist(), strict=True)]
-    x = {"atoms": torch.cat(atoms), "bonds": torch.cat(moved), "sizes": sizes}
+    shifted = [part + torch.tensor([start, start, 0]) for part, start in zip(bonds, starts.tolist(), strict=True)]
+    x = {"atoms": torch.cat(atoms), "bonds": torch.cat(shifted), "sizes": sizes}
     return x, torch.tensor([area for _, area in samples])
 
 
 class GraphNetwork(nn.Module):
-    """Message passing with bonds, GINE (Hu et al. 2020); a molecule's area is the sum of what its atoms contribute."""
+    """Message passing with bonds, GINE (Hu et al. 2020). The area of a molecule is the sum over its atoms."""
 
     def __init__(self, scale: float, layers: int, width: int, dropout: float) -> None:
         super().__init__()
         self.scale = scale
         self.atom = nn.ModuleList(nn.Embedding(values, width) for values in ATOM)
         self.bond = nn.ModuleList(nn.Embedding(BOND, width) for _ in range(layers))
-        self.update = nn.ModuleList(perceptron(width, width, dropout) for _ in range(layers))
-        self.last = perceptron(width, 1, dropout)
+        self.update = nn.ModuleList(build_mlp(width, width, dropout) for _ in range(layers))
+        self.last = build_mlp(width, 1, dropout)
 
     def forward(self, atoms: Tensor, bonds: Tensor, sizes: Tensor) -> Tensor:
-        """Areas of the molecules, whose atoms stand one after the other."""
+        """Return the areas [n] of molecules whose atoms are concatenated."""
         x = torch.stack([embed(column) for embed, column in zip(self.atom, atoms.unbind(1), strict=True)]).sum(dim=0)
         start, end, order = bonds.unbind(1)
         for embed, update in zip(self.bond, self.update, strict=True):
             messages = torch.relu(x[start] + embed(order))
             x = x + update(x + torch.zeros_like(x).index_add(0, end, messages))
-        # By their shape, not by len(), which an exported model would take for a constant.
+        # The shape, not len(), which is a constant in an exported model.
         owner = torch.arange(sizes.shape[0], device=sizes.device).repeat_interleave(sizes, output_size=atoms.shape[0])
         contributions = self.last(x).squeeze(1) * self.scale
         return torch.zeros(sizes.shape[0], device=x.device).index_add(0, owner, contributions)
 
 
-def perceptron(width: int, outputs: int, dropout: float) -> nn.Sequential:
-    """[a, width] -> [a, outputs], normalised first, with one hidden layer."""
+def build_mlp(width: int, outputs: int, dropout: float) -> nn.Sequential:
+    """Return a network [a, width] -> [a, outputs] with layer norm and one hidden layer."""
     return nn.Sequential(
         nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, outputs)
     )

@@ -1,4 +1,4 @@
-"""Carbon dioxide on Mauna Loa, week by week from 1958 to 2001: its next quarter of a year."""
+"""Weekly carbon dioxide on Mauna Loa, 1958 to 2001: a forecast of the next quarter of a year."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
     from hpsearch.objectives.search_space import TrialProtocol
 
 YEAR = 52  # weeks
-PAST, FUTURE = 2 * YEAR, 13  # weeks that are known, and that are forecast
+PAST, FUTURE = 2 * YEAR, 13  # weeks of input and of forecast
 
 
 class Series(Objective):
-    """Forecasts 13 weeks of the air's carbon dioxide (statsmodels' `co2`, by Keeling et al.) from two years before.
+    """Forecast of 13 weeks of atmospheric carbon dioxide (statsmodels' `co2`, by Keeling et al.) from two years.
 
-    Judged by the mean absolute error, in parts per million. The split is by time, 60/20/20: a forecast belongs to the
-    split in which all of its 13 weeks lie, so that no value is forecast in two splits; what is known before it may lie
-    in the split before.
+    The metric is the mean absolute error, in parts per million. The split is by time, 60/20/20. A forecast belongs to
+    the split that contains all of its 13 weeks, so no value is forecast in two splits. The input weeks of a forecast
+    may be in the split before.
     """
 
     name: ClassVar[str] = "series"
     metric = "mae"
     direction = "minimize"
     epochs: ClassVar[int] = 20
-    # One hidden layer.
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 0.003,
         "weight_decay": 0.01,
@@ -48,7 +47,7 @@ class Series(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """An MLP, or with no layer a linear forecast, and how to train it."""
+        """Suggest an MLP (a linear forecast without layers) and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-4, 1e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-4, 1.0, log=True),
@@ -62,19 +61,19 @@ class Series(Objective):
         )
 
     def data(self, seed: int) -> Splits:  # noqa: ARG002 time decides
-        """Windows [n, 104] and what follows them [n, 13], in parts per million, numbered by the first week forecast."""
-        values = weekly()
+        """Return windows [n, 104] and the weeks that follow [n, 13], in parts per million."""
+        values = load_weekly_values()
         first, second = round(0.6 * len(values)), round(0.8 * len(values))
-        val = windows(values, first, second)
-        test = windows(values, second, len(values))
-        return Splits(windows(values, PAST, first), val, test, Blocks(np.arange(len(val)), ordered=True))
+        val = make_windows(values, first, second)
+        test = make_windows(values, second, len(values))
+        return Splits(make_windows(values, PAST, first), val, test, Blocks(np.arange(len(val)), ordered=True))
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """[n, 104] weeks -> [n, 13] weeks that follow, in parts per million."""
+        """Return a network from weeks [n, 104] to the weeks that follow [n, 13], in parts per million."""
         return Forecast(float((train.x - train.x[:, -1:]).std()), **{**self.default_config().model, **config.model})
 
 
-def weekly() -> Tensor:
+def load_weekly_values() -> Tensor:
     """Return the series [2284] in parts per million; a week without a measurement repeats the week before."""
     with require_package("statsmodels", "series"):
         from statsmodels.datasets import co2
@@ -82,15 +81,15 @@ def weekly() -> Tensor:
     return torch.tensor(table["co2"].ffill().to_numpy(), dtype=torch.float32)
 
 
-def windows(values: Tensor, start: int, end: int) -> Dataset:
-    """The forecasts whose weeks lie within `start` to `end`, each with the two years before it."""
+def make_windows(values: Tensor, start: int, end: int) -> Dataset:
+    """Return the forecasts of weeks from `start` to before `end`, each with the two years before it as input."""
     rows = torch.arange(start, end - FUTURE + 1)
-    whole = torch.stack([values[row - PAST : row + FUTURE] for row in rows.tolist()])
-    return Dataset(whole[:, :PAST], whole[:, PAST:], rows)
+    weeks = torch.stack([values[row - PAST : row + FUTURE] for row in rows.tolist()])
+    return Dataset(weeks[:, :PAST], weeks[:, PAST:], rows)
 
 
 class Forecast(nn.Module):
-    """What is added to the last value that is known, from how those before differed from it: no level is learned."""
+    """Network that predicts changes from the last known value, from the earlier changes, so it learns no level."""
 
     def __init__(self, scale: float, layers: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ class Forecast(nn.Module):
         self.net.append(nn.Linear(before, FUTURE))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weeks that follow."""
+        """Return the weeks that follow [n, 13]."""
         last = x[:, -1:]
         change: Tensor = self.net((x - last) / self.scale)
         return last + self.scale * change

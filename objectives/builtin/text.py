@@ -1,4 +1,4 @@
-"""Paragraphs of Python's documentation: about a thousand, of eight topics, classified by a small transformer."""
+"""About a thousand paragraphs of Python's documentation on eight topics, classified by a small transformer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ TOPICS = (
     *("string-methods", "typesseq", "typesmapping", "formatstrings"),
 )
 VOCABULARY = 4096  # ids of words; 0 is padding
-SHORTEST, LONGEST = 8, 64  # words of a paragraph: shorter ones are left out, longer ones are cut
+SHORTEST, LONGEST = 8, 64  # words of a paragraph; shorter ones are omitted, longer ones are cut
 
 
 class Text(Objective):
-    """Tells from which of eight topics of `pydoc_data.topics`, Python's own `help()`, a paragraph comes.
+    """Classification of paragraphs by their topic: eight topics of `pydoc_data.topics`, the texts of Python's `help()`.
 
-    The split is random and stratified, 60/20/20. A paragraph that stands twice in a topic is one sample, and one that
-    several topics share is none: no text is in two splits. The text is that of the Python that runs.
+    The split is random and stratified, 60/20/20. Repeated paragraphs of a topic are one sample, and paragraphs of
+    several topics are omitted, so no text is in two splits. The text depends on the version of Python.
     """
 
     name: ClassVar[str] = "text"
     metric = "accuracy"
     epochs: ClassVar[int] = 15
-    # One layer.
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 0.005,
         "weight_decay": 0.1,
@@ -53,7 +52,7 @@ class Text(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """A transformer encoder, of no layer (a bag of words) up to two."""
+        """Suggest a transformer encoder with up to two layers; without layers it is a bag of words."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-3, 1.0, log=True),
@@ -68,38 +67,38 @@ class Text(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Word ids [t], 8 to 64 of a paragraph, and the number of its topic."""
-        found = paragraphs()
-        ids = [[word_id(word) for word in text] for text in found]
+        """Return word ids [t] of each paragraph, 8 to 64, and the number of its topic."""
+        found = load_paragraphs()
+        ids = [[hash_word(word) for word in text] for text in found]
         return Splits.make(ids, list(found.values()), seed=seed, collate=pad_collate)
 
     def sampler(self, config: TrainConfig, train: Dataset) -> LengthGroupedSampler:
-        """Paragraphs of like length in a batch."""
+        """Batch paragraphs of similar length."""
         return LengthGroupedSampler([len(ids) for ids, _ in train.samples or ()], config.batch_size)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 no statistics to fit
-        """Word ids [n, longest] and their number [n] -> logits [n, 8]."""
+        """Return a network from word ids [n, longest] and lengths [n] to logits [n, 8]."""
         return Encoder(**{**self.default_config().model, **config.model})
 
 
-def paragraphs() -> dict[tuple[str, ...], int]:
-    """The words of each distinct paragraph, in small letters, with the number of the only topic that has it."""
+def load_paragraphs() -> dict[tuple[str, ...], int]:
+    """Return the lower-case words of each paragraph that is in one topic only, with the number of this topic."""
     from pydoc_data.topics import topics
 
     owners: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
     for number, topic in enumerate(TOPICS):
         for paragraph in re.split(r"\n\s*\n", topics[topic]):
             owners[tuple(re.findall(r"\w+", paragraph.lower())[:LONGEST])].add(number)
-    return {words: min(of) for words, of in owners.items() if len(of) == 1 and len(words) >= SHORTEST}
+    return {words: min(topic) for words, topic in owners.items() if len(topic) == 1 and len(words) >= SHORTEST}
 
 
-def word_id(word: str) -> int:
-    """A hash, 1 to 4,095: a vocabulary that needs no fitting (Weinberger et al. 2009)."""
+def hash_word(word: str) -> int:
+    """Return a hash from 1 to 4,095, so that no vocabulary has to be fitted (Weinberger et al. 2009)."""
     return 1 + crc32(word.encode()) % (VOCABULARY - 1)
 
 
 class Encoder(nn.Module):
-    """A transformer encoder (Vaswani et al. 2017), norms first, over words and places; their mean is classified."""
+    """Pre-norm transformer encoder (Vaswani et al. 2017) of words and positions, whose mean output is classified."""
 
     def __init__(self, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class Encoder(nn.Module):
         self.last = nn.Linear(width, len(TOPICS))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Logits; places after a paragraph's end are neither attended to nor in the mean."""
+        """Return logits. Padding is masked in the attention and excluded from the mean."""
         within = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         x = self.drop(self.word(ids) + self.place[: ids.shape[1]])
         for layer in self.layers:

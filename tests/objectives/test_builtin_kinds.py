@@ -11,10 +11,10 @@ import torch
 
 import hpsearch.objectives.builtin.molecules as module_of_molecules
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict, load_objective
-from hpsearch.objectives.builtin.gan import distance, images, networks
-from hpsearch.objectives.builtin.language import ALPHABET, corpus
-from hpsearch.objectives.builtin.series import FUTURE, PAST, weekly
-from hpsearch.objectives.builtin.text import LONGEST, SHORTEST, TOPICS, paragraphs
+from hpsearch.objectives.builtin.gan import build_networks, frechet_distance, load_images
+from hpsearch.objectives.builtin.language import ALPHABET, load_corpus
+from hpsearch.objectives.builtin.series import FUTURE, PAST, load_weekly_values
+from hpsearch.objectives.builtin.text import LONGEST, SHORTEST, TOPICS, load_paragraphs
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import tensors
@@ -49,7 +49,7 @@ def test_every_configuration_of_the_space_returns_finite_outputs(name):
     for _ in range(6):
         config = objective.configure(study.ask())
         if isinstance(objective, LoopObjective):
-            outputs = networks(config, torch.device("cpu"))["drawing"](torch.randn(5, config.noise))
+            outputs = build_networks(config, torch.device("cpu"))["drawing"](torch.randn(5, config.noise))
         else:
             train = _splits(name).train
             x = train.inputs(torch.arange(5))
@@ -62,12 +62,12 @@ def test_every_configuration_of_the_space_returns_finite_outputs(name):
 def test_no_paragraph_is_in_two_splits_or_of_two_topics():
     from pydoc_data.topics import topics
 
-    found, splits = list(paragraphs()), _splits("text")
+    found, splits = list(load_paragraphs()), _splits("text")
     rows = torch.cat([part.rows for _, part in splits.parts()])
     assert sorted(rows.tolist()) == list(range(len(found)))
     assert len(set(found)) == len(found) > 900
     flat = {name: " ".join(topics[name].lower().split()) for name in TOPICS}
-    for words, number in list(paragraphs().items())[::50]:
+    for words, number in list(load_paragraphs().items())[::50]:
         assert SHORTEST <= len(words) <= LONGEST
         assert words[0] in flat[TOPICS[number]]
     ids = [{tuple(sample[0]) for sample in part.samples} for _, part in splits.parts()]
@@ -161,8 +161,8 @@ def test_the_frechet_distance_is_exact_for_normal_features():
     assert distance(real, real, 0) == pytest.approx(0, abs=1e-4)
     assert distance(real, other, 0) == pytest.approx(distance(other, real, 0), rel=1e-4)
     torch.manual_seed(0)
-    near, far = (distance(real + noise * torch.randn_like(real), other, 0) for noise in (2, 6))
-    assert distance(real, other, 0) < near < far
+    near, far = (frechet_distance(real + noise * torch.randn_like(real), other, 0) for noise in (2, 6))
+    assert frechet_distance(real, other, 0) < near < far
 
 
 class _Stops(LocalSession):
@@ -183,9 +183,11 @@ def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
     assert [[r.metrics[key] for key in keys] for r in whole.history] == [
         [r.metrics[key] for key in keys] for r in resumed.history
     ]
-    pixels = images(0).train.x.flatten(1)
+    pixels = load_images(0).train.x.flatten(1)
     columns = [pixels[torch.randint(len(pixels), (2000,)), pixel] for pixel in range(64)]
-    assert whole.best_value < distance(torch.stack(columns, dim=1).reshape(-1, 1, 8, 8), images(0).val.x, 0)
+    assert whole.best_value < frechet_distance(
+        torch.stack(columns, dim=1).reshape(-1, 1, 8, 8), load_images(0).val.x, 0
+    )
     tested = gan.test(whole.best, whole.config, torch.device("cpu"), 0)
     assert tested["frechet"] == pytest.approx(whole.best_value, rel=0.3)
     drawing, noise = gan.export(whole.best, whole.config)
