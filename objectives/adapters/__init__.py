@@ -1,1 +1,1 @@
-"""Adapters for the trainers of other libraries in a custom loop, each needing its library."""
+"""Adapters for the trainers of other libraries in a custom loop; each requires its library."""

@@ -1,4 +1,4 @@
-"""Lightning in a custom loop: `fit` trains a module and reports its epochs, `test` evaluates the best one."""
+"""Lightning in a custom loop: `fit` trains a module and reports its epochs, `test` evaluates the best epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DistributedSampler
 
-from hpsearch.objectives.adapters.names import bare_names
+from hpsearch.objectives.adapters.names import remove_prefixes
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
@@ -33,7 +33,7 @@ _QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
-_OF_THE_TRIAL = (
+_SET_BY_TRIAL = (
     "max_epochs",
     "max_steps",
     "check_val_every_n_epoch",
@@ -60,8 +60,8 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
     Raises:
         ObjectiveError: a setting is one that the trial sets.
     """
-    if decided := [name for name in _OF_THE_TRIAL if name in trainer]:
-        raise ObjectiveError(f"fit(): {decided[0]} is decided by the trial: leave it out")
+    if rejected := [name for name in _SET_BY_TRIAL if name in trainer]:
+        raise ObjectiveError(f"fit(): {rejected[0]} is set by the trial; remove it")
     memory = _Memory(trial.state)
     settings = {
         **_QUIET,
@@ -69,20 +69,20 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         **trainer,
         "accelerator": trial.device.type,
         "devices": [trial.device.index or 0] if trial.device.type == "cuda" else 1,
-        "num_nodes": trial.world,  # to Lightning each rank is a machine with a device
+        "num_nodes": trial.world,  # for Lightning, each rank is a node with one device
         "max_epochs": trial.total_epochs,
         "default_root_dir": trial.folder,
-        "callbacks": [*_listed(trainer.get("callbacks")), _Reports(trial, memory)],
-        # Nobody else's environment: within Slurm Lightning would requeue the job by itself.
+        "callbacks": [*_as_list(trainer.get("callbacks")), _ReportEpochs(trial, memory)],
+        # Without this environment Lightning would detect Slurm and requeue the job.
         "plugins": [
-            *_listed(trainer.get("plugins")),
+            *_as_list(trainer.get("plugins")),
             LightningEnvironment() if trial.world == 1 else _Ranks(trial.rank),
             memory,
         ],
     }
     resumed = None if trial.state is None else _Memory.PATH
     with _quiet():
-        Trainer(**settings).fit(module, **_loaders(data), ckpt_path=resumed)
+        Trainer(**settings).fit(module, **_data_arguments(data), ckpt_path=resumed)
 
 
 def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer: Any) -> dict[str, float]:
@@ -95,15 +95,15 @@ def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer:
         trainer: settings of `lightning.Trainer`.
     """
     module.load_state_dict(dict(best))
-    environment = [*_listed(trainer.pop("plugins", None)), LightningEnvironment()]
+    environment = [*_as_list(trainer.pop("plugins", None)), LightningEnvironment()]
     settings = {**_QUIET, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1, **trainer}
     where = {"datamodule": data} if isinstance(data, LightningDataModule) else {"dataloaders": data}
     with _quiet():
         found = Trainer(**settings, plugins=environment).test(module, **where, verbose=False)
-    return bare_names({name: float(value) for part in found for name, value in part.items()}, "test")
+    return remove_prefixes({name: float(value) for part in found for name, value in part.items()}, "test")
 
 
-class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not looked into
+class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not type-checked
     """Cluster environment for the ranks of a trial, which already run and are connected."""
 
     creates_processes_externally = True
@@ -113,18 +113,18 @@ class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not lo
         self._rank = rank
 
     def node_rank(self) -> int:
-        """This rank's number."""
+        """Return the number of this rank."""
         return self._rank
 
     def local_rank(self) -> int:
-        """One device each."""
+        """Return 0, because each rank has one device."""
         return 0
 
     def teardown(self) -> None:
-        """Lightning would take a variable of the launcher's out of the environment."""
+        """Do nothing: Lightning would remove an environment variable of the launcher."""
 
 
-class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked into
+class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked
     """Checkpoint IO that keeps Lightning's checkpoint in memory, for the trial's state."""
 
     PATH = "the trial's state"
@@ -133,22 +133,22 @@ class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked in
         self.checkpoint: dict[str, Any] = {} if state is None else state["checkpoint"]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002 Lightning's
-        """Take it, but for the hyperparameters: the module is made from the trial's configuration."""
+        """Keep a checkpoint without the hyperparameters: they come from the trial's configuration."""
         kept = {name: part for name, part in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
-        self.checkpoint = map_tensors(lambda tensor: tensor, kept)  # mappings of other classes become dictionaries
+        self.checkpoint = map_tensors(lambda tensor: tensor, kept)  # converts other mappings to dictionaries
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:  # noqa: ARG002 Lightning's
-        """Give it."""
+        """Return the kept checkpoint."""
         return self.checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """There is no file."""
+        """Do nothing, because there is no file."""
 
 
 _HYPERPARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
-class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is called when all else has logged
+class _ReportEpochs(Checkpoint):  # type: ignore[misc]  # as above; checkpoint callbacks run last, after the others have logged
     """Callback that reports Lightning's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, memory: _Memory) -> None:
@@ -158,18 +158,20 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
         self._first = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
-        """Undo what a trial cannot bear, and do what Lightning leaves out when it resumes."""
-        # Lightning leaves an epoch in the middle at a SIGTERM; the worker's own handler lets it end, and keeps it.
+        """Restore the SIGTERM handler; in a resumed trial, step the schedulers that the checkpoint omits."""
+        # Lightning's handler stops within the epoch; the handler of the worker lets the epoch end and saves it.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._trial.state is not None:
             _step_plateaus(trainer, self._trial.state["logged"])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
-        """Begin the trial's epoch, which seeds the generators; the loaders have their own."""
+        """Start an epoch of the trial, which seeds the global generators, and seed those of the loaders."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
-            raise ObjectiveError(f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}: call once")
+            raise ObjectiveError(
+                f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}; call fit() once"
+            )
         loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
         for number, loader in enumerate(loaders):
             for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
@@ -177,16 +179,16 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
                     seed = derive_seed(self._trial.seed, "shuffle", epoch, number)
                     holder.generator = torch.Generator().manual_seed(seed)
                 if isinstance(holder, DistributedSampler):
-                    holder.seed = derive_seed(self._trial.seed, "shuffle", number)  # it knows its epoch
-        if self._first:  # these loaders were begun before they were seeded; later ones begin after this
+                    holder.seed = derive_seed(self._trial.seed, "shuffle", number)  # Lightning calls its set_epoch
+        if self._first:  # these iterators were created before the seeding; later ones are created after it
             iter(trainer.fit_loop._data_fetcher)
             self._first = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the epoch, and end with the trial."""
+        """Report the epoch, and stop Lightning if the trial ends."""
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         trainer.save_checkpoint(_Memory.PATH, weights_only=False)
-        metrics = bare_names(logged, "val")
+        metrics = remove_prefixes(logged, "val")
         metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
         state = {"checkpoint": self._memory.checkpoint, "logged": logged}
         self._trial.report(metrics, state=state, best=pl_module.state_dict())
@@ -211,20 +213,20 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # its own use of torch
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # from its use of torch
             yield
     finally:
         log.setLevel(level)
 
 
-def _loaders(data: Any) -> dict[str, Any]:
+def _data_arguments(data: Any) -> dict[str, Any]:
     if isinstance(data, LightningDataModule):
         return {"datamodule": data}
     if not isinstance(data, tuple) or len(data) != 2:
-        what = type(data).__name__
-        raise ObjectiveError(f"fit(): data must be a LightningDataModule, or (training, validation), not {what}")
+        kind = type(data).__name__
+        raise ObjectiveError(f"fit(): data must be a LightningDataModule or (train, validation) loaders, not {kind}")
     return {"train_dataloaders": data[0], "val_dataloaders": data[1]}
 
 
-def _listed(given: Callback | list[Any] | None) -> list[Any]:
+def _as_list(given: Callback | list[Any] | None) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]

@@ -13,7 +13,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hpsearch.objectives.adapters.names import bare_names
+from hpsearch.objectives.adapters.names import remove_prefixes
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
-_OF_THE_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")
+_SET_BY_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")
 
 
 def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
@@ -34,8 +34,8 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
     Raises:
         ObjectiveError: a setting is one that the trial sets, or the Trainer would not use the trial's device.
     """
-    if decided := [name for name in _OF_THE_TRIAL if name in settings]:
-        raise ObjectiveError(f"training_arguments(): {decided[0]} is decided by the trial: leave it out")
+    if rejected := [name for name in _SET_BY_TRIAL if name in settings]:
+        raise ObjectiveError(f"training_arguments(): {rejected[0]} is set by the trial; remove it")
     seed = derive_seed(trial.seed, "transformers") % 2**31
     defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(
@@ -49,10 +49,10 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
     )
     if arguments.device.type != trial.device.type or (arguments.device.index or 0) != (trial.device.index or 0):
         raise ObjectiveError(
-            f"the Trainer would train on {arguments.device}, the trial on {trial.device}: "
-            "show the worker one device only, by CUDA_VISIBLE_DEVICES"
+            f"the Trainer would train on {arguments.device}, but the trial's device is {trial.device}; "
+            "set CUDA_VISIBLE_DEVICES so that the worker has one device"
         )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # a trial is not spread over all that there are
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would use DataParallel on all GPUs
     return arguments
 
 
@@ -71,15 +71,15 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
     """
     arguments = trainer.args
     if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
-        raise ObjectiveError("train(): make the Trainer's arguments by training_arguments(trial, ...)")
+        raise ObjectiveError("train(): the Trainer needs args=training_arguments(trial, ...)")
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    trainer.add_callback(_Reports(trial, trainer.model))
+    trainer.add_callback(_ReportEpochs(trial, trainer.model))
     with _quiet():
         trainer.train(resume_from_checkpoint=str(trial.checkpoint) if trial.resumed else None)
 
 
-class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
+class _ReportEpochs(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked
     """Callback that reports the Trainer's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, model: torch.nn.Module) -> None:
@@ -88,26 +88,26 @@ class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not lo
         self._metrics: dict[str, float] = {}
 
     def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 a Trainer's
-        """Begin the trial's epoch, which seeds the generators."""
+        """Start an epoch of the trial, which seeds the generators."""
         next(self._epochs, None)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **_: Any) -> None:  # noqa: ARG002 a Trainer's
-        """Take what the evaluation gave; with several data sets it is called once for each."""
-        self._metrics |= bare_names(metrics, "eval")
+        """Collect the metrics of an evaluation; it is called once per evaluation set."""
+        self._metrics |= remove_prefixes(metrics, "eval")
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        """Report the epoch, and end with the trial."""
+        """Report the epoch, and stop the Trainer if the trial ends."""
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         metrics = {name: value for name, value in self._metrics.items() if not name.endswith(_SPEED)}
         for logged, name in (("loss", "train_loss"), ("learning_rate", "lr")):
             if values := [line[logged] for line in state.log_history if logged in line]:
                 metrics[name] = values[-1]
-        for path in folder.glob("rng_state*"):  # each epoch is seeded
+        for path in folder.glob("rng_state*"):  # every epoch is seeded
             path.unlink(missing_ok=True)
         self._metrics = {}
         self._trial.report(metrics, folder=folder, best=self._model.state_dict())
         if not self._trial.rank:
-            shutil.rmtree(folder)  # the trial's checkpoint has it
+            shutil.rmtree(folder)  # the trial's checkpoint contains it
         if self._trial.should_stop:
             control.should_training_stop = True
 

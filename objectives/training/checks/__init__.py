@@ -1,1 +1,1 @@
-"""Checks beside a run: overfit one batch, range of learning rates, the held-out test split."""
+"""Checks outside of a run: smoke test, learning-rate range test, evaluation on the held-out test split."""

@@ -53,10 +53,10 @@ class RestoredModel:
     @property
     def call(self) -> Call:
         """Function that calls the model with a batch of inputs."""
-        return forward_call(self._stepping)
+        return forward_call(self._step_function)
 
     @property
-    def _stepping(self) -> StepFunction:
+    def _step_function(self) -> StepFunction:
         return build_step_function(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
 
     def _score(self, split: Dataset) -> dict[str, float]:
@@ -64,7 +64,7 @@ class RestoredModel:
             return evaluate(
                 self.model,
                 split,
-                self._stepping,
+                self._step_function,
                 as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
                 batch_size=get_eval_batch_size(self.config),
                 device="cpu",
@@ -84,7 +84,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
         splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
             raise ObjectiveError(
-                f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"
+                f"{objective.name}: data({split_seed}) has changed since the run; evaluate its model with the former data"
             )
         set_seed(best["seed"], "init")
         with wrap_user_errors(f"{type(objective).__name__}.model"):
@@ -93,5 +93,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
         model.load_state_dict(best["model"])
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:200]
-        raise ObjectiveError(f"{objective.name}: the weights do not fit the model of today's code: {detail}") from error
+        raise ObjectiveError(
+            f"{objective.name}: the weights do not fit the model of the current code: {detail}"
+        ) from error
     return RestoredModel(objective, config, splits, model.eval())

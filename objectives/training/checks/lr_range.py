@@ -78,12 +78,12 @@ def run_lr_range_test(
         device: device to train on; None for the CPU.
 
     Raises:
-        ObjectiveError: the settings are no valid range, the objective has a fault, or the loss falls by less than its
-            random variation.
+        ObjectiveError: the range is invalid, the objective has a fault, or the loss falls by less than its random
+            variation.
     """
     if not (0 < lowest < highest and steps >= 10):
         raise ObjectiveError(
-            f"a range needs 0 < lowest < highest and at least 10 steps, not {lowest}, {highest}, {steps}"
+            f"a range test needs 0 < lowest < highest and 10 steps or more, not {lowest}, {highest} and {steps} steps"
         )
     config = config or objective.default_config()
     device = device or torch.device("cpu")
@@ -104,7 +104,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
     starts = [group["lr"] / lowest for group in run.optimizer.param_groups]
     rates: list[float] = []
     losses: list[float] = []
-    first = low = _loss(run, probe)
+    first = low = _evaluate_probe(run, probe)
     step_batches = itertools.chain.from_iterable(run.batch_source.iterate_steps(epoch) for epoch in itertools.count())
     for step, micro_batches in zip(range(steps), step_batches, strict=False):
         rate = lowest * factor**step
@@ -114,7 +114,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
             train_step(run, micro_batches, StepPosition(0, step, step, rate), RunningMetrics(run.metrics))
         except NonFiniteError:
             break
-        loss = _loss(run, probe)
+        loss = _evaluate_probe(run, probe)
         if not math.isfinite(loss):
             break
         rates.append(rate)
@@ -126,7 +126,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
 
 
 @torch.no_grad()
-def _loss(run: Run, probe: Batch) -> float:
+def _evaluate_probe(run: Run, probe: Batch) -> float:
     """Return the training loss of the probe, with the same dropout mask each time."""
     with seeded_on(run.device, run.plan.seed, "probe"):
         return float(run.step_function(run.model, probe, run.precision.autocast()).loss)
@@ -134,15 +134,17 @@ def _loss(run: Run, probe: Batch) -> float:
 
 def _suggest_lr(rates: list[float], losses: list[float]) -> LrRangeResult:
     if len(losses) < 3 or losses[0] - min(losses) <= _MIN_FALL * abs(losses[0]):
-        raise ObjectiveError("the loss fell at no learning rate of the range: run the smoke test, or try a lower range")
+        raise ObjectiveError(
+            "the loss does not fall at any learning rate of the range; run the smoke test, or try a lower range"
+        )
     bottom, fall = losses.index(min(losses)), losses[0] - min(losses)
     # Second differences remove the trend; for noise of deviation 1 their median magnitude is 0.6745 * sqrt(6).
     bends = [abs(losses[i - 1] - 2 * losses[i] + losses[i + 1]) for i in range(1, max(bottom, 2))]
     noise = statistics.median(bends) / (0.6745 * math.sqrt(6))
     if fall < _MIN_SIGNAL_TO_NOISE * noise:
         raise ObjectiveError(
-            f"no learning rate can be told: from step to step the loss moves by {noise:.2g} at random, and it fell by "
-            f"{fall:.2g} in all; try a larger batch_size, or more steps"
+            f"no learning rate can be suggested: the loss falls by {fall:.2g} in total, and varies by {noise:.2g} at "
+            "random between steps; try a larger batch_size, or more steps"
         )
     half = max(len(losses) // 40, 2)
     around = [losses[max(i - half, 0) : i + half + 1] for i in range(bottom + 1)]

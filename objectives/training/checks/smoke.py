@@ -38,6 +38,7 @@ class SmokeResult:
     Attributes:
         passed: whether the loss fell to `target`.
         losses: loss of the batch before each step.
+        target: the loss to reach.
         samples: number of samples in the batch.
         lr: the learning rate of `losses`.
         reason: reason of the failure in one sentence; empty if passed.
@@ -67,7 +68,7 @@ def run_smoke_test(
     seconds: float = math.inf,
     device: torch.device | None = None,
 ) -> SmokeResult:
-    """Overfit one batch of training data without regularization. A model that fails has a fault.
+    """Overfit one batch of training data without regularization; a model that cannot do this has a fault.
 
     The excess of the loss over the objective's `loss_floor` must fall to a hundredth of its initial value and to at
     most 0.01; if it starts above 10, it must fall to a thousandth. Without a floor, or if the loss starts below it, the
@@ -158,10 +159,10 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
                 break
     passed = not reason and losses[-1] <= target
     if not passed and not reason:
-        late = ", when time was up," if step + 1 < steps else ""
+        late = " (time limit)" if step + 1 < steps else ""
         reason = (
             f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late} and should be below {target:.4g}"
         )
         if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0]:
-            reason += ", unless it cannot: then the objective says so by loss_floor"
+            reason += "; if it cannot reach this, set loss_floor of the objective"
     return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason)

@@ -149,11 +149,11 @@ def test_lightning_does_not_handle_sigterm(monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"trainer": {"max_epochs": 3}}, r"fit\(\): max_epochs is decided by the trial: leave it out"),
+        ({"trainer": {"max_epochs": 3}}, r"fit\(\): max_epochs is set by the trial; remove it"),
         ({"metric": "acuracy"}, "'acuracy' is not reported; did you mean 'accuracy'"),
         (
             {"run": lambda _, trial: lightning.fit(trial, Net(0.1), [1, 2])},
-            r"fit\(\): data must be a LightningDataModule, or \(training, validation\), not list",
+            r"fit\(\): data must be a LightningDataModule or \(train, validation\) loaders, not list",
         ),
     ],
 )

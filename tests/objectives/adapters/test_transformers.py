@@ -95,10 +95,13 @@ def test_the_verdict_on_a_report_ends_the_loop(verdict, status, tmp_path):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"settings": {"num_train_epochs": 3}}, r"training_arguments\(\): num_train_epochs is decided by the trial"),
+        (
+            {"settings": {"num_train_epochs": 3}},
+            r"training_arguments\(\): num_train_epochs is set by the trial; remove it",
+        ),
         (
             {"arguments": lambda *_: TrainingArguments("out", use_cpu=True)},
-            r"train\(\): make the Trainer's arguments by training_arguments\(trial, ...\)",
+            r"train\(\): the Trainer needs args=training_arguments\(trial, ...\)",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_smoke_test_that_runs_out_of_time_fails_with_that_reason(objective_wit
     result = run_smoke_test(objective_with(model=_cut), seconds=0.0)
     assert not result.passed
     assert len(result.losses) == 25, "a look after the first steps, and no other rate"
-    assert "after 25 steps, when time was up, and should be below 0.01" in result.reason
+    assert "after 25 steps (time limit) and should be below 0.01" in result.reason
 
 
 def test_the_curve_has_every_step(wine):
@@ -119,7 +119,7 @@ def test_loss_floor_is_subtracted_from_the_loss(objective_with):
     loss = {"loss": lambda *_: _Bound(40.0)}
     blamed = run_smoke_test(objective_with(**loss), steps=200)
     assert not blamed.passed
-    assert blamed.reason.endswith("unless it cannot: then the objective says so by loss_floor")
+    assert blamed.reason.endswith("if it cannot reach this, set loss_floor of the objective")
     assert run_smoke_test(objective_with(**loss, loss_floor=40.0), steps=400).passed
     assert run_smoke_test(objective_with(**loss, loss_floor=None), steps=200).passed
     assert not run_smoke_test(objective_with(**loss, loss_floor=40.0, model=_cut), steps=50).passed
