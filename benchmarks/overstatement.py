@@ -247,7 +247,7 @@ def fit(
     objective: Objective, config: TrainConfig, seed: int, split_seed: int, division: int | None = None
 ) -> FitResult:
     return Trainer(
-        objective, config, epochs=EPOCHS, seed=seed, split_seed=split_seed, division=division, device="cpu"
+        objective, config, epochs=EPOCHS, seed=seed, split_seed=split_seed, resplit_seed=division, device="cpu"
     ).fit()
 
 

@@ -33,7 +33,7 @@ def fit(
 ) -> RunResult:
     """Train a configuration; see `Trainer` for the parameters.
 
-    A custom loop splits its data itself: `plan.division` is ignored. It does not use `instruments`.
+    A custom loop splits its data itself: `plan.resplit_seed` is ignored. It does not use `instruments`.
 
     Raises:
         ObjectiveError: the objective has a fault.
@@ -44,7 +44,7 @@ def fit(
     if isinstance(objective, LoopObjective):
         if plan.refit is not None:
             require_model_objective(objective, "a refit")
-        return LoopRun(objective, config, replace(plan, division=None), **options).fit()
+        return LoopRun(objective, config, replace(plan, resplit_seed=None), **options).fit()
     options |= {**asdict(plan), "instruments": instruments}
     return Trainer(require_model_objective(objective, "training"), config, **options).fit()
 

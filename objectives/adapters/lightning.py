@@ -72,7 +72,7 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         "num_nodes": trial.world,  # for Lightning, each rank is a node with one device
         "max_epochs": trial.total_epochs,
         "default_root_dir": trial.folder,
-        "callbacks": [*_as_list(trainer.get("callbacks")), _ReportEpochs(trial, memory)],
+        "callbacks": [*_as_list(trainer.get("callbacks")), _EpochReporter(trial, memory)],
         # Without this environment Lightning would detect Slurm and requeue the job.
         "plugins": [
             *_as_list(trainer.get("plugins")),
@@ -148,7 +148,7 @@ class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not type-chec
 _HYPERPARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
-class _ReportEpochs(Checkpoint):  # type: ignore[misc]  # as above; checkpoint callbacks run last, after the others have logged
+class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint callbacks run last
     """Callback that reports Lightning's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, memory: _Memory) -> None:
@@ -158,7 +158,7 @@ class _ReportEpochs(Checkpoint):  # type: ignore[misc]  # as above; checkpoint c
         self._first = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
-        """Restore the SIGTERM handler; in a resumed trial, step the schedulers that the checkpoint omits."""
+        """Restore the SIGTERM handler; in a resumed trial, step the metric-driven schedulers."""
         # Lightning's handler stops within the epoch; the handler of the worker lets the epoch end and saves it.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -170,7 +170,7 @@ class _ReportEpochs(Checkpoint):  # type: ignore[misc]  # as above; checkpoint c
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
             raise ObjectiveError(
-                f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}; call fit() once"
+                f"fit() is in epoch {trainer.current_epoch + 1}, not {epoch + 1}; call it once per trial"
             )
         loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
         for number, loader in enumerate(loaders):

@@ -74,12 +74,12 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
         raise ObjectiveError("train(): the Trainer needs args=training_arguments(trial, ...)")
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    trainer.add_callback(_ReportEpochs(trial, trainer.model))
+    trainer.add_callback(_EpochReporter(trial, trainer.model))
     with _quiet():
         trainer.train(resume_from_checkpoint=str(trial.checkpoint) if trial.resumed else None)
 
 
-class _ReportEpochs(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked
+class _EpochReporter(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked
     """Callback that reports the Trainer's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, model: torch.nn.Module) -> None:

@@ -240,7 +240,7 @@ class LoopRun(BaseLoopRun):
 
         def read_checkpoint() -> dict[str, Any] | None:
             shutil.rmtree(self.checkpoint, ignore_errors=True)
-            state = None if self.kept is None else self.kept.restore()
+            state = None if self.own_session is None else self.own_session.restore()
             read.append(state)
             if state is None:
                 return None

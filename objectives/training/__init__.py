@@ -1,1 +1,1 @@
-"""The training loop: torch and a small session protocol, nothing of the service."""
+"""The training loop. It depends on torch and a small session protocol, not on the service."""

@@ -1,4 +1,4 @@
-"""A trained model as it is served: a module that takes tensors one after the other, with an example of each."""
+"""A trained model for serving: a module with positional tensor inputs, and example inputs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, leaves, tensors, unflatten_like
 from hpsearch.objectives.training.evaluation.step import Call
 
-_ROWS = 4  # in an example: an exporter takes a dimension of 1 for a constant
-_LOOKED_AT = 64  # samples, to see which dimensions vary
+_ROWS = 4  # of an example; an exporter treats a dimension of 1 as a constant
+_SAMPLES = 64  # in which varying dimensions are searched
 
 
 @dataclass(frozen=True)
 class Example:
-    """Inputs to export a model with: a raw batch on the CPU, and for each of its tensors the variable dimensions."""
+    """Example inputs for the export of a model.
+
+    Attributes:
+        x: raw batch on the CPU.
+        dynamic_dims: for each tensor of `x`, the dimensions with dynamic size.
+    """
 
     x: Tree
     dynamic_dims: Sequence[frozenset[int]]
 
 
 def build_example(val: Dataset) -> Example:
-    """Return four validation inputs, and which of their dimensions vary between batches."""
+    """Return four validation inputs with the dimensions whose size varies between batches."""
     x = val.inputs(torch.arange(_ROWS) % len(val))
-    found = [tensor for _, tensor in tensors(x)]
-    free = [{0} for _ in found]
+    example = [tensor for _, tensor in tensors(x)]
+    dynamic_dims = [{0} for _ in example]
     if val.samples is not None:
-        for start in range(0, min(len(val), _LOOKED_AT), _ROWS):
+        for start in range(0, min(len(val), _SAMPLES), _ROWS):
             other = [tensor for _, tensor in tensors(val.inputs((torch.arange(_ROWS) + start) % len(val)))]
-            for known, one, another in zip(free, found, other, strict=False):
-                known |= {dim for dim in range(min(one.ndim, another.ndim)) if one.shape[dim] != another.shape[dim]}
-    return Example(x, [frozenset(known) for known in free])
+            for dims, one, another in zip(dynamic_dims, example, other, strict=False):
+                dims |= {dim for dim in range(min(one.ndim, another.ndim)) if one.shape[dim] != another.shape[dim]}
+    return Example(x, [frozenset(dims) for dims in dynamic_dims])
 
 
 class PositionalInputsWrapper(nn.Module):
-    """A model that takes the tensors of its inputs one after the other, or by where they stand in the structure."""
+    """A model whose input tensors are positional arguments, or keywords with the names of their paths in the batch."""
 
     def __init__(self, model: nn.Module, call: Call, x: Tree) -> None:
         super().__init__()
@@ -53,15 +58,19 @@ class PositionalInputsWrapper(nn.Module):
 
         names = [re.sub(r"\W", "_", f"_{name}" if name[0].isdigit() else name) for name, _ in tensors(x)]
         bound = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
-        forward.__signature__ = bound  # type: ignore[attr-defined]  # an exporter asks for it
+        forward.__signature__ = bound  # type: ignore[attr-defined]  # exporters read it
         self.forward = forward
 
 
 def exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
-    """Return a module to export, and its inputs by name; the name of a single tensor is empty."""
+    """Return a module to export, and its inputs by name; the name of a single tensor is empty.
+
+    Raises:
+        ObjectiveError: the inputs are not tensors.
+    """
     parts = list(tensors(x))
     if isinstance(x, Tensor):
         return model, parts
     if not parts or not all(isinstance(leaf, (Tensor, int, float, str, type(None))) for _, leaf in leaves(x)):
-        raise ObjectiveError(f"its inputs are no tensors but {type(x).__name__}")
+        raise ObjectiveError(f"its inputs must be tensors, not {type(x).__name__}")
     return PositionalInputsWrapper(model, call, x), parts

@@ -21,10 +21,10 @@ Status = Literal["completed", "pruned", "stopped"]
 
 
 def derive_status(verdict: Verdict, *, finished: bool) -> Status:
-    """Return the status of a run that ended with a verdict; `finished` is whether nothing was left to train."""
+    """Return the status of a run that ended with a verdict; `finished` says whether training is complete."""
     if verdict == Verdict.PRUNE:
         return "pruned"
-    if verdict == Verdict.PAUSE:  # also after the last epoch: the caller decides whether it counts
+    if verdict == Verdict.PAUSE:  # also after the last epoch; the caller decides whether the trial is complete
         return "stopped"
     return "completed" if finished else "stopped"
 
@@ -48,11 +48,11 @@ class ResplitScore:
     """The score of a run on a new split of the data.
 
     Attributes:
-        value: of the metric, by cross-fitting where the validation samples could be halved; else of the best epoch.
-        error: its standard error by the samples that it was measured on; None where nothing is known of it.
-        epochs: 0-based, that the halves chose; none of the best epoch's value.
-        divided: whether train and validation were divided anew, and not only seeds.
-        sizes: how many samples were trained on, validated on, and are in the test split.
+        value: metric by cross-fitting, or of the best epoch if the validation samples cannot be halved.
+        error: standard error of `value` from the validation samples; None if unknown.
+        epochs: epochs (0-based) that the halves selected; empty if `value` is of the best epoch.
+        divided: whether the run has a new train/validation split; False if only its seed is new.
+        sizes: numbers of training, validation and test samples.
     """
 
     value: float
@@ -68,9 +68,9 @@ class ResplitScore:
     def describe(self, metric: str) -> str:
         """Return a description of the score."""
         if not self.epochs:
-            return f"{metric} {self.value:.6g} of the best epoch"
-        chosen = " and ".join(str(epoch + 1) for epoch in self.epochs)
-        return f"{metric} {self.value:.6g} of the halves at each other's best epochs, {chosen}"
+            return f"{metric} {self.value:.6g} at the best epoch"
+        selected = " and ".join(str(epoch + 1) for epoch in self.epochs)
+        return f"{metric} {self.value:.6g} by cross-fitting, at epochs {selected}"
 
 
 @dataclass(kw_only=True)
@@ -79,12 +79,12 @@ class RunResult(ABC):
 
     Attributes:
         status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
-        verdict: the session's last answer, with its reason.
-        curve: the epochs, those before a resume included.
-        best_path, last_path: checkpoints in the run's directory, where there are any.
-        resume_note: why resumes of this run were not exact (another machine, another torch), and which options it
-            had to do without; None when there is nothing of the kind.
-        fresh: the score of a run on a fresh division; None of any other.
+        verdict: the session's last verdict, with its reason.
+        curve: the learning curve, including epochs before a resume.
+        best_path, last_path: checkpoints in the run's directory; None if they do not exist.
+        resume_note: reasons why a resume was not exact (another machine or version of torch), and options that did not
+            work; None without any.
+        resplit_score: score on a new train/validation split; None for other runs.
     """
 
     status: Status
@@ -97,32 +97,32 @@ class RunResult(ABC):
 
     @property
     def best_epoch(self) -> int:
-        """0-based, by the validation metric; -1 of a run that was stopped in its first epoch."""
+        """Best epoch (0-based) by the validation metric; -1 if the run stopped in its first epoch."""
         return int(self.curve.best.get("epoch", -1))
 
     @property
     def best_value(self) -> float:
-        """The objective's metric at the best epoch; NaN of a run that was stopped in its first epoch."""
+        """The objective's metric at the best epoch; NaN if the run stopped in its first epoch."""
         return float(self.curve.best.get("value", math.nan))
 
     @property
     def best_metrics(self) -> dict[str, float]:
-        """All numbers of the best epoch."""
+        """All metrics of the best epoch."""
         return dict(self.curve.best.get("metrics", {}))
 
     @property
     def history(self) -> list[EpochRecord]:
-        """One record per epoch, those before a resume included."""
+        """One record per epoch, including epochs before a resume."""
         return self.curve.history
 
     @property
     def has_model(self) -> bool:
-        """Whether there is anything to export."""
+        """Whether the result has a model to export."""
         return True
 
     @property
     def data_digest(self) -> tuple[str, int] | None:
-        """SHA-256 of the data as it was split, and the number of validation samples; None if unknown."""
+        """SHA-256 of the split data, and the number of validation samples; None if unknown."""
         return None
 
     @abstractmethod
@@ -139,16 +139,15 @@ class FitResult(RunResult):
     """The result of a run of the training loop.
 
     Attributes:
-        model: with the weights of the best epoch, in evaluation mode, on the CPU; on ranks other than the first it may
-            be without them.
-        example: four validation inputs, raw, as the model takes them, on the CPU; to export the model with.
-        call: how the model is called with them.
-        split_hash: SHA-256 of the data as it was split.
-        val: the validation split, on the CPU: what `best_value` was measured on.
-        train_scores: loss and metrics of the best weights on the training split, in evaluation mode, for the
-            report; None without a run directory.
-        memory: most bytes of the device's memory that the run held at once; None on a CPU.
-        fresh: the score of a run on a fresh division; None of any other.
+        model: model with the weights of the best epoch, in evaluation mode, on the CPU. On ranks other than rank 0 it
+            may have no weights.
+        example: four raw validation inputs on the CPU, for the export of the model.
+        call: function that calls the model with a batch of inputs.
+        split_hash: SHA-256 of the split data.
+        val: the validation split, on the CPU, on which `best_value` was measured.
+        memory: peak bytes of the device's memory; None on a CPU.
+        train_scores: loss and metrics of the best weights on the training split, in evaluation mode, for the report;
+            None without a run directory.
     """
 
     model: nn.Module
@@ -161,7 +160,7 @@ class FitResult(RunResult):
 
     @property
     def data_digest(self) -> tuple[str, int] | None:
-        """The hash of the data as it was split, and the number of validation samples."""
+        """SHA-256 of the split data, and the number of validation samples."""
         return self.split_hash, len(self.val)
 
     def exportable_model(self) -> ExportableModel:

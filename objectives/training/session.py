@@ -1,4 +1,4 @@
-"""The session of a run: saves, restores, logs and reports; on several ranks, rank 0 decides."""
+"""The session of a run, which saves, restores, logs and reports; with several ranks, rank 0 uses it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to a report: `CONTINUE`, `PRUNE`, `STOP` or `PAUSE`.
+    """The result of a report: `CONTINUE`, `PRUNE`, `STOP` or `PAUSE`.
 
-    `STOP` is for a preempted or drained run, which resumes later from its checkpoint; `PAUSE` likewise, once no better
-    trials are left or the budget has room. Verdicts are equal whatever their reasons.
+    `STOP` ends a preempted run or one of a worker that shuts down; it resumes later from its checkpoint. A run with
+    `PAUSE` also resumes, when it is promoted or the budget has room. The comparison of verdicts ignores their reasons.
 
     Attributes:
-        name: of the verdict.
-        reason: what it was decided by, for the caller of `fit`.
+        name: name of the verdict.
+        reason: data of the decision, for the caller of `fit`.
     """
 
     name: str
@@ -50,15 +50,15 @@ class Curve:
     """The learning curve of an attempt: one record per epoch, and the best epoch by the validation metric.
 
     Args:
-        metric: that decides.
+        metric: metric that selects the best epoch.
         maximize: whether higher is better.
-        keep_last: whether the last epoch counts as the best: a refit has nothing unbiased left to choose by.
-        known: the metric by epoch, where earlier attempts reported it; a value that is known stays.
+        keep_last: whether the last epoch counts as the best, as in a refit, which has no unbiased metric.
+        known: metric by epoch that earlier attempts reported; these values do not change.
 
     Attributes:
         history: the records.
-        best: `epoch`, `value`, `metrics` and `model` (weights) of the best epoch; empty before the first.
-        values: the metric by epoch, those of earlier attempts included.
+        best: `epoch`, `value`, `metrics` and `model` (weights) of the best epoch; empty before the first epoch.
+        values: metric by epoch, including earlier attempts.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Curve:
 
     @property
     def epochs_since_best(self) -> int:
-        """Epochs since the best one."""
+        """Number of epochs since the best one."""
         return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
 
     def add(self, record: EpochRecord, weights: Callable[[], Any]) -> bool:
-        """Add an epoch; return whether its weights are kept because it is the best so far, or the last is kept."""
+        """Add an epoch; return whether its weights were kept, as the best so far or by `keep_last`."""
         self._append(record)
         value = record.metrics[self.key]
         if self.best and not self._keep_last and not self._is_better(value, self.best["value"]):
@@ -94,7 +94,7 @@ class Curve:
         return True
 
     def best_up_to(self, epoch: int) -> EpochRecord:
-        """Return the record of the best epoch up to `epoch`; of equal ones the earliest."""
+        """Return the record of the best epoch up to `epoch`; of several equal ones, the earliest."""
         best = self.history[0]
         for record in self.history[1 : epoch + 1]:
             if self._is_better(record.metrics[self.key], best.metrics[self.key]):
@@ -121,70 +121,76 @@ class Curve:
 
 
 class MidEpochAction(enum.Enum):
-    """What is due after an optimizer step, in the midst of an epoch."""
+    """The action after an optimizer step within an epoch."""
 
     NONE = "nothing"
     SAVE = "save"
-    SAVE_AND_STOP = "leave"  # save, and go on later: there is no time to end the epoch
+    SAVE_AND_STOP = "leave"  # there is no time to finish the epoch
 
 
 class Session(Protocol):
-    """What a run may ask of the trial that it belongs to."""
+    """The interface between a run and the trial that it belongs to."""
 
     @property
     def run_dir(self) -> Path | None:
-        """Directory of the run's configuration, log, numbers and plots; None writes none."""
+        """Directory for the run's configuration, log, metrics and plots; None writes no files."""
 
     @property
     def curve(self) -> Curve | None:
-        """The learning curve that the run extends; None lets the run make its own."""
+        """The learning curve that the run extends; None if the run creates its own."""
 
     @property
     def shards(self) -> Path | None:
-        """Folder to which ranks may write their parts of a large state; None keeps each state in one file."""
+        """Folder for sharded checkpoints of the ranks; None keeps each checkpoint in one file."""
 
     def restore(self) -> dict[str, Any] | None:
-        """The last checkpoint's state, or None when the run starts."""
+        """Return the state of the last checkpoint; None if there is none."""
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Keeps the state after an epoch, before it is reported.
+        """Save the state after an epoch, before the report.
 
-        The tensors are the run's own: write or copy them before returning. `best`: the epoch is the best so far,
-        and `promotable(state)` is what a promotion needs of it.
+        The tensors belong to the run, so write or copy them before returning.
+
+        Args:
+            state: content of the checkpoint; `promotable(state)` returns the part that a promotion needs.
+            best: whether the epoch is the best so far.
         """
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """Asked after each optimizer step: whether the run's state is to be saved there, or the run to be left.
+        """Return whether the run must save or stop within the epoch. The run calls it after each optimizer step.
 
         Args:
-            left: the seconds that the epoch will yet take, its validation and checkpoint included, by its pace so far.
+            left: function that estimates the remaining seconds of the epoch, including validation and checkpoint.
         """
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Keeps the state in the midst of an epoch: as `save`, but nothing of that epoch is known yet."""
+        """Save the state within an epoch, like `save`. The epoch has no metrics yet."""
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Takes an epoch's numbers and says whether to go on. Idempotent by epoch.
+        """Report the metrics of an epoch and return whether the run continues. It is idempotent per epoch.
 
-        A restored run reports its whole history again, so that a death between save and report loses nothing; a
-        session that has an epoch already answers CONTINUE.
+        A restored run reports all its epochs again, so that no epoch is lost if a process dies between save and
+        report. A session returns CONTINUE for an epoch that it already has.
         """
 
     def log(self, path: Path) -> None:
-        """Takes a file that the run made: configuration, metrics, log, plots."""
+        """Log a file of the run, such as configuration, metrics, log or plots."""
 
 
 class LocalSession:
-    """Keeps a run's checkpoints in a directory: `last.pt` and those before it, `best.pt`. Never stops a run.
+    """A session with checkpoints in a directory: `last.pt`, the ones before it, and `best.pt`. It never stops a run.
 
     Args:
         run_dir: the directory.
-        keep: how many states to keep for resuming, the last one included; two survive a torn file.
-        interval: seconds between two of them, for epochs that are shorter than their checkpoint is worth. The last
-            epoch is always kept; a run that is killed loses what came after the last checkpoint, and nothing else.
-        snapshot_every: epochs between two states that stay, as `epoch-0009.pt`; none unless given.
-        save_every: seconds after which a state is kept in the midst of an epoch too; never unless given.
-        synced: whether what is saved outlives a power cut, and not only the process.
+        keep: number of checkpoints to keep for resuming, including the last one; two survive a torn file.
+        interval: minimum seconds between checkpoints, for short epochs. The last epoch is always saved. A killed run
+            loses only the epochs after the last checkpoint.
+        snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None for none.
+        save_every: seconds between mid-epoch checkpoints; None for none.
+        synced: whether saved files survive a power cut, and not only the end of the process.
+
+    Raises:
+        ObjectiveError: a number is out of range.
     """
 
     curve: Curve | None = None
@@ -199,9 +205,9 @@ class LocalSession:
         save_every: float | None = None,
         synced: bool = True,
     ) -> None:
-        for name, value, least in (("keep", keep, 1), ("interval", interval, 0), ("snapshot_every", snapshot_every, 1)):
-            if value is not None and value < least:
-                raise ObjectiveError(f"{name} must be at least {least}, not {value}")
+        for name, value, low in (("keep", keep, 1), ("interval", interval, 0), ("snapshot_every", snapshot_every, 1)):
+            if value is not None and value < low:
+                raise ObjectiveError(f"{name} must be at least {low}, not {value}")
         if save_every is not None and not save_every > 0:
             raise ObjectiveError(f"save_every must be above 0 seconds, not {save_every}")
         self.files = RunFiles(run_dir, keep=keep, snapshot_every=snapshot_every, synced=synced)
@@ -211,109 +217,109 @@ class LocalSession:
         self._saved_at = -math.inf
 
     def restore(self) -> dict[str, Any] | None:
-        """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
+        """Return the newest valid state; torn or changed files are skipped with a warning."""
         return self.files.restore()
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Writes `best.pt` when the epoch is the best, then `last.pt`, keeping those before."""
+        """Write `best.pt` if the epoch is the best, then `last.pt`; keep the ones before it."""
         now, done = time.monotonic(), len(state.get("history", ()))
-        ends = done >= state.get("refit", state.get("epochs", 0))
-        last = now - self._saved_at >= self._interval or ends
-        self.files.save(state, best=best, last=last)
-        if last:
+        is_last_epoch = done >= state.get("refit", state.get("epochs", 0))
+        is_due = now - self._saved_at >= self._interval or is_last_epoch
+        self.files.save(state, best=best, last=is_due)
+        if is_due:
             self._saved_at = now
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:  # noqa: ARG002 a session's
-        """Saves each `save_every` seconds."""
+        """Return SAVE every `save_every` seconds."""
         return MidEpochAction.SAVE if self.files.is_due(self._save_every) else MidEpochAction.NONE
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Writes `last.pt`, keeping those before."""
+        """Write `last.pt`; keep the ones before it."""
         self.files.save_last(state)
 
     def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 a session's
-        """Lets the run go on: its numbers are in the checkpoint, and the trainer keeps them beside it."""
+        """Return CONTINUE; the metrics are in the checkpoint and in the trainer's files."""
         return Verdict.CONTINUE
 
     def log(self, path: Path) -> None:
-        """Copies the file into the directory, unless it is there."""
+        """Copy the file into the directory unless it is already there."""
         if path.resolve().parent != self.run_dir.resolve():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, self.run_dir / path.name)
 
 
-_ASKED = 0.25  # seconds between two steps at which the ranks agree on what is due
+_AGREEMENT_INTERVAL_SECONDS = 0.25  # between the steps at which the ranks agree on an action
 
 
 class RankedSession:
-    """What a run on ranks asks of its trial: rank 0 asks, and its answers, or its errors, hold for all.
+    """The session of a run on several ranks. Rank 0 uses the trial's session; all ranks get its results or errors.
 
     Args:
-        session: of the trial; None on ranks but the first.
-        ranks: that train together.
+        session: session of the trial; None on all ranks except rank 0.
+        ranks: ranks that train together.
     """
 
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
-        self._session, self._ranks = cast("Session", session), ranks  # rank 0 alone uses the session
+        self._session, self._ranks = cast("Session", session), ranks  # only rank 0 uses it
         self.curve = None if session is None else session.curve
         self.run_dir, self.shards = ranks.broadcast_object(
             (None, None) if session is None else (session.run_dir, session.shards)
         )
-        self._steps = 0  # until the ranks agree again
-        self._asked = time.monotonic()
-        self._apart = 1  # steps between the last two times
+        self._steps_left = 0  # until the ranks agree again
+        self._agreed_at = time.monotonic()
+        self._interval_steps = 1  # steps between agreements
 
     def restore(self) -> dict[str, Any] | None:
-        """The last checkpoint's state, which rank 0 reads; of one in parts, it alone keeps the best weights."""
+        """Return the state that rank 0 reads; for a sharded state, only rank 0 gets the best weights."""
         read: list[dict[str, Any] | None] = []
 
-        def lean() -> dict[str, Any] | None:
+        def read_state() -> dict[str, Any] | None:
             state = self._session.restore()
             read.append(state)
             if state is None or "shards" not in state or not state["best"]:
                 return state
             return {**state, "best": {**state["best"], "model": {}}}
 
-        told = self._ranks.run_on_rank_zero(lean)
-        return read[0] if self._ranks.is_rank_zero else told
+        broadcast = self._ranks.run_on_rank_zero(read_state)
+        return read[0] if self._ranks.is_rank_zero else broadcast
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Rank 0 keeps the state after an epoch; nobody goes on before it is kept."""
+        """Save the state after an epoch on rank 0; all ranks wait until it is saved."""
         self._ranks.run_on_rank_zero(lambda: self._session.save(state, best=best))
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """The same on all ranks, at the same step: asked at steps that are some time apart, not at each."""
-        self._steps -= 1
-        if self._steps > 0:
+        """Return the same action on all ranks at the same step; the ranks agree every 0.25 s, not at every step."""
+        self._steps_left -= 1
+        if self._steps_left > 0:
             return MidEpochAction.NONE
-        stop = any(self._ranks.all_gather_object(self._ranks.should_stop()))
-        due, self._apart = self._ranks.run_on_rank_zero(lambda: self._ask(left, should_stop=stop))
-        self._steps = self._apart
-        return due
+        should_stop = any(self._ranks.all_gather_object(self._ranks.should_stop()))
+        action, steps = self._ranks.run_on_rank_zero(lambda: self._choose_action(left, should_stop=should_stop))
+        self._steps_left = self._interval_steps = steps
+        return action
 
-    def _ask(self, left: Callable[[], float], *, should_stop: bool) -> tuple[MidEpochAction, int]:
-        """What is due, and after how many steps the ranks agree again."""
+    def _choose_action(self, left: Callable[[], float], *, should_stop: bool) -> tuple[MidEpochAction, int]:
+        """Return the action, and the number of steps until the ranks agree again."""
         if should_stop:
             self._ranks.on_stop_request()
         now = time.monotonic()
-        pace = max((now - self._asked) / self._apart, 1e-6)
-        self._asked = now
-        return self._session.mid_epoch_action(left), max(1, min(int(_ASKED / pace), 2 * self._apart))
+        step_seconds = max((now - self._agreed_at) / self._interval_steps, 1e-6)
+        self._agreed_at, steps = now, int(_AGREEMENT_INTERVAL_SECONDS / step_seconds)
+        return self._session.mid_epoch_action(left), max(1, min(steps, 2 * self._interval_steps))
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Rank 0 keeps the state in the midst of an epoch."""
+        """Save the state within an epoch on rank 0."""
         self._ranks.run_on_rank_zero(lambda: self._session.save_mid_epoch(state))
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Rank 0 reports; all ranks leave in the same epoch."""
+        """Report on rank 0; all ranks get the verdict."""
         return self._ranks.run_on_rank_zero(lambda: self._session.report(record))
 
     def log(self, path: Path) -> None:
-        """Rank 0 takes a file that the run made; the others make none."""
+        """Log a file on rank 0; the other ranks write none."""
         if self._ranks.is_rank_zero:
             self._session.log(path)
 
 
 def wrap_session(session: Session | None, ranks: Ranks) -> Session | None:
-    """The session of a run on ranks; None where rank 0 has none."""
+    """Return the session of a run on several ranks; None if rank 0 has none."""
     return RankedSession(session, ranks) if ranks.broadcast_object(session is not None) else None

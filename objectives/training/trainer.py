@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom; its parts are in the modules beside it."""
+"""The training loop from top to bottom; its parts are in the package `loop`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class BaseTrainer:
-    """What every training loop has: its session, its files and its device.
+    """The base of training loops: session, files and device of a run.
 
     Args:
-        config: the configuration to train.
-        plan: its epochs and seeds.
-        session: keeps the run and may end it; None is `LocalSession(run_dir)`.
-        run_dir: directory for configuration, log and numbers; None is the session's.
-        device: such as "cpu" or "cuda:1"; None is an accelerator if there is one.
+        config: configuration to train.
+        plan: epochs, seeds and splits of the run.
+        session: saves the run and may end it; None uses `LocalSession(run_dir)`.
+        run_dir: directory for configuration, log and metrics; None uses the session's.
+        device: such as "cpu" or "cuda:1"; None uses an accelerator if available.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class BaseTrainer:
         self.config, self.plan, self.ranks = config, plan, current_ranks()
         if not self.ranks.is_rank_zero:  # only rank 0 uses the session and writes files
             session = run_dir = None
-        self.kept = LocalSession(run_dir) if session is None and run_dir is not None else session
-        self.session = self.kept if self.ranks.is_single_process else wrap_session(self.kept, self.ranks)
+        self.own_session = LocalSession(run_dir) if session is None and run_dir is not None else session
+        self.session = self.own_session if self.ranks.is_single_process else wrap_session(self.own_session, self.ranks)
         self.files = RunDir(run_dir, should_log=self.ranks.is_rank_zero)
         self.device = resolve_device(device)
         self.curve = None if self.session is None else self.session.curve
@@ -76,58 +76,58 @@ class BaseTrainer:
 
     def _report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the session, then write its record."""
-        # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.
+        # The report comes first: if the trial is lost, the session raises, and the run changes no file.
         verdict = Verdict.CONTINUE if self.session is None else self.session.report(record)
         self.files.record(record)
         return verdict
 
     def _shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
-        """Return the fields of a `RunResult`; `finished` is whether nothing was left to train."""
+        """Return the fields of a `RunResult`; `finished` says whether training is complete."""
         return {
             "status": derive_status(verdict, finished=finished),
             "verdict": verdict,
             "curve": curve,
-            "best_path": self.files.existing("best.pt"),
-            "last_path": self.files.existing("last.pt"),
+            "best_path": self.files.find("best.pt"),
+            "last_path": self.files.find("last.pt"),
             "resume_note": "; ".join(notes) or None,
         }
 
     def _log_files(self, paths: Iterable[Path]) -> None:
-        """Give files that the run made to the session."""
+        """Pass files of the run to the session."""
         for path in paths:
             if self.session is not None:
                 self.session.log(path)
 
 
 class _MidEpochStopError(Exception):
-    """The epoch is left in its midst, and its state is saved."""
+    """Raised to stop within an epoch, after its state is saved."""
 
 
 class Trainer(BaseTrainer):
-    """Trains one configuration of an objective.
+    """Training of one configuration of an objective.
 
     Args:
-        objective: what to train.
-        config: how.
-        epochs: length of the run; schedules are laid out over it.
-        seed: of initial weights, order and dropout.
-        split_seed: of the data's split, the same for a whole study; `seed` unless given.
-        division: seed by which train and validation are divided anew, apart from the test split, where the data allow
-            it; the run then confirms a configuration, and has a score of its own: `FitResult.fresh`.
-        refit: epochs after which the run ends that is trained on train and validation, its schedules laid out over
-            `epochs` all the same; patience does not end it, and the weights kept are those of its last epoch. The
-            validation numbers are then of samples that it is trained on.
-        session: where the run is kept and who may end it; `LocalSession(run_dir)` unless given.
-        run_dir: where configuration, log, numbers and plots go; none are written without it.
-        device: such as "cpu" or "cuda:1"; an accelerator where there is one, unless given.
-        instruments: what watches the run and changes nothing of it: a profiler, TensorBoard.
+        objective: objective to train.
+        config: configuration to train.
+        epochs: planned length of the run, over which schedules extend.
+        seed: seed of initial weights, sample order and dropout.
+        split_seed: seed of the data split, the same for all trials of a study; None uses `seed`.
+        resplit_seed: seed of a new train/validation split with an unchanged test split, if `data()` allows it. The run
+            then has a `FitResult.resplit_score`, which confirms a configuration. None uses the study's split.
+        refit: number of epochs of a refit, which trains on training and validation data; None for other runs. Its
+            schedules extend over `epochs`, patience does not end it, and it keeps the weights of its last epoch. Its
+            validation metrics are computed on samples that it trains on.
+        session: saves the run and may end it; None uses `LocalSession(run_dir)`.
+        run_dir: directory for configuration, log, metrics and plots; None uses the session's, or writes no files.
+        device: such as "cpu" or "cuda:1"; None uses an accelerator if available.
+        instruments: profiler and TensorBoard, which do not change the run.
 
     Example:
         >>> result = Trainer(Digits(), TrainConfig(lr=3e-3), epochs=20, seed=0).fit()
         >>> result.best_value
     """
 
-    def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
+    def __init__(  # noqa: PLR0913 options by keyword
         self,
         objective: Objective,
         config: TrainConfig,
@@ -135,7 +135,7 @@ class Trainer(BaseTrainer):
         epochs: int,
         seed: int,
         split_seed: int | None = None,
-        division: int | None = None,
+        resplit_seed: int | None = None,
         refit: int | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
@@ -144,20 +144,20 @@ class Trainer(BaseTrainer):
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
-        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, division, refit)
+        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, resplit_seed, refit)
         super().__init__(config, plan, session=session, run_dir=run_dir, device=device)
         self.objective = objective
         self.instruments = instruments if self.ranks.is_rank_zero else NO_INSTRUMENTS
         self.instruments.check(self.files.path)
 
     def fit(self) -> FitResult:
-        """Trains until the budget or the patience is spent, or the session ends it.
+        """Train until all epochs are trained, the patience is exhausted, or the session ends the run.
 
         Raises:
-            ObjectiveError: the objective or its data are wrong: found before training. Or an operation has no
-                deterministic kernel, or the session's checkpoint is of another run.
-            NonFiniteError: the loss, its gradient or a validation number is NaN or infinite.
-            DeviceMemoryError: the configuration does not fit the device.
+            ObjectiveError: the objective or its data have a fault, which is detected before training; an operation has
+                no deterministic kernel; or the session's checkpoint is of another run.
+            NonFiniteError: the loss, its gradient or a validation metric is NaN or infinite.
+            DeviceMemoryError: the configuration does not fit in the device's memory.
         """
         switches = reproducible(deterministic=self.config.deterministic, matmul_precision=self.config.matmul_precision)
         with switches, self.files.logging(), translate_torch_errors(self.config, self.device):
@@ -168,9 +168,9 @@ class Trainer(BaseTrainer):
             return self._finish(run, verdict)
 
     def _epoch(self, run: Run) -> Verdict:
-        """Train, validate, keep, report: in this order, so that a death at any point loses no reported epoch."""
+        """Train, validate, save and report, in this order, so that no reported epoch is lost if the process dies."""
         epoch, started = run.curve.next_epoch, time.perf_counter()
-        sums = self._begin(run, epoch)
+        sums = self._begin_epoch(run, epoch)
         started -= sums.seconds
         try:
             with self.instruments.profiler(run, self.files.path):
@@ -183,7 +183,7 @@ class Trainer(BaseTrainer):
         run.average.after_epoch(epoch, run.batch_source.inputs, forward_call(run.step_function))
         run.strategy.sync_buffers(run.eval_model)
         scores = run.validate_epoch()
-        measured = self._measured(run, scores, epoch)
+        measured = self._measure(run, scores, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
         metrics = {
             **{f"train_{name}": value for name, value in sums.scores.items()},
@@ -208,40 +208,40 @@ class Trainer(BaseTrainer):
         self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", format_metrics(metrics))
         return self._report(record)
 
-    def _measured(self, run: Run, scores: Mapping[str, float], epoch: int) -> dict[str, float]:
-        """What is measured beside a validation, once all that decides is found to be there and finite.
+    def _measure(self, run: Run, scores: Mapping[str, float], epoch: int) -> dict[str, float]:
+        """Return the model metrics after a validation, and check that all required metrics exist and are finite.
 
         Raises:
-            NonFiniteError: the loss, a metric that the study asks for, or a measure is not finite.
-            MetricError: a metric that was there before training is not.
+            NonFiniteError: the loss, a metric that the study requires, or a model metric is not finite.
+            MetricError: a metric that existed before training is missing.
         """
-        eval_model = dict.fromkeys(("loss", self.objective.metric, *self.objective.reported))
-        _require_finite({f"val_{name}": scores[name] for name in eval_model if name in scores}, run, epoch)
+        required = dict.fromkeys(("loss", self.objective.metric, *self.objective.reported))
+        _require_finite({f"val_{name}": scores[name] for name in required if name in scores}, run, epoch)
         measured = run.measurer.after_epoch(run.eval_model, scores)
         _require_finite(measured, run, epoch)
-        for name in eval_model:
+        for name in required:
             if name not in scores and name not in measured:
-                raise MetricError(name, f"is not given after every epoch: {suggest_names(name, [*scores, *measured])}")
+                raise MetricError(name, f"is missing after an epoch; {suggest_names(name, [*scores, *measured])}")
         return measured
 
-    def _begin(self, run: Run, epoch: int) -> EpochSums:
-        """Begin an epoch, or go on where it was left in its midst."""
-        sums, within = EpochSums(run), run.mid_epoch_state
-        if within is None:
+    def _begin_epoch(self, run: Run, epoch: int) -> EpochSums:
+        """Begin an epoch, or resume it from a mid-epoch checkpoint."""
+        sums, mid_epoch = EpochSums(run), run.mid_epoch_state
+        if mid_epoch is None:
             set_seed(run.plan.seed, "epoch", epoch)
             self._on_epoch(run, epoch)
             if run.ranks.rank:
                 set_seed(run.plan.seed, "epoch", epoch, *run.ranks.seed_suffix())
         else:
             run.mid_epoch_state = None
-            resume_mid_epoch(run, within, sums, epoch)
+            resume_mid_epoch(run, mid_epoch, sums, epoch)
         return sums
 
     def _save_mid_epoch_if_due(self, run: Run, started: float, sums: EpochSums) -> None:
-        """After a step: save, or save and leave, where that is due.
+        """Save a mid-epoch checkpoint after a step if one is due, and stop if required.
 
         Raises:
-            _MidEpochStopError: the epoch is left.
+            _MidEpochStopError: the run must stop.
         """
         if self.session is None or run.whole_epochs:
             return
@@ -250,19 +250,19 @@ class Trainer(BaseTrainer):
         due = self.session.mid_epoch_action(lambda: elapsed / sums.steps * (steps - sums.steps) + run.epoch_end_seconds)
         if due is MidEpochAction.NONE:
             return
-        run.guard.flush()  # nothing that is not finite is kept
+        run.guard.flush()  # only finite states are saved
         sums.seconds = elapsed
         try:
             state = run.mid_epoch_state_dict(sums.state_dict())
         except UnserializableStateError as error:
             if not run.whole_epochs:
-                self.files.log.warning("nothing is saved within an epoch: %s, which is no plain value", error)
+                self.files.log.warning("no mid-epoch checkpoints: %s, which is not serializable", error)
             run.whole_epochs = True
             return
         self.files.record_steps(run.steplog.drain())
         self.session.save_mid_epoch(state)
         if due is MidEpochAction.SAVE_AND_STOP:
-            self.files.log.info("left in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
+            self.files.log.info("stopped in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
             raise _MidEpochStopError
 
     def _build(self) -> Run:
@@ -288,7 +288,7 @@ class Trainer(BaseTrainer):
         return run
 
     def _start(self, run: Run) -> Verdict:
-        """Restores the last checkpoint, if there is one, and reports its epochs again."""
+        """Restore the last checkpoint, if there is one, and report its epochs again."""
         state = None if self.session is None else self.session.restore()
         if state is not None:
             begun = len(state["history"]) + ("within" in state)
@@ -315,10 +315,10 @@ class Trainer(BaseTrainer):
         return verdict
 
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
-        """Return the result; a run that is not to be resumed also gives its files to the session."""
+        """Return the result; a run that will not be resumed also passes its files to the session."""
         result = self._result(run, verdict)
         best = f"best epoch {result.best_epoch + 1}, {run.curve.key}={result.best_value:.6g}"
-        self.files.log.info("%s: %s", result.status, best if run.curve.best else "no epoch is done")
+        self.files.log.info("%s: %s", result.status, best if run.curve.best else "no complete epoch")
         if result.status != "stopped":
             names = list(dict.fromkeys(("loss", self.objective.metric)))
             write = partial(write_report, run=run, result=result, objective=self.objective)
@@ -328,15 +328,15 @@ class Trainer(BaseTrainer):
     def _result(self, run: Run, verdict: Verdict) -> FitResult:
         """Return the result of a run that has ended, with its best weights restored."""
         best, val = run.curve.best, run.splits.val
-        if best:  # none yet, where the run was left in its first epoch
+        if best:  # empty if the run stopped in its first epoch
             run.eval_model.load_state_dict(run.strategy.local_state_dict(best["model"], run.eval_model.state_dict()))
         shared = self._shared_result(run.curve, verdict, run.notes, finished=run.finished)
-        reported = run.ranks.broadcast_object(self.files.path is not None) and shared["status"] != "stopped"
-        train_scores = run.evaluate(run.splits.train) if reported else None
+        should_report = run.ranks.broadcast_object(self.files.path is not None) and shared["status"] != "stopped"
+        train_scores = run.evaluate(run.splits.train) if should_report else None
         model = unwrap_model(run.strategy.gather_model(run.eval_model)).eval()
-        fresh = None
+        resplit_score = None
         if run.resplit is not None and shared["status"] == "completed" and run.ranks.is_rank_zero:
-            fresh = run.resplit.score(best.get("value", math.nan), run.step_function)
+            resplit_score = run.resplit.score(best.get("value", math.nan), run.step_function)
         return FitResult(
             **shared,
             model=model,
@@ -346,7 +346,7 @@ class Trainer(BaseTrainer):
             val=val,
             memory=peak_memory(run.device),
             train_scores=train_scores,
-            resplit_score=fresh,
+            resplit_score=resplit_score,
         )
 
 
@@ -364,10 +364,10 @@ def format_metrics(metrics: dict[str, float]) -> str:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device of that name; an accelerator where there is one, unless named.
+    """Return the device with a name; None uses an accelerator if available.
 
     Raises:
-        ObjectiveError: there is no such device.
+        ObjectiveError: the device is not available.
     """
     enable_repeatable_cublas()
     try:
@@ -375,5 +375,5 @@ def resolve_device(name: str | None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         detail = str(error).strip().splitlines()[0]
-        raise ObjectiveError(f"device {name!r} cannot be used: {detail}") from error
+        raise ObjectiveError(f"device {name!r} is not available: {detail}") from error
     return device

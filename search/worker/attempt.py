@@ -120,7 +120,7 @@ class Attempt:
             epochs=spec.epochs,
             seed=training_seed(spec, self._claim.number),
             split_seed=spec.seed,
-            division=get_resplit_seed(spec, self._claim.number),
+            resplit_seed=get_resplit_seed(spec, self._claim.number),
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)

@@ -84,7 +84,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
         splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
             raise ObjectiveError(
-                f"{objective.name}: data({split_seed}) has changed since the run; evaluate its model with the former data"
+                f"{objective.name}: data({split_seed}) has changed since the run; restore the former data"
             )
         set_seed(best["seed"], "init")
         with wrap_user_errors(f"{type(objective).__name__}.model"):
@@ -93,7 +93,5 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
         model.load_state_dict(best["model"])
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:200]
-        raise ObjectiveError(
-            f"{objective.name}: the weights do not fit the model of the current code: {detail}"
-        ) from error
+        raise ObjectiveError(f"{objective.name}: the weights do not fit the current model: {detail}") from error
     return RestoredModel(objective, config, splits, model.eval())

@@ -62,19 +62,17 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
     cuts = []
     for share in (1 - val - test - back, 1 - test - back, 1 - test):
         first_later = ordered[min(round(share * samples), samples - 1)]
-        cuts.append(
-            int(np.searchsorted(ordered, first_later, side="left"))
-        )  # samples of equal time belong to the later part
+        cuts.append(int(np.searchsorted(ordered, first_later, side="left")))  # equal times belong to the later part
     train, valid, _, held = np.split(order, cuts)
     if min(len(train), len(valid), len(held)) == 0:
         raise ObjectiveError(
-            f"the data cannot be split by time: {len(np.unique(moments))} moments, and each split needs its own"
+            f"the data cannot be split by time: {len(np.unique(moments))} distinct times are too few for three splits"
         )
     return train, valid, held
 
 
 # The seed of a new split into training and validation; "all" to train on both (a refit); None for the study's split.
-Division = int | Literal["all"] | None
+RequestedSplit = int | Literal["all"] | None
 
 _MIN_SAMPLES = 2  # of a half, and of each class in it if possible
 
@@ -83,20 +81,20 @@ _MIN_SAMPLES = 2  # of a half, and of each class in it if possible
 class SplitRequest:
     """Request to `Splits.make` for another split; `joined` is set if it merged training and validation samples."""
 
-    division: Division
+    requested: RequestedSplit
     joined: bool = False
 
 
-_SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("division", default=None)
+_SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", default=None)
 
 
 @contextmanager
-def resplit(division: Division) -> Iterator[SplitRequest]:
-    """Make `Splits.make` split training and validation by `division`, with an unchanged test split.
+def request_split(requested: RequestedSplit) -> Iterator[SplitRequest]:
+    """Make `Splits.make` split training and validation by the seed `requested`, with an unchanged test split.
 
     With "all", the training split also contains the validation samples.
     """
-    request = SplitRequest(division)
+    request = SplitRequest(requested)
     token = _SPLIT_REQUEST.set(request)
     try:
         yield request
@@ -107,27 +105,27 @@ def resplit(division: Division) -> Iterator[SplitRequest]:
 def get_requested_split_seed() -> int | None:
     """Return the seed of the requested split; None for the study's split."""
     request = _SPLIT_REQUEST.get()
-    return request.division if request is not None and isinstance(request.division, int) else None
+    return request.requested if request is not None and isinstance(request.requested, int) else None
 
 
 def select_training_rows(train: Rows, val: Rows) -> Rows:
     """Return the rows to train on: the training rows, and in a refit also the validation rows."""
     request = _SPLIT_REQUEST.get()
-    if request is None or request.division != "all":
+    if request is None or request.requested != "all":
         return train
     request.joined = True
     return np.sort(np.concatenate([train, val]))
 
 
-def compute_time_shift(division: int | None, val: float, test: float) -> float:
+def compute_time_shift(resplit_seed: int | None, val: float, test: float) -> float:
     """Return by which share of the samples the validation window moves back in a new split by time.
 
     It moves by half of its length up to all of it, because the configuration was selected on the study's window. At
     least half of the training samples remain.
     """
-    if division is None:
+    if resplit_seed is None:
         return 0.0
-    return (1 + derive_seed(division, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)
+    return (1 + derive_seed(resplit_seed, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)
 
 
 @dataclass(frozen=True)

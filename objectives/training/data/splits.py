@@ -52,11 +52,9 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
         raise ObjectiveError(f"the {name} split is empty")
     if part.samples is not None:
         return
-    given, get_requested_split_seed = len(part), {len(tensor) for _, tensor in tensors(part.y)}
-    if get_requested_split_seed != {given}:
-        raise ObjectiveError(
-            f"the {name} split has {given} inputs but {' and '.join(map(str, get_requested_split_seed))} targets"
-        )
+    inputs, targets = len(part), {len(tensor) for _, tensor in tensors(part.y)}
+    if targets != {inputs}:
+        raise ObjectiveError(f"the {name} split has {inputs} inputs but {' and '.join(map(str, targets))} targets")
     for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
         if _describe_shapes(tree) != _describe_shapes(model):
             raise ObjectiveError(
@@ -227,28 +225,28 @@ def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups:
     """Draw training, validation and test rows by `seed`; redraw the first two if a resplit is requested."""
     rest, held_out = draw_split(rows, test, labels, groups, seed)
     train, valid = draw_split(rest, val / (1 - test), labels, groups, seed)
-    division = get_requested_split_seed()
-    if division is None:
+    resplit_seed = get_requested_split_seed()
+    if resplit_seed is None:
         return [train, valid, held_out]
     share = min(val / (1 - val - test), _MAX_VAL_SHARE)
     for strata in (labels, None):
         with suppress(ObjectiveError):  # a class or a group is too rare for another split
-            return [*_resplit_rows(train, valid, share, strata, groups, division), held_out]
+            return [*_resplit_rows(train, valid, share, strata, groups, resplit_seed), held_out]
     return [train, valid, held_out]
 
 
 def _resplit_rows(
-    train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, division: int
+    train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, resplit_seed: int
 ) -> tuple[Rows, Rows]:
     """Return training and validation rows of a new split, with as many training rows as in the study.
 
     The validation rows come from the study's training rows: the configuration was selected on the study's validation
     rows, so these would overstate it. They are used for training instead.
     """
-    kept, fresh = draw_split(train, share, labels, groups, division)
+    kept, fresh = draw_split(train, share, labels, groups, resplit_seed)
     if len(fresh) < len(valid) * (1 - _SIZE_TOLERANCE):
         with suppress(ObjectiveError):  # too few samples to split
-            _, valid = draw_split(valid, len(fresh) / len(valid), None, groups, division)
+            _, valid = draw_split(valid, len(fresh) / len(valid), None, groups, resplit_seed)
     return np.concatenate([kept, valid]), fresh
 
 

@@ -70,27 +70,27 @@ def build(
         ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
     """
     who = type(objective).__name__
-    splits, split_hash = prepare_splits(objective, plan.split_seed, plan.division if plan.refit is None else "all")
+    splits, split_hash = prepare_splits(objective, plan.split_seed, plan.resplit_seed if plan.refit is None else "all")
     check_ranks(who, splits, split_hash, ranks)
     strategy = Strategy(ranks, config) if ranks.is_single_process else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
     with wrap_user_errors(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
     with wrap_user_errors(f"{who}.model on the validation split"):
-        _materialise(model, splits.val, device)
+        _initialize_lazy_layers(model, splits.val, device)
     step_function = build_step_function(objective, config, splits, model, device)
     check_classes(objective, splits, step_function)
-    metrics, fresh = _metrics(objective, splits, plan, device, ranks)
+    metrics, resplit = _make_metrics(objective, splits, plan, device, ranks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
     with wrap_user_errors(f"{who}.augment"):
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
-    val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
+    val = splits.val if resplit is None or resplit.rows is None else splits.val.take(resplit.rows)
     val = val.to(device) if config.num_workers is None else val
     with wrap_user_errors(f"{who}.sampler"):
-        order = _order(objective, config, splits.train, plan.seed)
+        order = _make_order(objective, config, splits.train, plan.seed)
     epoch_steps = order.steps
     total_steps = plan.epochs * epoch_steps
     check_epoch(config, len(splits.train), total_steps, epoch_steps)
@@ -102,7 +102,7 @@ def build(
         StepLog(model, config.log_every, strategy.gradient_norms),
     )
     strategy.setup_model(model, *average.models)
-    groups = _groups(objective, model, config)
+    groups = _make_groups(objective, model, config)
     for group in groups:
         group["lr"] *= _SCALINGS[config.lr_scaling](ranks.world_size)
     optimizer, sam = build_optimizer(model, config, device, groups), None
@@ -142,37 +142,37 @@ def build(
         ranks=ranks,
         strategy=strategy,
         measurer=ModelMeasurer(objective, config, forward_call(step_function), val, device, ranks, strategy),
-        resplit=fresh,
+        resplit=resplit,
     )
     strategy.set_model(model, step_function)
     with strategy.explain_sharding_errors():
         scores = sanity_check(objective, run)
     if config.compile:
-        why = compile_model(run.model, run.eval_model, lambda: _trial_step(run))
-        run.environment["compiled"] = why is None
-        if why:
-            run.notes.append(f"not compiled: {why}")
+        reason = compile_model(run.model, run.eval_model, lambda: _try_step(run))
+        run.environment["compiled"] = reason is None
+        if reason:
+            run.notes.append(f"not compiled: {reason}")
     return run, scores
 
 
-def _metrics(
+def _make_metrics(
     objective: Objective, splits: Splits, plan: RunPlan, device: torch.device, ranks: Ranks
 ) -> tuple[Metrics, ResplitEvaluation | None]:
     """Return the metrics of the validation split and, for a run on a new split, its evaluation."""
-    who, fresh = type(objective).__name__, None
+    who, resplit = type(objective).__name__, None
     with wrap_user_errors(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-    if plan.division is not None:
-        fresh = build_resplit_evaluation(objective, splits, metrics, plan, device=device, ranks=ranks)
+    if plan.resplit_seed is not None:
+        resplit = build_resplit_evaluation(objective, splits, metrics, plan, device=device, ranks=ranks)
     with wrap_user_errors(f"{who}.metrics"):
         metrics = aggregate_over_ranks(metrics, ranks)
         if hasattr(metrics, "to"):
             metrics.to(device)
-    return metrics, fresh
+    return metrics, resplit
 
 
 @torch.no_grad()
-def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
+def _initialize_lazy_layers(model: nn.Module, val: Dataset, device: torch.device) -> None:
     """Initialize lazy layers with some inputs."""
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         x = to_device(val.inputs(slice(0, 2)), device)
@@ -180,7 +180,7 @@ def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
         model.train()
 
 
-def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:
+def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:
     """Return the objective's parameter groups, or the default ones.
 
     If the objective defines `on_epoch`, the groups include frozen parameters, because it may unfreeze them later.
@@ -200,7 +200,7 @@ def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Para
             parameter.requires_grad_(False)
 
 
-def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> EpochOrder:
+def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> EpochOrder:
     sampler = objective.sampler(config, train)
     if not train.is_stream:
         return EpochOrder(len(train), config, seed, sampler)
@@ -209,7 +209,7 @@ def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int)
     return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 
-def _trial_step(run: Run) -> None:
+def _try_step(run: Run) -> None:
     """Run a forward and a backward pass as a test; the run does not change."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     batch = next(iter(run.batch_source.iterate_steps(0)))[0].get()

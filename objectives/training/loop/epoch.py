@@ -26,12 +26,12 @@ from hpsearch.objectives.training.strategies.base import Strategy
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step came to, on the device.
+    """The result of an optimizer step, on the device.
 
     Attributes:
-        loss: the mean over its window.
-        norm: of the gradient, before clipping.
-        weight: what the loss is a mean over: the window's samples, or what the loss weighs.
+        loss: mean loss over the step's micro-batches.
+        norm: gradient norm before clipping.
+        weight: divisor of the mean: the number of samples, or the total weight that the loss defines.
     """
 
     loss: Tensor
@@ -40,22 +40,22 @@ class StepResult(NamedTuple):
 
 
 class EpochSums:
-    """What the steps of an epoch came to so far: its mean loss and metrics, and at which step it is.
+    """The sums of an epoch's steps so far, from which its mean loss and metrics are computed.
 
     Attributes:
-        loss, norm: sums over the steps, the loss by its weight.
+        loss, norm: sums over the steps of the weighted loss and of the gradient norm.
         weight: sum of the weights of the losses.
-        samples: number trained on.
-        steps: optimizer steps of the epoch that are done.
-        seconds: that earlier attempts spent on them.
+        samples: number of samples so far.
+        steps: number of optimizer steps so far.
+        seconds: duration of these steps in earlier attempts.
         lr: learning rate of the last step.
-        scores: the mean `loss`, and each metric; of a whole epoch.
-        grad_norm: mean over the steps, before clipping; of a whole epoch.
+        scores: the mean `loss` and the metrics, after `compute`.
+        grad_norm: mean gradient norm before clipping, after `compute`.
     """
 
     scores: dict[str, float]
     grad_norm: float
-    _KEPT = ("loss", "norm", "weight", "samples", "steps", "seconds", "lr")
+    _SAVED = ("loss", "norm", "weight", "samples", "steps", "seconds", "lr")
 
     def __init__(self, run: Run) -> None:
         self._running = RunningMetrics(run.metrics, run.ranks)
@@ -65,17 +65,17 @@ class EpochSums:
         self._device = run.device
         self.samples, self.steps, self.seconds, self.lr = 0, 0, 0.0, 0.0
 
-    def step(self, run: Run, window: Sequence[LazyBatch], epoch: int) -> None:
-        """Takes an optimizer step over a window, and adds it."""
+    def step(self, run: Run, micro_batches: Sequence[LazyBatch], epoch: int) -> None:
+        """Take an optimizer step over micro-batches, and add its result."""
         self.lr = float(run.optimizer.param_groups[0]["lr"])
-        step = train_step(run, window, StepPosition(epoch, run.step, self.steps, self.lr), self._running)
+        step = train_step(run, micro_batches, StepPosition(epoch, run.step, self.steps, self.lr), self._running)
         if isinstance(step.weight, int):
             self.loss.add_(step.loss, alpha=step.weight)
         else:
             self.loss += step.loss * step.weight
         self.weight = self.weight + step.weight
         self.norm += step.norm
-        self.samples += sum(batch.size for batch in window)
+        self.samples += sum(batch.size for batch in micro_batches)
         self.steps += 1
 
     def compute(self) -> None:
@@ -85,18 +85,18 @@ class EpochSums:
         self.grad_norm = self.scores.pop("grad_norm")
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values and tensors.
+        """Return the sums as plain values and tensors.
 
         Raises:
-            UnkeptError: the metrics hold what is not plain.
+            UnserializableStateError: the metrics contain a value that is not plain.
         """
-        return {"running": self._running.state_dict(), **{name: getattr(self, name) for name in self._KEPT}}
+        return {"running": self._running.state_dict(), **{name: getattr(self, name) for name in self._SAVED}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave; where `running` is None, without the metrics."""
+        """Restore the result of `state_dict`, without the metrics if `running` is None."""
         if state["running"] is not None:
             self._running.load_state_dict(state["running"], self._device)
-        for name in self._KEPT:
+        for name in self._SAVED:
             setattr(self, name, to_device(state[name], self._device))
 
 
@@ -104,65 +104,65 @@ class EpochSums:
 def train_epoch(
     run: Run, epoch: int, sums: EpochSums | None = None, after_step: Callable[[EpochSums], None] = lambda _: None
 ) -> EpochSums:
-    """Trains on every sample once, in an order drawn from (seed, epoch).
+    """Train one epoch in an order that depends on (seed, epoch), and return its sums.
 
-    The mean loss and the metrics are those of the outputs as training saw them.
+    The mean loss and the metrics are computed from the outputs during training.
 
     Args:
-        run: to train.
-        epoch: 0-based.
-        sums: of the epoch's steps that were taken before, where it was left in its midst.
-        after_step: called after each optimizer step; what it raises leaves the epoch.
+        run: run to train.
+        epoch: epoch (0-based).
+        sums: sums of the earlier steps of a resumed epoch; None for a new epoch.
+        after_step: callback after each optimizer step; its exceptions end the epoch.
     """
-    training_mode(run.model)
+    set_training_mode(run.model)
     run.strategy.begin_epoch()
     sums = sums or EpochSums(run)
-    for window in run.batch_source.iterate_steps(epoch, sums.steps):
-        sums.step(run, window, epoch)
+    for micro_batches in run.batch_source.iterate_steps(epoch, sums.steps):
+        sums.step(run, micro_batches, epoch)
         run.on_step()
-        _validate_within(run, epoch)
+        _validate_mid_epoch(run, epoch)
         after_step(sums)
     run.guard.flush()
     sums.compute()
     return sums
 
 
-def training_mode(model: nn.Module) -> None:
-    """Puts a model into training mode, but for the norms of frozen layers: their running statistics are frozen too."""
+def set_training_mode(model: nn.Module) -> None:
+    """Put a model into training mode, except norms of frozen layers, whose running statistics must not change."""
     model.train()
-    for frozen in _frozen_norms(model):
-        frozen.eval()
+    for norm in _iterate_frozen_norms(model):
+        norm.eval()
 
 
-def _frozen_norms(module: nn.Module, above: bool = False) -> Iterator[nn.Module]:
-    """Norms with running statistics whose parameters are frozen; one without any goes by what it stands in."""
-    own = [parameter.requires_grad for parameter in module.parameters()]
-    frozen = not any(own) if own else above
-    if frozen and getattr(module, "running_mean", None) is not None:
+def _iterate_frozen_norms(module: nn.Module, is_parent_frozen: bool = False) -> Iterator[nn.Module]:
+    """Iterate over norms with running statistics and frozen parameters; one without parameters is as its parent."""
+    trainable = [parameter.requires_grad for parameter in module.parameters()]
+    is_frozen = not any(trainable) if trainable else is_parent_frozen
+    if is_frozen and getattr(module, "running_mean", None) is not None:
         yield module
     for child in module.children():
-        yield from _frozen_norms(child, frozen)
+        yield from _iterate_frozen_norms(child, is_frozen)
 
 
-def train_step(run: Run, window: Sequence[LazyBatch], point: StepPosition, running: RunningMetrics) -> StepResult:
-    """One optimizer step over the micro-batches of a window.
+def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, running: RunningMetrics) -> StepResult:
+    """Take one optimizer step over the micro-batches `batches`.
 
-    The gradient is that of the mean over all samples of the window, however they are divided into micro-batches.
-    A step that loss scaling skips moves neither weights, schedule nor average.
+    The gradient is that of the mean loss over all samples, independent of their division into micro-batches. A step
+    that loss scaling skips changes neither weights, schedule nor weight average.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    size = sum(pending.size for pending in window)
-    counts = [pending.counts for pending in window]
+    size = sum(batch.size for batch in batches)
+    counts = [batch.counts for batch in batches]
     if run.sam is None:
-        loss, weight = _gradient(run, (pending.get() for pending in window), counts, size, running)
+        loss, weight = _add_gradient(run, (batch.get() for batch in batches), counts, size, running)
     else:
-        batches = [pending.get() for pending in window]  # both passes see the same samples, augmented the same way
-        loss, weight = _gradient(run, batches, counts, size, running)
+        loaded = [batch.get() for batch in batches]  # both passes use the same augmented samples
+        loss, weight = _add_gradient(run, loaded, counts, size, running)
         with run.sam.perturbed_weights(run.model):
-            _gradient(run, batches, counts, size, None)
+            _add_gradient(run, loaded, counts, size, None)
     run.precision.scaler.unscale_(run.optimizer)
     run.steplog.record_step(point, loss)
-    norm = clip(run.strategy, run.optimizer, run.config)
+    norm = clip_gradients(run.strategy, run.optimizer, run.config)
     run.guard.check(point, loss, norm, scaled=run.precision.scaled)
     stepped = run.precision.step(run.optimizer)
     if stepped:
@@ -171,23 +171,26 @@ def train_step(run: Run, window: Sequence[LazyBatch], point: StepPosition, runni
     run.guard.count(point, norm, stepped=stepped)
     run.step += 1
     if run.precision.scaled:
-        norm = torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has none
+        norm = torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has no finite norm
     return StepResult(loss, norm, weight)
 
 
-def _gradient(
+def _add_gradient(
     run: Run, batches: Iterable[Batch], counts: Sequence[bool], size: int, running: RunningMetrics | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Adds the gradient of the mean loss over `size` samples to the parameters'; that mean, and what it weighs.
+    """Add the gradient of the mean loss over `size` samples to the parameters' gradients.
 
-    Of several ranks each adds the share of the samples that it has, and the sum over ranks is that gradient.
+    Each rank adds the share of its own samples; the sum over ranks is the gradient of the mean.
 
     Args:
-        run: whose model has the parameters.
+        run: run whose model has the parameters.
         batches: the micro-batches, or this rank's share of each.
-        counts: for each whether it is this rank's, and not one that weighs nothing.
-        size: samples of all micro-batches of all ranks.
-        running: adds up what the step came to.
+        counts: per micro-batch, whether its samples count; False for one with weight 0.
+        size: number of samples of all micro-batches over all ranks.
+        running: metrics to update; None to update none.
+
+    Returns:
+        The mean loss, and its divisor.
     """
     parts: list[Tensor] = []
     weights: list[Tensor | float] = []
@@ -195,9 +198,9 @@ def _gradient(
     for number, (batch, own) in enumerate(zip(batches, counts, strict=True)):
         step = run.strategy.step(batch, run.precision.autocast(), more=number < last)
         share = (batch.size if step.weight is None else step.weight) * own / size
-        alone = own and batch.size == size
-        part = step.loss if alone or (isinstance(share, float) and share == 1) else step.loss * share
-        run.precision.backward(part * world if world > 1 else part)  # ranks take the mean of their gradients
+        is_whole = own and batch.size == size
+        part = step.loss if is_whole or (isinstance(share, float) and share == 1) else step.loss * share
+        run.precision.backward(part * world if world > 1 else part)  # DDP and FSDP average gradients over ranks
         parts.append(part.detach())
         weights += [] if step.weight is None else [step.weight * own]
         if running is not None:
@@ -207,7 +210,7 @@ def _gradient(
         return run.ranks.all_reduce_sum(loss), size
     if world == 1 and len(parts) == 1:
         return loss, weights[0]
-    # The weights of all are known only now: what was a share of the samples becomes one of them.
+    # Only now the total weight is known, so gradients scaled by samples are rescaled to weights.
     own_weight = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
     if world > 1:
         loss, total = run.ranks.all_reduce_sum(torch.stack([loss.double(), own_weight.double()])).unbind()
@@ -221,8 +224,8 @@ def _gradient(
     return loss * scale, total
 
 
-def clip(strategy: Strategy, optimizer: Optimizer, config: TrainConfig) -> Tensor:
-    """Clips the gradient as configured; its norm before that, a scalar on the device."""
+def clip_gradients(strategy: Strategy, optimizer: Optimizer, config: TrainConfig) -> Tensor:
+    """Clip the gradients as configured; return their norm before clipping, a scalar on the device."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     limit = float("inf") if config.clip_grad_norm is None else config.clip_grad_norm
     norm = strategy.clip_gradients(parameters, limit)
@@ -231,8 +234,8 @@ def clip(strategy: Strategy, optimizer: Optimizer, config: TrainConfig) -> Tenso
     return norm
 
 
-def _validate_within(run: Run, epoch: int) -> None:
-    """A validation in the midst of an epoch, for the record of steps, which changes nothing of the run."""
+def _validate_mid_epoch(run: Run, epoch: int) -> None:
+    """Validate within an epoch if configured, for the step records; the run does not change."""
     every = run.config.validate_every
     if every is not None and run.step % every == 0:
         run.guard.flush()
@@ -240,57 +243,57 @@ def _validate_within(run: Run, epoch: int) -> None:
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:
-    """Puts a checkpoint's state into a run that was built anew.
+    """Restore the state of a checkpoint in a new run.
 
     Raises:
         ObjectiveError: the checkpoint is of another run, or the objective's code has changed since.
     """
     if state.get("format") == MID_EPOCH_FORMAT:
         state = {**state, "format": FORMAT}
-    then = {key: state.get(key) for key in run.identity}
-    if isinstance(then["config"], dict):  # a setting that is newer than the checkpoint had its default
-        then["config"] = TrainConfig.from_dict(then["config"]).to_dict()
-    require_same(then, run.identity)
+    stored = {key: state.get(key) for key in run.identity}
+    if isinstance(stored["config"], dict):  # settings that are newer than the checkpoint get their defaults
+        stored["config"] = TrainConfig.from_dict(stored["config"]).to_dict()
+    require_same(stored, run.identity)
     try:
         run.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
         detail = str(error).strip().splitlines()[0]
-        raise ObjectiveError(f"the checkpoint does not fit the objective's code of today: {detail}") from error
+        raise ObjectiveError(f"the checkpoint does not fit the current code of the objective: {detail}") from error
     changed = describe_differences(state["environment"], run.environment)
     if changed:
         run.notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
 
 
-def resume_mid_epoch(run: Run, within: dict[str, Any], sums: EpochSums, epoch: int) -> None:
-    """Goes on in the midst of an epoch: with what its steps came to, and the generators.
+def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: int) -> None:
+    """Resume within an epoch from the mid-epoch part of a checkpoint: restore sums and generators.
 
-    On as many ranks as before each goes on with its own. On others the metrics of training count the steps from here
-    on, and what is drawn at random is drawn anew.
+    With the same number of ranks, each rank restores its own state. Otherwise the training metrics cover only the
+    remaining steps, and the generators are seeded again.
     """
-    then, ranks = within.get("ranks"), run.ranks
-    if len(then or [within]) == ranks.world_size:
-        own = then[ranks.rank] if then else {"running": within["sums"]["running"], "generators": within["generators"]}
-        sums.load_state_dict({**within["sums"], "running": own["running"]})
+    by_rank, ranks = state.get("ranks"), run.ranks
+    if len(by_rank or [state]) == ranks.world_size:
+        own = by_rank[ranks.rank] if by_rank else {**state, "running": state["sums"]["running"]}
+        sums.load_state_dict({**state["sums"], "running": own["running"]})
         restore_rng_state(own["generators"], run.device)
         return
-    sums.load_state_dict({**within["sums"], "running": None})
+    sums.load_state_dict({**state["sums"], "running": None})
     set_seed(run.plan.seed, "epoch", epoch, "from", sums.steps, *ranks.seed_suffix())
     run.notes.append(
-        f"train metrics of epoch {epoch + 1} but its loss are of the steps after {sums.steps}: it went on on "
-        f"{ranks.world_size} in place of {len(then or [within])} devices"
+        f"train metrics of epoch {epoch + 1} except the loss cover only the steps after {sums.steps}, because it "
+        f"resumed on {ranks.world_size} devices instead of {len(by_rank or [state])}"
     )
 
 
-def require_same(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another run.
+def require_same(stored: dict[str, Any], current: dict[str, Any]) -> None:
+    """Reject a checkpoint of another run.
 
     Raises:
-        ObjectiveError: it says what differs.
+        ObjectiveError: an entry differs; the message has both values.
     """
-    for key, value in now.items():
-        other = then.get(key)
+    for key, value in current.items():
+        other = stored.get(key)
         if other == value:
             continue
         if key == "config" and isinstance(other, dict):
             require_same(other, value)
-        raise ObjectiveError(f"the checkpoint is of another run: {key} is {other!r} there and {value!r} here")
+        raise ObjectiveError(f"the checkpoint is of another run: its {key} is {other!r}, not {value!r}")

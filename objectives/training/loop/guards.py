@@ -1,4 +1,4 @@
-"""What ends a run at once: a loss or gradient that is not finite, and a device without memory."""
+"""Errors that end a run: non-finite losses or gradients, and insufficient device memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class NonFiniteError(RuntimeError):
     """A loss, gradient or metric became NaN or infinite: the configuration diverges.
 
     Attributes:
-        epoch: 0-based.
-        step: 0-based optimizer step since the start of the run; None of an own loop, which has steps of its own.
-        batch: 0-based optimizer step within the epoch; None when validation found it.
-        lr: learning rate of the step; None of an own loop.
-        grad_norm: norm of its gradient before clipping; None when validation found it.
+        epoch: epoch (0-based).
+        step: optimizer step (0-based) since the start of the run; None in a custom loop.
+        batch: optimizer step (0-based) within the epoch; None if detected in the validation.
+        lr: learning rate of the step; None in a custom loop.
+        grad_norm: gradient norm of the step before clipping; None if detected in the validation.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class DeviceMemoryError(RuntimeError):
     """The device has too little memory for the configuration.
 
     Attributes:
-        config: the configuration that did not fit; None of an own loop.
+        config: the configuration that does not fit; None in a custom loop.
         device: the device's name.
     """
 
     def __init__(self, config: TrainConfig | None, device: torch.device, detail: str) -> None:
         self.config, self.device = config, str(device)
-        of = "" if config is None else f" with batch_size {config.batch_size} and model {config.model}"
-        super().__init__(f"out of memory on {device}{of}: {detail}")
+        setting = "" if config is None else f" with batch_size {config.batch_size} and model {config.model}"
+        super().__init__(f"out of memory on {device}{setting}: {detail}")
 
 
 @contextmanager
 def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Raises errors of the configuration in place of torch's general ones.
+    """Convert torch's general errors to errors of the configuration.
 
     Raises:
-        DeviceMemoryError: memory ran out.
-        ObjectiveError: an operation has no deterministic kernel, and the configuration asks for it.
+        DeviceMemoryError: the memory is exhausted.
+        ObjectiveError: an operation has no deterministic kernel, which the configuration requires.
     """
     try:
         yield
@@ -75,12 +75,12 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
             raise DeviceMemoryError(config, device, first) from error
         operation, found, _ = first.partition(" does not have a deterministic implementation")
         if found:
-            raise ObjectiveError(f"{operation}{found}: set deterministic=False in the TrainConfig") from error
+            raise ObjectiveError(f"{operation}{found}; set deterministic=False in the TrainConfig") from error
         raise
 
 
 class StepPosition(NamedTuple):
-    """Where in a run an optimizer step stands."""
+    """The position of an optimizer step in a run, with its learning rate."""
 
     epoch: int
     step: int
@@ -89,28 +89,31 @@ class StepPosition(NamedTuple):
 
 
 class FiniteGuard:
-    """Ends a run on the first step whose loss or gradient norm is not finite.
+    """A check that ends a run at the first step whose loss or gradient norm is not finite.
 
-    On a CPU every step is checked before the optimizer runs. On an accelerator reading a value waits for the device,
-    so steps are checked together, `every` at a time and at the end of the epoch, before anything of it is validated,
-    saved or reported; the error still names the first bad step.
+    On a CPU every step is checked before the optimizer runs. On an accelerator, reading a value waits for the device.
+    There, steps are checked in groups of `every` and at the end of the epoch, before anything is validated, saved or
+    reported. The error still has the first bad step.
     """
 
     def __init__(self, device: torch.device, *, every: int = 16, max_skipped: int = 10) -> None:
         self._every = 1 if device.type == "cpu" else every
         self._max_skipped = max_skipped
         self._pending: list[tuple[StepPosition, Tensor, Tensor]] = []
-        self.skipped = 0  # consecutive steps that loss scaling skipped; kept in checkpoints
+        self.skipped = 0  # consecutive steps that loss scaling skipped; saved in checkpoints
         self.skipped_in_all = 0
 
     def check(self, point: StepPosition, loss: Tensor, grad_norm: Tensor, *, scaled: bool) -> None:
-        """Takes note of a step; raises NonFiniteError for it or one before it.
+        """Check a step, or store it for a later check.
 
         Args:
-            point: the step.
-            loss: its loss, a scalar on the device.
-            grad_norm: the norm of its gradient before clipping, a scalar on the device.
-            scaled: loss scaling is on: an infinite gradient skips the step and is no failure by itself.
+            point: position of the step.
+            loss: loss of the step, a scalar on the device.
+            grad_norm: gradient norm before clipping, a scalar on the device.
+            scaled: whether loss scaling is used; then an infinite gradient only skips the step.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm of this or an earlier step is not finite.
         """
         if self._every == 1 and math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
             return
@@ -119,7 +122,11 @@ class FiniteGuard:
             self.flush()
 
     def flush(self) -> None:
-        """Checks the steps that were not checked yet."""
+        """Check the stored steps.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm of a step is not finite.
+        """
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -130,9 +137,13 @@ class FiniteGuard:
                 raise NonFiniteError(what, grad_norm=norm, **point._asdict())
 
     def count(self, point: StepPosition, grad_norm: Tensor, *, stepped: bool) -> None:
-        """Counts skipped steps in a row; raises NonFiniteError when loss scaling does not recover."""
+        """Count consecutive skipped steps.
+
+        Raises:
+            NonFiniteError: loss scaling does not recover.
+        """
         self.skipped = 0 if stepped else self.skipped + 1
         self.skipped_in_all += not stepped
         if self.skipped >= self._max_skipped:
-            what = f"{self.skipped} steps in a row had an infinite gradient"
+            what = f"{self.skipped} consecutive steps had an infinite gradient"
             raise NonFiniteError(what, grad_norm=float(grad_norm), **point._asdict())

@@ -1,4 +1,4 @@
-"""What may watch a run: the profiler, and event files for TensorBoard."""
+"""Instruments of a run: the profiler, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ EVENTS = "tensorboard"
 
 @dataclass(frozen=True)
 class Instruments:
-    """What watches a run and changes none of its numbers. All of it needs a run directory.
+    """Profiler and TensorBoard of a run, which do not change its results. They need a run directory.
 
     Attributes:
-        profile_steps: optimizer steps to profile, early in the first epoch; the trace, for Perfetto or
+        profile_steps: number of optimizer steps to profile, early in the first epoch. The trace, for Perfetto or
             chrome://tracing, is `trace.json.gz`.
-        tensorboard: write event files into the folder `tensorboard`.
+        tensorboard: whether to write event files into the folder `tensorboard`.
     """
 
     profile_steps: int = 0
     tensorboard: bool = False
 
     def check(self, run_dir: Path | None) -> None:
-        """Refuses what cannot work, before training.
+        """Check before training that the instruments can work.
 
         Raises:
-            ObjectiveError: there is no directory to write to, or TensorBoard is not installed.
+            ObjectiveError: a setting is invalid, there is no run directory, or TensorBoard is not installed.
         """
         if (self.profile_steps or self.tensorboard) and run_dir is None:
-            raise ObjectiveError("profile_steps and tensorboard need a run_dir to write to")
+            raise ObjectiveError("profile_steps and tensorboard need a directory; set run_dir")
         if self.profile_steps < 0:
             raise ObjectiveError(f"profile_steps must be at least 0, not {self.profile_steps}")
         if self.tensorboard:
             try:
-                import torch.utils.tensorboard  # noqa: F401 only whether it is there
+                import torch.utils.tensorboard  # noqa: F401 only whether it can be imported
             except ImportError as error:
-                raise ObjectiveError("tensorboard=True needs TensorBoard: pip install tensorboard") from error
+                raise ObjectiveError("tensorboard=True needs TensorBoard; run pip install tensorboard") from error
 
     @contextmanager
     def profiler(self, run: Run, folder: Path | None) -> Iterator[None]:
-        """Profiles some steps of the first epoch, after two in which caches and kernels are warmed."""
+        """Profile some steps of the first epoch, after two steps that warm up caches and kernels."""
         if not self.profile_steps or folder is None or run.curve.next_epoch:
             yield
             return
@@ -68,7 +68,7 @@ class Instruments:
                 run.on_step = before
 
     def record(self, record: EpochRecord, folder: Path | None) -> None:
-        """Adds an epoch to the event files; one that is added again after a restart lies over the first."""
+        """Add an epoch to the event files; after a restart, the points of a repeated epoch replace the first ones."""
         if not self.tensorboard or folder is None:
             return
         from torch.utils.tensorboard import SummaryWriter

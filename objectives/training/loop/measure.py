@@ -30,11 +30,11 @@ from hpsearch.objectives.training.optimizers.optimizer import list_layers
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.strategies.base import Strategy
 
-_WARM_UP, _TIMED, _FEWEST = 5, 30, 5  # calls
-_SHORTEST, _LONGEST = 0.2, 0.5  # seconds of timing, unless so few calls take longer
+_WARM_UP_CALLS, _TIMED_CALLS, _MIN_CALLS = 5, 30, 5
+_MIN_SECONDS, _MAX_SECONDS = 0.2, 0.5  # of timing; `_MIN_CALLS` slow calls may take longer
 
 
-def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
+def measure_latency_ms(forward: Callable[[], object], device: torch.device) -> float:
     """Return the median time of a call in ms, after a warm-up; each call is synchronized.
 
     After 5 warm-up calls it times at least 30 calls and 0.2 s; slow calls are timed until 0.5 s have passed, at least
@@ -42,27 +42,27 @@ def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
     accelerator; that measures throughput, not latency.
     """
     begun = time.perf_counter()
-    for _ in range(_WARM_UP):
-        _timed(forward, device)
-        if time.perf_counter() - begun > _LONGEST:
+    for _ in range(_WARM_UP_CALLS):
+        _time_call(forward, device)
+        if time.perf_counter() - begun > _MAX_SECONDS:
             break
     seconds: list[float] = []
     begun, collects = time.perf_counter(), gc.isenabled()
     gc.disable()  # as in timeit: garbage collection is not part of the model
     try:
-        while _goes_on(len(seconds), time.perf_counter() - begun):
-            seconds.append(_timed(forward, device))
+        while _needs_calls(len(seconds), time.perf_counter() - begun):
+            seconds.append(_time_call(forward, device))
     finally:
         if collects:
             gc.enable()
     return statistics.median(seconds) * 1000
 
 
-def _goes_on(calls: int, elapsed: float) -> bool:
-    return calls < _FEWEST or (elapsed < _LONGEST and (calls < _TIMED or elapsed < _SHORTEST))
+def _needs_calls(calls: int, elapsed: float) -> bool:
+    return calls < _MIN_CALLS or (elapsed < _MAX_SECONDS and (calls < _TIMED_CALLS or elapsed < _MIN_SECONDS))
 
 
-def _timed(forward: Callable[[], object], device: torch.device) -> float:
+def _time_call(forward: Callable[[], object], device: torch.device) -> float:
     synchronize(device)
     begun = time.perf_counter()
     forward()
@@ -76,10 +76,10 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def machine_load() -> dict[str, float]:
+def get_machine_load() -> dict[str, float]:
     """Return `latency_load`: the load average of the last minute per core; empty if the system has none.
 
-    Above 1 processes wait for cores, and measured times are too long.
+    Above 1, processes wait for cores, and measured times are too long.
     """
     if not hasattr(os, "getloadavg"):
         return {}
@@ -104,7 +104,8 @@ def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, 
         raise ObjectiveError("trial.measure needs an unsharded model, but this one is sharded over devices")
     call, x = bind_forward(model, x), to_device(x, device)
     with evaluation_mode(model, device, "measures"):
-        return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **measure_size(model)}
+        latency = {"latency_ms": measure_latency_ms(lambda: call(model, x), device), **get_machine_load()}
+        return {**latency, **measure_size(model)}
 
 
 def measure_size(model: nn.Module) -> dict[str, float]:
@@ -167,13 +168,13 @@ def _recomputes(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "func", None) is checkpoint
 
 
-def compile_model(model: nn.Module, eval_model: nn.Module, trial: Callable[[], None]) -> str | None:
+def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None]) -> str | None:
     """Compile the model and its weight average, if that works.
 
     Args:
-        model: compiled in place; the names of its parameters do not change.
+        model: model to compile in place; the names of its parameters do not change.
         eval_model: the model or its average.
-        trial: runs a forward and a backward pass.
+        try_step: runs a forward and a backward pass.
 
     Returns:
         The reason if compilation failed; None on success.
@@ -182,7 +183,7 @@ def compile_model(model: nn.Module, eval_model: nn.Module, trial: Callable[[], N
     for module in both:
         module.compile()
     try:
-        trial()
+        try_step()
     except Exception as error:  # compilers raise any type; the model works without compilation
         for module in both:
             module._compiled_call_impl = None
@@ -202,25 +203,25 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-_TAKEN = {"lr", "grad_norm", "epoch_seconds", "peak_memory_bytes", "scaling_efficiency", "latency_load"}
-_BEGINNINGS = ("train_", "val_", "samples_per_second")
+_RESERVED_NAMES = {"lr", "grad_norm", "epoch_seconds", "peak_memory_bytes", "scaling_efficiency", "latency_load"}
+_RESERVED_PREFIXES = ("train_", "val_", "samples_per_second")
 
 
 @dataclass
 class ModelMeasurer:
-    """The measures of a model that the study reports, and those of `Objective.measures`.
+    """The model metrics of a run that the study requires, and those of `Objective.measures`.
 
-    Constant measures are taken once, after the first epoch, and stored in checkpoints, so a resumed trial has the same
-    values. Only requested measures are taken.
+    Constant metrics are measured once, after the first epoch, and stored in checkpoints, so a resumed trial has the
+    same values. Only required metrics are measured.
 
     Attributes:
-        objective: whose `reported` says what is asked for.
-        config: of the run.
-        call: how its model is called.
-        val: the validation split; its first samples are what latency is measured on.
-        names: what is measured, of `MODEL_METRICS`; known after `sanity_check`.
-        known: what was measured once.
-        peak: most bytes of a device that any attempt at the trial held, so far.
+        objective: objective whose `reported` lists the required metrics.
+        config: configuration of the run.
+        call: function that calls the model.
+        val: the validation split; latency is measured on its first samples.
+        names: required metrics in `MODEL_METRICS`; set by `sanity_check`.
+        known: constant metrics that are already measured.
+        peak: peak bytes of a device's memory in all attempts at the trial.
     """
 
     objective: Objective
@@ -235,19 +236,19 @@ class ModelMeasurer:
     peak: int = 0
 
     def sanity_check(self, model: nn.Module, scores: Mapping[str, float]) -> None:
-        """Take all requested measures once before training, as a test.
+        """Check before training that all required metrics can be measured.
 
         Raises:
-            ObjectiveError: something that is asked for is reported by nobody, or cannot be measured; or the
-                objective's measures are no numbers.
+            MetricError: a required metric does not exist.
+            ObjectiveError: a metric cannot be measured, or the objective's measures are not numbers.
         """
-        who, asked = type(self.objective).__name__, self.objective.reported
-        own = self._own(model, scores)
+        who, required = type(self.objective).__name__, self.objective.reported
+        own = self._measure_objective(model, scores)
         known = {*scores, *own, *MODEL_METRICS}
-        for name in asked:
+        for name in required:
             if name not in known:
-                raise MetricError(name, f"is none that {who} gives, nor measured: {suggest_names(name, sorted(known))}")
-        self.names = tuple(name for name in asked if name in MODEL_METRICS and name not in scores)
+                raise MetricError(name, f"is not a metric of {who}; {suggest_names(name, sorted(known))}")
+        self.names = tuple(name for name in required if name in MODEL_METRICS and name not in scores)
         if "latency_ms" in self.names:
             self._try_forward(model)
 
@@ -259,61 +260,61 @@ class ModelMeasurer:
         """
         if "peak_memory_mb" in self.names and peak_memory(self.device) is None:
             raise ObjectiveError(
-                f"peak_memory_mb is measured on CUDA devices, and this trial runs on {self.device}: its memory there "
-                "cannot be told from that of the process and of earlier trials; model_mb and parameters can be measured"
+                f"peak_memory_mb is not available on {self.device}, because the memory of a trial cannot be separated "
+                "from that of the process; use a CUDA device, or model_mb or parameters"
             )
 
     def after_epoch(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return all measures of the evaluated model by name. All ranks call it together and get the same values.
+        """Return all metrics of the evaluated model by name. All ranks call it together and get the same values.
 
         Raises:
             ObjectiveError: the objective's measures are not numbers, or a name is reserved.
         """
         found = {}
-        if "peak_memory_mb" in self.names:  # before anything else is measured, which would count
+        if "peak_memory_mb" in self.names:  # first, because other measurements would count
             self.peak = max(self.peak, *self.ranks.all_gather_object(peak_memory(self.device) or 0))
             found["peak_memory_mb"] = self.peak / 1e6
-        lacking = {*self.names} - {*self.known, "peak_memory_mb"}
-        if lacking & {"model_mb", "parameters"}:
-            self.known.update({name: value for name, value in measure_size(model).items() if name in lacking})
-        if "latency_ms" in lacking:
-            self.known.update(self.ranks.run_on_rank_zero(lambda: self._latency(model)))
-        return {**self.known, **found, **self._own(model, scores)}
+        missing = {*self.names} - {*self.known, "peak_memory_mb"}
+        if missing & {"model_mb", "parameters"}:
+            self.known.update({name: value for name, value in measure_size(model).items() if name in missing})
+        if "latency_ms" in missing:
+            self.known.update(self.ranks.run_on_rank_zero(lambda: self._measure_latency(model)))
+        return {**self.known, **found, **self._measure_objective(model, scores)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measures so far as plain values; empty if none are requested."""
+        """Return the metrics so far as plain values; empty if none are required."""
         if not self.names:
             return {}
-        held = peak_memory(self.device) if "peak_memory_mb" in self.names else None  # of an epoch that is left, too
+        held = peak_memory(self.device) if "peak_memory_mb" in self.names else None  # also of an unfinished epoch
         return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
 
-    def _latency(self, model: nn.Module) -> dict[str, float]:
+    def _measure_latency(self, model: nn.Module) -> dict[str, float]:
         with temporarily_unwrapped(model, self.config), evaluation_mode(model, self.device, "measures"):
-            x = self._inputs()
-            return {"latency_ms": latency_ms(lambda: self.call(model, x), self.device), **machine_load()}
+            x = self._make_inputs()
+            return {"latency_ms": measure_latency_ms(lambda: self.call(model, x), self.device), **get_machine_load()}
 
-    def _inputs(self) -> Any:
+    def _make_inputs(self) -> Any:
         rows = torch.arange(self.objective.latency_batch) % len(self.val)
         return to_device(self.val.inputs(rows), self.device)
 
     def _try_forward(self, model: nn.Module) -> None:
         who, size = type(self.objective).__name__, self.objective.latency_batch
         if not isinstance(size, int) or size < 1:
-            raise ObjectiveError(f"{who}.latency_batch must be a whole number of at least 1, not {size!r}")
+            raise ObjectiveError(f"{who}.latency_batch must be an integer of at least 1, not {size!r}")
         if self.strategy.name == "fsdp":
             raise ObjectiveError(
-                "latency_ms cannot be measured with strategy 'fsdp', where each device has a part of the model: set "
-                "strategy='ddp', or judge by model_mb or parameters"
+                "latency_ms is not available with strategy 'fsdp', which shards the model over devices; use "
+                "strategy='ddp', or model_mb or parameters"
             )
         what = f"{who}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
         with evaluation_mode(model, self.device, "measures"), wrap_user_errors(what):
-            self.call(model, self._inputs())
+            self.call(model, self._make_inputs())
 
-    def _own(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
+    def _measure_objective(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
         """Return the objective's own measures, from rank 0."""
         if not overrides(self.objective, "measures"):
             return {}
@@ -324,10 +325,10 @@ class ModelMeasurer:
             wrap_user_errors(who),
         ):
             found = self.objective.measures(model, self.config)
-            return self.ranks.broadcast_object(_floats(found, who, {*scores, *MODEL_METRICS, *_TAKEN}))
+            return self.ranks.broadcast_object(_to_floats(found, who, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
 
 
-def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:
+def _to_floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:
     """Return measures as floats.
 
     Raises:
@@ -336,8 +337,8 @@ def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:
     if not isinstance(found, Mapping):
         raise ObjectiveError(f"{who} must return a dictionary of numbers by name, not {type(found).__name__}")
     for name, value in found.items():
-        if not isinstance(name, str) or not name or name in taken or name.startswith(_BEGINNINGS):
-            raise ObjectiveError(f"{who}: the name {name!r} is taken, or none: choose another")
+        if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
+            raise ObjectiveError(f"{who}: {name!r} is a reserved or invalid name; choose another one")
         if not isinstance(value, Real):
-            raise ObjectiveError(f"{who}: {name} must be a float, not a {type(value).__name__}: give float(...)")
+            raise ObjectiveError(f"{who}: {name} must be a float, not {type(value).__name__}; return float(...)")
     return {name: float(value) for name, value in found.items()}

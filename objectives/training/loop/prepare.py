@@ -1,4 +1,4 @@
-"""An objective's data, made once in a process for each seed and found fit to train on."""
+"""Prepare an objective's data: call `data()` once per process and seed, and check the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.split_rows import Division, resplit
+from hpsearch.objectives.training.data.split_rows import RequestedSplit, request_split
 from hpsearch.objectives.training.data.splits import Splits, merge_train_val
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
@@ -20,70 +20,70 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpsearch.objectives.training")
 
-# By objective, the last division's: a worker trains many trials on one split, and data may be all of the memory.
-_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, Division], Splits, str]] = WeakKeyDictionary()
-_OWN: WeakKeyDictionary[Objective, _Own] = WeakKeyDictionary()  # which other divisions are compared with
+# Per objective, only the last split: a worker trains many trials on one split, and two may not fit in memory.
+_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, RequestedSplit], Splits, str]] = WeakKeyDictionary()
+_STUDY_SPLITS: WeakKeyDictionary[Objective, _StudySplit] = WeakKeyDictionary()  # for comparisons with other splits
 
 
-def prepare_splits(objective: Objective, split_seed: int, division: Division = None) -> tuple[Splits, str]:
-    """The objective's data, found fit to train on, and their hash.
+def prepare_splits(objective: Objective, split_seed: int, requested: RequestedSplit = None) -> tuple[Splits, str]:
+    """Return the objective's data after checks, and their hash.
 
-    `data()` is called once in a process for a seed, unless the objective's code changed what it gave in place; for
-    another division once more, to see that the test split stays what it is.
+    `data()` is called once per process and seed, unless the objective's code changed the result in place. For another
+    split it is called once more, to check that the test split does not change.
 
     Args:
-        objective: whose data.
-        split_seed: of the study.
-        division: seed by which train and validation are divided anew, where `data()` lets `Splits.make` divide, and
-            the test split stays; "all" for a refit, where the validation samples are trained on as well; the study's
-            own division unless given.
+        objective: objective whose `data` is called.
+        split_seed: seed of the study's split.
+        requested: seed of a new train/validation split with an unchanged test split, if `data()` uses `Splits.make`;
+            "all" for a refit, which also trains on the validation samples; None for the study's split.
 
     Raises:
-        ObjectiveError: the data are wrong.
+        ObjectiveError: `data()` raised an error, or a check failed.
     """
-    key = split_seed, division
+    key = split_seed, requested
     kept = _PREPARED.get(objective)
     if kept is not None and kept[0] == key and kept[1].hash() == kept[2]:
         return kept[1:]
-    own = None if division is None else _own_parts(objective, split_seed)
-    splits = _made(objective, split_seed, division)
-    if own is not None and own.test != (digest := _samples(splits.test, splits.hash_of("test"), by_labels=True)):
-        changes = f"the test split is {digest[:12]}, and {own.test[:12]} in the study"
-        remedy = "give the same test samples for one seed, and keep their rows: dataclasses.replace(part, x=...)"
-        if division == "all":
-            raise ObjectiveError(f"{type(objective).__name__}.data, train and validation joined: {changes}: {remedy}")
-        log.warning("the study's own division is kept, for with another %s: %s", changes, remedy)
-        splits = _made(objective, split_seed, None)
+    own = None if requested is None else _get_study_split(objective, split_seed)
+    splits = _call_data(objective, split_seed, requested)
+    if own is not None and own.test != (digest := _digest_samples(splits.test, splits.hash_of("test"), by_labels=True)):
+        change = f"changes the test split from {own.test[:12]} to {digest[:12]}"
+        remedy = "return the same test samples for a seed, and keep their rows: dataclasses.replace(part, x=...)"
+        if requested == "all":
+            raise ObjectiveError(f"{type(objective).__name__}.data: joining train and validation {change}; {remedy}")
+        log.warning("keeping the study's split: a new one %s; %s", change, remedy)
+        splits = _call_data(objective, split_seed, None)
     _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found
 
 
 def is_resplit(objective: Objective, split_seed: int, splits: Splits) -> bool:
-    """Whether the validation split is another than the study's: `data()` may give an official one."""
-    return _samples(splits.val, splits.hash_of("validation")) != _own_parts(objective, split_seed).val
+    """Return whether the validation split differs from the study's; it does not if `data()` returns a fixed one."""
+    return _digest_samples(splits.val, splits.hash_of("validation")) != _get_study_split(objective, split_seed).val
 
 
-class _Own(NamedTuple):
-    """What says which samples are the validation and the test split of the study's own division."""
+class _StudySplit(NamedTuple):
+    """Digests of the samples in the validation and test splits of the study."""
 
     seed: int
     val: str
     test: str
 
 
-def _own_parts(objective: Objective, split_seed: int) -> _Own:
-    kept = _OWN.get(objective)
+def _get_study_split(objective: Objective, split_seed: int) -> _StudySplit:
+    kept = _STUDY_SPLITS.get(objective)
     if kept is None or kept.seed != split_seed:
-        own = _made(objective, split_seed, None)
-        parts = _samples(own.val, own.hash_of("validation")), _samples(own.test, own.hash_of("test"), by_labels=True)
-        kept = _OWN[objective] = _Own(split_seed, *parts)
+        own = _call_data(objective, split_seed, None)
+        val = _digest_samples(own.val, own.hash_of("validation"))
+        test = _digest_samples(own.test, own.hash_of("test"), by_labels=True)
+        kept = _STUDY_SPLITS[objective] = _StudySplit(split_seed, val, test)
     return kept
 
 
-def _samples(part: Dataset, contents: str, *, by_labels: bool = False) -> str:
-    """Which samples a part has: by their rows where these are known, for `data()` may scale by what is trained on.
+def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) -> str:
+    """Return a digest that identifies the samples of a part: of their rows if known, else of labels or contents.
 
-    Without rows by the contents, or by the labels alone: of one seed only `Splits.make` gives another division.
+    Rows are preferred because `data()` may scale the contents by statistics of the training split.
     """
     if part.rows is not None:
         contents = str(part.rows.tolist())
@@ -92,17 +92,17 @@ def _samples(part: Dataset, contents: str, *, by_labels: bool = False) -> str:
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
-def _made(objective: Objective, split_seed: int, division: Division) -> Splits:
+def _call_data(objective: Objective, split_seed: int, requested: RequestedSplit) -> Splits:
     who = type(objective).__name__
-    set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
-    with wrap_user_errors(f"{who}.data"), resplit(division) as wanted:
+    set_seed(split_seed, "data")  # data() may use the global generators
+    with wrap_user_errors(f"{who}.data"), request_split(requested) as request:
         splits = objective.data(split_seed)
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
     try:
-        if division == "all":
-            splits = merge_train_val(splits, by_make=wanted.joined)
-        splits.check(joined=division == "all")
+        if requested == "all":
+            splits = merge_train_val(splits, by_make=request.joined)
+        splits.check(joined=requested == "all")
     except ObjectiveError as error:
         raise ObjectiveError(f"{who}.data: {error}") from error
     return splits

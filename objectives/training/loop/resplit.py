@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
 
-MOST = 32 << 20  # bytes of outputs and targets that are kept to be resampled: they are in every checkpoint
+MAX_BYTES = 32 << 20  # of outputs and targets for resampling, which every checkpoint contains
 
 
 class Outputs(TypedDict):
@@ -45,7 +45,7 @@ class Outputs(TypedDict):
 class HalfSelection(TypedDict):
     """The epoch (0-based) that one half selected by its own value, with score and outputs of the other half.
 
-    `outputs` is None if they are larger than `MOST` bytes or not tensors.
+    `outputs` is None if they are larger than `MAX_BYTES` or not tensors.
     """
 
     epoch: int
@@ -65,13 +65,13 @@ class CrossFit:
     """Cross-fitting: each half of the validation samples selects an epoch, which the other half scores.
 
     Args:
-        cut: how many samples, the first ones, are the first half.
-        samples: how many there are.
-        metric: that decides.
+        cut: number of samples in the first half; they come first.
+        samples: number of samples in both halves.
+        metric: metric that selects the epochs.
         maximize: whether higher is better.
-        metrics: of each half, on the device.
-        device: of the run.
-        ranks: that judge together.
+        metrics: metrics of each half, on the device.
+        device: device of the run.
+        ranks: ranks that evaluate together.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CrossFit:
         self._metrics = metrics
         self._halves: list[_Half] = []
         self.choices: list[HalfSelection | None] = [None, None]
-        self.refused: str | None = None  # why a half has no value: then there is no score of halves
+        self.refused: str | None = None  # reason why a half has no value, and cross-fitting no score
 
     def begin(self) -> None:
         """Reset the sums before the validation of an epoch."""
@@ -110,7 +110,7 @@ class CrossFit:
         if half.kept is None:
             return
         found = _per_sample(step, rows)
-        if found is None or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MOST:
+        if found is None or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MAX_BYTES:
             half.kept = None
         else:
             half.kept.append(found)
@@ -123,22 +123,22 @@ class CrossFit:
                 str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
                 for number, half in enumerate(self._halves)
             }
-        except (ObjectiveError, ValueError, KeyError) as error:  # a half lacks what the metric needs, as a class
+        except (ObjectiveError, ValueError, KeyError) as error:  # a half may lack a class that the metric needs
             self.refused = str(error).partition("\n")[0]
             return
         values = self._ranks.broadcast_object(as_floats(found))
         for number in range(2):
             value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
             if before is None or math.isnan(before["value"]) or self._sign * value > self._sign * before["value"]:
-                outputs = self._gathered(self._halves[1 - number].kept)
+                outputs = self._gather(self._halves[1 - number].kept)
                 self.choices[number] = {"epoch": epoch, "value": value, "score": score, "outputs": outputs}
         self._halves = []
 
-    def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
+    def _gather(self, kept: list[Outputs] | None) -> Outputs | None:
         """Return the outputs of all ranks on the CPU, in sample order; None if a rank kept none."""
-        each = self._ranks.all_gather_object(to_cpu(kept))
-        parts = [outputs for part in each for outputs in part or ()]
-        if not parts or any(part is None for part in each):
+        by_rank = self._ranks.all_gather_object(to_cpu(kept))
+        parts = [outputs for part in by_rank for outputs in part or ()]
+        if not parts or any(part is None for part in by_rank):
             return None
         whole: Outputs = concatenate(parts)
         found: Outputs = index_rows(whole, whole["rows"].argsort())
@@ -157,17 +157,17 @@ class CrossFit:
         """Epochs that the halves selected, 0-based."""
         return [choice["epoch"] for choice in self.choices if choice is not None]
 
-    def error(self, judge: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
+    def compute_error(self, compute_metric: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
         """Return the standard error of the score, from the standard errors of both halves; None if unknown.
 
-        For the parameters see `standard_error`; `blocks` covers all samples.
+        For the parameters see `estimate_error`; `blocks` covers all samples.
         """
         errors = []
         for choice in self.choices:
             if choice is None or (outputs := choice["outputs"]) is None:
                 return None
             own = None if blocks is None else blocks[outputs["rows"].numpy()]
-            errors.append(standard_error(judge, to_device(outputs, self._device), own, seed))
+            errors.append(estimate_error(compute_metric, to_device(outputs, self._device), own, seed))
         known = [error for error in errors if error is not None]
         return math.hypot(*known) / 2 if len(known) == 2 else None
 
@@ -189,12 +189,12 @@ def _per_sample(step: Step, rows: range) -> Outputs | None:
     return {"rows": torch.tensor(rows), "outputs": detach_outputs(step.outputs), "targets": step.targets}
 
 
-RESAMPLES = 100  # a standard error of them is itself within 7 %
-_FEWEST = 4  # samples or blocks: of fewer the spread of what others would give is not known
-_ENOUGH = 0.5  # of them must have a value
+RESAMPLES = 100  # gives a standard error with a relative error of 7 %
+_MIN_BLOCKS = 4  # samples or blocks that a standard error needs
+_MIN_VALUE_SHARE = 0.5  # of the resamples must have a value
 
 
-def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: Rows | None, seed: int) -> float | None:
+def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: Rows | None, seed: int) -> float | None:
     """Return the bootstrap standard error of a value (Efron 1979, *Annals of Statistics* 7); None if undefined.
 
     Args:
@@ -207,7 +207,7 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
     numbers = np.arange(len(outputs["rows"])) if blocks is None else blocks
     order = np.argsort(numbers, kind="stable")
     _, starts, sizes = np.unique(numbers[order], return_index=True, return_counts=True)
-    if len(starts) < _FEWEST:
+    if len(starts) < _MIN_BLOCKS:
         return None
     found = []
     for _ in range(RESAMPLES):
@@ -217,13 +217,13 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
         rows = order[first + np.arange(int(lengths.sum()))]
         try:
             found.append(value(index_rows(outputs, torch.from_numpy(rows))))
-        except (ObjectiveError, ValueError, RuntimeError, KeyError):  # a metric of samples that lack what it needs
+        except (ObjectiveError, ValueError, RuntimeError, KeyError):  # the resample lacks data that the metric needs
             continue
     finite = [number for number in found if math.isfinite(number)]
-    return statistics.stdev(finite) if len(finite) >= max(2, _ENOUGH * RESAMPLES) else None
+    return statistics.stdev(finite) if len(finite) >= max(2, _MIN_VALUE_SHARE * RESAMPLES) else None
 
 
-def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
+def bind_metric(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
     """Return a function that computes a metric from outputs; None if it needs whole batches.
 
     Args:
@@ -235,7 +235,7 @@ def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Call
         return None
 
     @torch.inference_mode()
-    def eval_model(outputs: Outputs) -> float:
+    def compute_metric(outputs: Outputs) -> float:
         if metric == "loss" and isinstance(step_function, LossStep):
             return float(
                 compute_mean_loss(step_function.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"]))
@@ -244,7 +244,7 @@ def value_of(metric: str, metrics: Metrics, step_function: StepFunction) -> Call
         metrics.update(outputs["outputs"], outputs["targets"])
         return float(metrics.compute()[metric])
 
-    return eval_model
+    return compute_metric
 
 
 @dataclass
@@ -252,16 +252,16 @@ class ResplitEvaluation:
     """The evaluation of a run on a new train/validation split.
 
     Attributes:
-        division: seed of the division.
-        divided: whether the data let train and validation be divided anew: `data()` may give fixed parts.
-        sizes: how many samples are trained on, validated on, and tested on.
-        rows: the order of the validation samples in which the first half comes first; None where they are not halved.
-        blocks: numbers of what belongs together [n], in that order; None where each sample stands for itself.
-        cross_fit: judges the halves; None where the samples are too few, or come in an order of their own.
-        metrics: a copy of the run's, to judge resamples by.
+        seed: seed of the split.
+        divided: whether the train/validation split is new; False if `data()` returns a fixed one.
+        sizes: numbers of training, validation and test samples.
+        metrics: a copy of the run's metrics, for resamples.
+        rows: order of the validation samples, with the first half first; None if they are not halved.
+        blocks: group number of each validation sample [n], in this order; None if the samples are independent.
+        cross_fit: evaluation of the halves; None if there are too few samples, or if they are a stream.
     """
 
-    division: int
+    seed: int
     divided: bool
     sizes: tuple[int, int, int]
     metrics: Metrics
@@ -271,14 +271,14 @@ class ResplitEvaluation:
 
     def score(self, best_value: float, step_function: StepFunction) -> ResplitScore:
         """Return the score of the run; that of the best epoch if the validation samples cannot be halved."""
-        halves, error = self.cross_fit, None
-        value = None if halves is None else halves.score
-        if halves is not None and (judge := value_of(halves.metric, self.metrics, step_function)) is not None:
-            error = halves.error(judge, self.blocks, self.division)
+        cross_fit, error = self.cross_fit, None
+        value = None if cross_fit is None else cross_fit.score
+        if cross_fit and (compute := bind_metric(cross_fit.metric, self.metrics, step_function)) is not None:
+            error = cross_fit.compute_error(compute, self.blocks, self.seed)
         return ResplitScore(
             value=best_value if value is None else value,
             error=error,
-            epochs=() if halves is None or value is None else tuple(halves.epochs),
+            epochs=() if cross_fit is None or value is None else tuple(cross_fit.epochs),
             divided=self.divided,
             sizes=self.sizes,
         )
@@ -290,36 +290,36 @@ def build_resplit_evaluation(
     """Build the evaluation of a run on a new split.
 
     Args:
-        objective: that is trained.
-        splits: of the division.
-        metrics: of the run, before they are made to sum over ranks.
-        plan: with the seed of the division.
-        device: of the run.
-        ranks: that train together.
+        objective: objective of the run.
+        splits: the new split.
+        metrics: metrics of the run, before they aggregate over ranks.
+        plan: plan of the run, with the seed of the split.
+        device: device of the run.
+        ranks: ranks that train together.
 
     Raises:
-        ObjectiveError: the metrics are one object, which cannot be copied.
+        ObjectiveError: the objective returns the same metrics object each time, and it cannot be copied.
     """
-    division = plan.division or 0
+    seed = plan.resplit_seed or 0
     samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
-    if blocks is not None and len(blocks.numbers) != samples:  # somebody took a part of them
+    if blocks is not None and len(blocks.numbers) != samples:  # the objective has filtered the samples
         blocks = None
     classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
-    halves = None if splits.val.is_stream else split_halves(y.numpy() if classes else None, samples, blocks, division)
-    with wrap_user_errors(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
-        copied, *others = (_another(objective, splits, metrics, device) for _ in range(3))
+    halves = None if splits.val.is_stream else split_halves(y.numpy() if classes else None, samples, blocks, seed)
+    with wrap_user_errors(f"{type(objective).__name__}.metrics, called again for the halves of the validation split"):
+        copied, *others = (_copy_metrics(objective, splits, metrics, device) for _ in range(3))
         halved_metrics = [aggregate_over_ranks(other, ranks) for other in others]
-    fresh = ResplitEvaluation(
-        division=division,
+    evaluation = ResplitEvaluation(
+        seed=seed,
         divided=is_resplit(objective, plan.split_seed, splits),
         sizes=(len(splits.train), samples, len(splits.test)),
         metrics=disable_rank_sync(copied),
     )
     if halves is not None:
         rows = np.concatenate(halves)
-        fresh.rows = torch.from_numpy(rows)
-        fresh.blocks = None if blocks is None else blocks.numbers[rows]
-        fresh.cross_fit = CrossFit(
+        evaluation.rows = torch.from_numpy(rows)
+        evaluation.blocks = None if blocks is None else blocks.numbers[rows]
+        evaluation.cross_fit = CrossFit(
             len(halves[0]),
             samples,
             metric=objective.metric,
@@ -328,11 +328,11 @@ def build_resplit_evaluation(
             device=device,
             ranks=ranks,
         )
-    return fresh
+    return evaluation
 
 
-def _another(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:
-    """Return separate metrics: new ones of the objective, or a copy if it always returns the same object."""
+def _copy_metrics(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:
+    """Return separate metrics: new ones from the objective, or a copy if it always returns the same object."""
     found = as_metrics(objective.metrics(splits.train), objective.metric)
     if found is metrics:
         found = copy.deepcopy(metrics)

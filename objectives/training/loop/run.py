@@ -49,15 +49,16 @@ class Run:
         step_function: computes loss and outputs of a batch: by the loss function, or by the objective's `step`.
         ranks: the processes that train the run together.
         strategy: distributes the model over the ranks.
-        measurer: what is measured of the model beside its metrics.
+        measurer: measures the model metrics.
         optimizer: the optimizer that steps; with SAM the base optimizer.
-        sam: the first pass of SAM, if configured.
+        sam: the first pass of SAM; None for other optimizers.
         on_step: callback after each optimizer step, for the profiler.
         step: number of optimizer steps so far, skipped ones included.
         notes: reasons why a resume was not exact, and options that did not work.
         mid_epoch_state: mid-epoch part of the restored checkpoint; None at the start of an epoch.
-        whole_epochs: mid-epoch checkpoints are impossible, because the state of the metrics is not serializable.
-        shards: folder for sharded checkpoints.
+        whole_epochs: whether mid-epoch checkpoints are impossible, because the state of the metrics is not
+            serializable.
+        shards: folder for sharded checkpoints; None without it.
         epoch_end_seconds: duration of validation and checkpoint of the last epoch.
     """
 
@@ -115,8 +116,8 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights and buffers of `eval_model`."""
         own = self.eval_model.state_dict()
-        whole = self.strategy.full_state_dict(own)
-        return {name: tensor.detach().clone() if tensor is own[name] else tensor for name, tensor in whole.items()}
+        full = self.strategy.full_state_dict(own)
+        return {name: tensor.detach().clone() if tensor is own[name] else tensor for name, tensor in full.items()}
 
     def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
         """Return loss and metrics of `eval_model` on the validation split; None uses the run's metrics."""
@@ -124,11 +125,11 @@ class Run:
 
     def validate_epoch(self) -> dict[str, float]:
         """Validate after an epoch; with a new split, evaluate the validation halves too."""
-        if (halves := self.cross_fit) is None:
+        if (cross_fit := self.cross_fit) is None:
             return self.validate()
-        halves.begin()
-        scores = self.evaluate(self.val, also=halves)
-        halves.end(self.curve.next_epoch)
+        cross_fit.begin()
+        scores = self.evaluate(self.val, also=cross_fit)
+        cross_fit.end(self.curve.next_epoch)
         return scores
 
     def evaluate(
@@ -177,12 +178,12 @@ class Run:
 
         Metric states and RNG states are stored per rank.
         """
-        within: dict[str, Any] = {"sums": sums, "generators": rng_state(self.device)}
+        mid_epoch: dict[str, Any] = {"sums": sums, "generators": rng_state(self.device)}
         if not self.ranks.is_single_process:
-            within["ranks"] = self.ranks.all_gather_object(
-                {"running": sums["running"], "generators": within["generators"]}
+            mid_epoch["ranks"] = self.ranks.all_gather_object(
+                {"running": sums["running"], "generators": mid_epoch["generators"]}
             )
-        return {**self.state_dict(), "format": MID_EPOCH_FORMAT, "within": within}
+        return {**self.state_dict(), "format": MID_EPOCH_FORMAT, "within": mid_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint, except identity and environment."""

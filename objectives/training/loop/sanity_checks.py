@@ -28,8 +28,8 @@ from hpsearch.objectives.training.loop.step_functions import forward_call
 from hpsearch.objectives.training.optimizers.schedules import check_length
 from hpsearch.objectives.training.ranks import Ranks
 
-_UNEVEN = 0.75  # share of one class from which accuracy is misleading
-_TRIED = 32  # validation samples for the test of the loss
+_IMBALANCED_SHARE = 0.75  # of one class, from which accuracy is misleading
+_LOSS_SAMPLES = 32  # validation samples for the test of the loss
 
 
 def check_ranks(who: str, splits: Splits, split_hash: str, ranks: Ranks) -> None:
@@ -67,17 +67,22 @@ def check_epoch(config: TrainConfig, samples: int, total_steps: int, epoch_steps
 
 def check_classes(objective: Objective, splits: Splits, step_function: StepFunction) -> None:
     """Check labels that the loss or the metrics use as class indices."""
-    loss, y = _entropy(step_function), splits.train.y
-    eval_model = not overrides(objective, "metrics") and objective.metric in (*CLASSIFICATION, *BINARY)
-    if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or eval_model):
+    loss, y = _find_cross_entropy(step_function), splits.train.y
+    metrics_use_labels = not overrides(objective, "metrics") and objective.metric in (*CLASSIFICATION, *BINARY)
+    if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or metrics_use_labels):
         return
-    ignored = _ignored(loss)
+    ignored = _get_ignore_index(loss)
     with wrap_user_errors(f"{type(objective).__name__}.data"):
         splits.check_classes(ignored)
 
 
 def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
-    """Evaluate once before training, which checks shapes, labels and the metric's name."""
+    """Evaluate once before training, to check shapes, labels and metric names; return the scores.
+
+    Raises:
+        ObjectiveError: a check fails.
+        MetricError: the objective does not report a required metric.
+    """
     who, metric = type(objective).__name__, objective.metric
     better = DIRECTIONS.get(metric, objective.direction)
     if objective.direction != better:
@@ -89,7 +94,7 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
             _check_outputs(objective, run, run.step_function.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is none that {who} gives: {suggest_names(metric, list(scores))}")
+        raise MetricError(metric, f"is not a metric of {who}; {suggest_names(metric, list(scores))}")
     run.measurer.sanity_check(run.eval_model, scores)
     return scores
 
@@ -113,7 +118,7 @@ def config_warnings(run: Run) -> list[str]:
             "differently from one"
         )
     share = compute_majority_share(run.splits.train)
-    if run.curve.key == "val_accuracy" and share is not None and share >= _UNEVEN:
+    if run.curve.key == "val_accuracy" and share is not None and share >= _IMBALANCED_SHARE:
         found.append(
             f"{share:.0%} of the training samples have one class, and a constant prediction reaches this accuracy; "
             "use macro_f1, or auroc with average_precision"
@@ -127,7 +132,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
 
     On a GPU, cross entropy reads out of bounds for labels above the number of outputs, so this check comes first.
     """
-    batch, output = _tried(run, 2)
+    batch, output = _evaluate_samples(run, 2)
     y, metric = run.splits.train.y, objective.metric
     if not isinstance(output, Tensor):
         if not overrides(objective, "metrics") and metric != "loss":
@@ -143,8 +148,8 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
     known = y if isinstance(y, Tensor) else batch.y
     if not isinstance(known, Tensor):
         return
-    entropy = _entropy(run.step_function)
-    labels = known if (ignored := _ignored(entropy)) is None else known[known != ignored]
+    entropy = _find_cross_entropy(run.step_function)
+    labels = known if (ignored := _get_ignore_index(entropy)) is None else known[known != ignored]
     classes = entropy is not None and not known.dtype.is_floating_point and labels.numel() > 0
     if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
         raise ObjectiveError(
@@ -165,7 +170,7 @@ def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
     given, wanted = ["n", *output.shape[1:]], ["n", *y.shape[1:]]
     if given == wanted or output[0].numel() != y[0].numel():
         return
-    some = y[:_TRIED].to(output.device)
+    some = y[:_LOSS_SAMPLES].to(output.device)
     some = some[some.reshape(len(some), -1)[:, 0].argsort()]
     if not is_additive_loss(loss, some.reshape(len(some), *output.shape[1:]).float(), some, len(some)):
         raise ObjectiveError(
@@ -179,11 +184,11 @@ def _loss_adds_up(run: Run) -> bool:
     """Return whether the loss of some validation samples is the mean over its samples."""
     if not isinstance(run.step_function, LossStep):
         return True  # a custom step declares its own normalizer
-    batch, output = _tried(run, _TRIED)
+    batch, output = _evaluate_samples(run, _LOSS_SAMPLES)
     return is_additive_loss(run.step_function.loss, output, batch.y, batch.size)
 
 
-def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
+def _evaluate_samples(run: Run, samples: int) -> tuple[Batch, Any]:
     """Return some validation samples and the model's outputs for them."""
     batch = run.val.batch(slice(0, samples)).to(run.device)
     with evaluation_mode(run.eval_model, run.device, "rehearsal"):
@@ -194,13 +199,13 @@ def _dims(shape: list[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _entropy(step_function: StepFunction) -> nn.Module | None:
+def _find_cross_entropy(step_function: StepFunction) -> nn.Module | None:
     """Return the cross-entropy loss of the step, which uses labels as class indices; None for other losses."""
     loss = step_function.loss if isinstance(step_function, LossStep) else None
     return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy)) else None
 
 
-def _ignored(loss: nn.Module | None) -> int | None:
+def _get_ignore_index(loss: nn.Module | None) -> int | None:
     """Return the `ignore_index` of a loss."""
     plain = loss.loss if isinstance(loss, CountedCrossEntropy) else loss
     found = getattr(plain, "ignore_index", None)

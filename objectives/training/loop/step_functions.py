@@ -1,4 +1,4 @@
-"""The step of a run: the loss of the model's outputs, or what the objective makes of a batch itself."""
+"""Step functions of a run: by the objective's loss, or by its custom `step`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, S
 
 
 class CustomStep:
-    """The step that an objective defines."""
+    """Step function that calls the objective's `step` and checks its result."""
 
     def __init__(self, objective: Objective, config: TrainConfig) -> None:
         self._objective, self._config = objective, config
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
-        """The step of a batch."""
+        """Return the step of a batch.
+
+        Raises:
+            ObjectiveError: the result is not a Step, or its loss is not a scalar or one value per sample.
+        """
         who = f"{type(self._objective).__name__}.step"
         with wrap_user_errors(who), autocast or nullcontext():
             step = self._objective.step(model, batch, self._config)
         if not isinstance(step, Step):
             raise ObjectiveError(f"{who} must return a Step, not {type(step).__name__}")
         if not isinstance(step.loss, Tensor):
-            raise ObjectiveError(f"{who}: the loss of its Step must be a tensor, not {type(step.loss).__name__}")
+            raise ObjectiveError(f"{who}: the loss of the Step must be a tensor, not {type(step.loss).__name__}")
         loss = step.loss.float()
         if loss.ndim and loss.shape != (batch.size,):
-            raise ObjectiveError(f"{who} gave a loss {list(loss.shape)} for {batch.size} samples, not [n] or the mean")
+            raise ObjectiveError(
+                f"{who}: the loss must have shape [{batch.size}] or be the mean, not {list(loss.shape)}"
+            )
         targets = batch.y if step.targets is None else step.targets
         return Step(loss.mean(), step.outputs, targets, step.metrics, step.weight)
 
@@ -41,10 +47,10 @@ class CustomStep:
 def build_step_function(
     objective: Objective, config: TrainConfig, splits: Splits, model: nn.Module, device: torch.device
 ) -> StepFunction:
-    """The step of an objective over a model that is on `device`.
+    """Return the step function of an objective for a model on `device`.
 
     Raises:
-        ObjectiveError: the objective's loss is none, or the model does not take its inputs.
+        ObjectiveError: the objective's loss is invalid, or the model cannot be called with its inputs.
     """
     if overrides(objective, "step"):
         return CustomStep(objective, config)
@@ -55,15 +61,15 @@ def build_step_function(
 
 
 def forward_call(step_function: StepFunction) -> Call:
-    """How the model of a run is called with its inputs."""
+    """Return the function that calls the model of a run with a batch of inputs."""
     return step_function.call if isinstance(step_function, LossStep) else call_single
 
 
 def as_module(value: object, what: str) -> nn.Module:
-    """The value, which is to be a module.
+    """Return the value if it is a module; error messages name the method `what`.
 
     Raises:
-        ObjectiveError: it is not.
+        ObjectiveError: the value is not a module.
     """
     if not isinstance(value, nn.Module):
         raise ObjectiveError(f"{what}() must return a torch.nn.Module, not {type(value).__name__}")

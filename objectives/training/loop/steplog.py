@@ -1,4 +1,4 @@
-"""A record of single steps: the loss, and the gradient's norm in every layer, where vanishing and exploding show."""
+"""Records of optimizer steps: the loss, and the gradient norm of each layer, which shows vanishing and exploding."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.training.loop.guards import StepPosition
 
-DENSE = 20  # steps noted each, where a bad start shows; few enough that a short trial costs no more
+DENSE = 20  # first steps that are all recorded, to show a bad start at a low cost for short trials
 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
 
 class StepLog:
-    """Notes the first steps, then each `every`-th; the numbers stay on the device until `drain` reads them at once.
+    """Records of the first steps and of every `every`-th one. Values stay on the device until `drain` reads them.
 
-    Each record has `epoch`, `step`, `lr`, `loss` (the mean of its samples), `grad_norm` and `layers`: the norm of the
-    gradient of each module's own parameters, before clipping, by the module's name in the model.
+    A record has `epoch`, `step`, `lr`, `loss` (the mean over its samples), `grad_norm` and `layers`: for each module,
+    by its name in the model, the gradient norm of its direct parameters before clipping.
 
     Args:
-        model: as the objective gave it: on several ranks its layers change their classes, and its parameters places.
-        every: None notes nothing.
-        norms: the norm of each of some gradients [n].
+        model: the objective's model before a strategy changes the classes of its layers and shards its parameters.
+        every: steps between records; None records nothing.
+        norms: function that returns the norms [n] of n gradients.
     """
 
     def __init__(self, model: nn.Module, every: int | None, norms: Norms) -> None:
         self._model, self._every, self._norms = model, every, norms
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        self._layers = {name: _called(name, module) for name, module in model.named_modules()}
+        self._layers = {name: _format_layer_name(name, module) for name, module in model.named_modules()}
         self._pending: list[tuple[StepPosition, Tensor, list[str], Tensor]] = []
         self._scores: list[dict[str, Any]] = []
 
     def record_step(self, point: StepPosition, loss: Tensor) -> None:
-        """Notes a step whose gradients are unscaled and not clipped, where it is one of those to note."""
+        """Record a step if it is due; its gradients must be unscaled and not clipped."""
         if self._every is None or (point.step >= DENSE and point.step % self._every):
             return
         named = [(name, p.grad) for name, p in self._model.named_parameters() if name in self._trained]
@@ -45,11 +45,11 @@ class StepLog:
         self._pending.append((point, loss.detach(), [name for name, _ in with_grad], norms))
 
     def add_scores(self, epoch: int, step: int, scores: dict[str, float]) -> None:
-        """Adds a validation within an epoch."""
+        """Add the scores of a validation within an epoch."""
         self._scores.append({"epoch": epoch, "step": step, **{f"val_{name}": value for name, value in scores.items()}})
 
     def drain(self) -> list[dict[str, Any]]:
-        """The records since the last call, as JSON values, in the order of steps."""
+        """Return the records since the last call as JSON values, in the order of steps."""
         pending, self._pending = self._pending, []
         scores, self._scores = self._scores, []
         if pending:
@@ -68,16 +68,16 @@ class StepLog:
             "epoch": point.epoch,
             "step": point.step,
             "lr": point.lr,
-            "loss": _json(loss),
-            "grad_norm": _json(math.sqrt(sum(squares.values()))),
-            "layers": {module: _json(math.sqrt(square)) for module, square in squares.items()},
+            "loss": _finite_or_none(loss),
+            "grad_norm": _finite_or_none(math.sqrt(sum(squares.values()))),
+            "layers": {module: _finite_or_none(math.sqrt(square)) for module, square in squares.items()},
         }
 
 
-def _called(name: str, module: nn.Module) -> str:
-    """A module's name in the model; with its class where that is a mere number, its place in a sequence."""
+def _format_layer_name(name: str, module: nn.Module) -> str:
+    """Return a module's name in the model, with its class if the name ends with a number, as in a sequence."""
     return name if name.rpartition(".")[2].isidentifier() else f"{name} {type(module).__name__}".strip()
 
 
-def _json(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

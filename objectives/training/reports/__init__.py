@@ -1,1 +1,1 @@
-"""What a run leaves to read: its directory, its report, its plots."""
+"""Reports of a run: its directory, its report and its plots."""

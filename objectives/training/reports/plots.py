@@ -11,48 +11,48 @@ from hpsearch.objectives.training.loop.steplog import DENSE
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 _COLUMNS = 2  # of panels
-_BESIDE, _LONGEST = 2.4, 32  # inches for the names of layers, and their maximum length
-_LEGEND = 12  # more layers than this are named by the first and the last
+_MARGIN, _MAX_NAME = 2.4, 32  # inches for the names of layers, and their maximum length
+_MAX_LABELS = 12  # of layers; with more layers, only the first and the last have a label
 _HEIGHT, _DPI = 3.8, 100  # inches, dots per inch
 _LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.4  # inches around each panel; the legend is above
 _TICKS = 5  # few, because drawing the axes takes half of the time
 _GREY, _BLUE, _RED = "#7f7f7f", "#1f77b4", "#d62728"
 _NAMES = (0.005, 0.14, 0.37)  # x positions of the names of curves, as shares of the width
 
-_drawn = threading.local()  # the figures of this thread, by their kind and panels
+_figures = threading.local()  # the figures of this thread, by their kind and panels
 
 
 def plot_curves(
     history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None
 ) -> Path:
     """Draw a panel for each name, such as `loss`, with its training and validation values over epochs, as a PNG."""
-    figure, all_axes = _kept_figure("curves", 5.2, len(names))
+    figure, all_axes = _get_figure("curves", 5.2, len(names))
     for axes, name in zip(all_axes, names, strict=True):
-        _panel(axes, history, name, best_epoch)
-    return _saved(figure, path)
+        _draw_panel(axes, history, name, best_epoch)
+    return _save(figure, path)
 
 
 def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     """Draw the gradient norm of each layer over the records of a `StepLog`, as a PNG; None without such records."""
-    noted = [record for record in steps if "layers" in record]
-    if not noted:
+    records = [record for record in steps if "layers" in record]
+    if not records:
         return None
     import matplotlib
     from matplotlib.ticker import NullLocator
 
-    figure, (axes,) = _kept_figure("gradients", 7.5, beside=_BESIDE)
-    names = list(noted[-1]["layers"])
+    figure, (axes,) = _get_figure("gradients", 7.5, beside=_MARGIN)
+    names = list(records[-1]["layers"])
     colours = matplotlib.colormaps["viridis"]
     for number, name in enumerate(names):
-        points = [(r["step"], r["layers"][name]) for r in noted if r["layers"].get(name)]
+        points = [(r["step"], r["layers"][name]) for r in records if r["layers"].get(name)]
         if points:
-            short = name if len(name) <= _LONGEST else f"...{name[3 - _LONGEST :]}"
-            label = short if len(names) <= _LEGEND or number in (0, len(names) - 1) else None
+            short = name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}"
+            label = short if len(names) <= _MAX_LABELS or number in (0, len(names) - 1) else None
             colour = colours(number / max(len(names) - 1, 1))
             axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1, marker=".", markersize=3)
     axes.set_yscale("log")
     axes.set_xscale("symlog", linthresh=DENSE, linscale=1.5)  # each of the first steps has a record
-    first, last = noted[0]["step"], noted[-1]["step"]
+    first, last = records[0]["step"], records[-1]["step"]
     axes.set_xlim(-0.5, last + max(0.05 * (last - first), 0.5))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
@@ -70,35 +70,35 @@ def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | N
         loc="upper left",
         bbox_to_anchor=(1, 1.03),
     )
-    return _saved(figure, path)
+    return _save(figure, path)
 
 
 def plot_lr_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
     """Draw the loss of a learning-rate range test over the rate, with the suggested rate, as a PNG."""
-    figure, axes = _single_curve(losses, "loss of the same training samples", rates, "learning rate")
+    figure, axes = _plot_curve(losses, "loss of the same training samples", rates, "learning rate")
     axes.axvline(suggestion, color=_RED, linewidth=1, linestyle="--", label=f"suggested: {suggestion:.2g}")
     axes.set_xscale("log")
-    return _saved_with_legend(figure, axes, path)
+    return _save_with_legend(figure, axes, path)
 
 
 def plot_overfit(losses: Sequence[float], path: Path, *, target: float) -> Path:
     """Draw the loss on one batch over steps, and the target that it has to reach, as a PNG."""
-    figure, axes = _single_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
+    figure, axes = _plot_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
     axes.axhline(target, color=_RED, linewidth=1, linestyle="--", label=f"target: {target:.2g}")
     axes.set_yscale("log")
-    return _saved_with_legend(figure, axes, path)
+    return _save_with_legend(figure, axes, path)
 
 
-def _single_curve(ys: Sequence[float], ylabel: str, xs: Sequence[float], xlabel: str) -> tuple[Any, Any]:
-    figure, (axes,) = _figure(6.5)
+def _plot_curve(ys: Sequence[float], ylabel: str, xs: Sequence[float], xlabel: str) -> tuple[Any, Any]:
+    figure, (axes,) = _make_figure(6.5)
     axes.plot(xs, ys, color=_BLUE)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    _grid(axes)
+    _draw_grid(axes)
     return figure, axes
 
 
-def _figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
+def _make_figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
     """Return a figure with panels, two per row, and their axes; widths are in inches, `beside` is the right margin.
 
     The margins are fixed, because a layout engine draws the figure twice, which doubles the time.
@@ -118,16 +118,16 @@ def _figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any,
     return figure, [figure.add_axes((*place, *size)) for place in places]
 
 
-def _kept_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
-    """Return a figure as `_figure`, reused within a thread, because creating axes takes most of the time.
+def _get_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
+    """Return a figure of `_make_figure`, reused within a thread, because creating axes takes most of the time.
 
     Lines and texts of the previous plot are removed; the caller sets everything else that differs.
     """
-    kept = vars(_drawn)
+    kept = vars(_figures)
     if (found := kept.get(f"{kind} {panels}")) is None:
-        found = kept[f"{kind} {panels}"] = _figure(width, panels, beside=beside)
+        found = kept[f"{kind} {panels}"] = _make_figure(width, panels, beside=beside)
         for axes in found[1]:
-            _grid(axes)
+            _draw_grid(axes)
     for axes in found[1]:
         for artist in (*axes.lines, *axes.texts):
             artist.remove()
@@ -136,42 +136,42 @@ def _kept_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.
     return found
 
 
-def _grid(axes: Any) -> None:
+def _draw_grid(axes: Any) -> None:
     """Draw grid lines instead of tick marks."""
     axes.tick_params(which="both", length=0, bottom=False, left=False)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def _saved_with_legend(figure: Any, axes: Any, path: Path) -> Path:
+def _save_with_legend(figure: Any, axes: Any, path: Path) -> Path:
     """Save a figure with a legend above the panel, where it hides no curve and needs no layout search."""
     axes.legend(frameon=False, fontsize="small", ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1)
-    return _saved(figure, path)
+    return _save(figure, path)
 
 
-def _saved(figure: Any, path: Path) -> Path:
+def _save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI, pil_kwargs={"compress_level": 1})
     return path
 
 
-def _panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int | None) -> None:
+def _draw_panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int | None) -> None:
     for split, colour in (("train", _GREY), ("val", _BLUE)):
         points = [(r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
-            _name(axes, 0 if split == "train" else 1, "train" if split == "train" else "validation", colour)
+            _write_name(axes, 0 if split == "train" else 1, "train" if split == "train" else "validation", colour)
     if best_epoch is not None and f"val_{name}" in history[best_epoch].metrics:
         value = history[best_epoch].metrics[f"val_{name}"]
         axes.axvline(best_epoch + 1, color=_RED, linewidth=1, linestyle="--")
         axes.plot([best_epoch + 1], [value], "o", color=_RED)
-        _name(axes, 2, f"best epoch {best_epoch + 1}: {value:.4g}", _RED)
+        _write_name(axes, 2, f"best epoch {best_epoch + 1}: {value:.4g}", _RED)
     axes.set_xlabel("epoch")
     axes.set_ylabel(name.replace("_", " "))
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=_TICKS)
     axes.yaxis.get_major_locator().set_params(nbins=_TICKS)
 
 
-def _name(axes: Any, place: int, text: str, colour: str) -> None:
+def _write_name(axes: Any, place: int, text: str, colour: str) -> None:
     """Write the name of a curve above the panel, in its colour; a legend is slower."""
     axes.text(_NAMES[place], 1.025, f"\u25cf {text}", color=colour, fontsize="small", transform=axes.transAxes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 
-from hpsearch.objectives.training.config import FIELDS, TrainConfig, type_name
+from hpsearch.objectives.training.config import FIELDS, TrainConfig, format_type
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.metrics import compute_majority_share
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import FitResult
 
 
-_CLOSE = 0.01  # relative distance of the two losses that is smaller than chance
-_VANISHED = 1e-7  # norm of a layer's gradient
-_ENOUGH = 8  # the least number of evenly spaced steps that represent a run
-_EXPLODED = 100  # relative to the first quarter of the run, because a summed loss has large gradients throughout
+_LOSS_TOLERANCE = 0.01  # relative; two independent losses differ by more
+_VANISHED_NORM = 1e-7  # of a layer's gradient
+_MIN_STEPS = 8  # evenly spaced records that represent a run
+_EXPLODED_FACTOR = 100  # relative to the first quarter of the run, because a summed loss always has large gradients
 
 
-def _leakage(run: Run, result: FitResult) -> list[str]:
+def _describe_leakage(run: Run, result: FitResult) -> list[str]:
     """List signs of leakage: inputs in both splits, or a validation loss that equals the training loss."""
     if run.plan.refit is not None:
         return ["A refit trains on the validation samples too; their metrics check the model but estimate nothing."]
@@ -46,17 +46,17 @@ def _leakage(run: Run, result: FitResult) -> list[str]:
         [record.metrics["val_loss"] for record in result.history],
     ):
         found.append(
-            f"- the validation loss stayed within {_CLOSE:.0%} of the training loss from epoch to epoch: "
+            f"- the validation loss stayed within {_LOSS_TOLERANCE:.0%} of the training loss from epoch to epoch: "
             "look for duplicates in both splits, or features that contain the target"
         )
-    return found or ["None seen."]
+    return found or ["None found."]
 
 
 def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:
     """Return whether two falling loss curves are closer than those of different samples would be."""
     if len(train) < 3 or not train[-1] < 0.9 * train[0]:
         return False
-    return all(abs(b - a) <= _CLOSE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
+    return all(abs(b - a) <= _LOSS_TOLERANCE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
 
 
 def count_shared_inputs(train: Dataset, other: Dataset) -> int:
@@ -83,7 +83,7 @@ def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, An
         found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
     # Each of the first steps has a record: evenly spaced ones represent the run, if there are enough of them.
     even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
-    steps, limit = even if len(even) >= _ENOUGH else steps, run.config.clip_grad_norm
+    steps, limit = even if len(even) >= _MIN_STEPS else steps, run.config.clip_grad_norm
     norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
     over = sum(norm > limit for norm in norms) if limit else 0
     if over and limit:
@@ -95,17 +95,17 @@ def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, An
         for epoch in range(1, len(losses))
         if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
     ]
-    for layer, norms in _by_layer(steps).items():
+    for layer, norms in _collect_norms(steps).items():
         name, quarter, whole = layer or "the model", max(len(norms) // 4, 1), statistics.median(norms)
         first, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
-        if whole < _VANISHED:
+        if whole < _VANISHED_NORM:
             found.append(f"- the gradient of `{name}` vanished: its median norm is {whole:.2g}")
-        elif last > _EXPLODED * first or math.isinf(last):
+        elif last > _EXPLODED_FACTOR * first or math.isinf(last):
             found.append(f"- the gradient of `{name}` exploded: its median norm went from {first:.2g} to {last:.2g}")
     return found
 
 
-def _by_layer(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+def _collect_norms(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     norms: dict[str, list[float]] = {}
     for record in steps:
         for layer, norm in record.get("layers", {}).items():
@@ -117,22 +117,22 @@ def write_report(
     path: Path, steps: Sequence[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective
 ) -> None:
     """Write `report.md` for a run that has ended, whose `StepLog` recorded `steps`."""
-    unstable = list_instabilities(run, result, steps) or ["None seen."]
-    chosen, defaults = _configuration(run, objective)
+    instabilities = list_instabilities(run, result, steps) or ["None found."]
+    changed, defaults = _list_configuration(run, objective)
     sections = {
-        f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summary(run, result),
-        "Configuration": chosen,
-        "Smoke test": _smoke(path.parent),
+        f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summarize(run, result),
+        "Configuration": changed,
+        "Smoke test": _describe_smoke_test(path.parent),
         "Training and validation": [
-            *_gap(run, result, objective),
+            *_compare_splits(run, result, objective),
             *image_lines(path, "curves.png", "Learning curves"),
         ],
-        "Possible leakage": _leakage(run, result),
+        "Possible leakage": _describe_leakage(run, result),
         "Instabilities": [
-            *unstable,
+            *instabilities,
             *image_lines(path, "gradients.png", "Gradient norm of each layer by step"),
         ],
-        "Checkpoints": _checkpoints(result),
+        "Checkpoints": _list_checkpoints(result),
         "Defaults": defaults,  # last, because MLflow does not fold details
     }
     write_sections(path, sections)
@@ -147,12 +147,12 @@ def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def image_lines(report: Path, name: str, words: str) -> list[str]:
+def image_lines(report: Path, name: str, description: str) -> list[str]:
     """Return the lines that embed a plot next to the report; empty if the plot does not exist."""
-    return ["", f"![{words}]({name})"] if (report.parent / name).exists() else []
+    return ["", f"![{description}]({name})"] if (report.parent / name).exists() else []
 
 
-def _summary(run: Run, result: FitResult) -> list[str]:
+def _summarize(run: Run, result: FitResult) -> list[str]:
     lines = [
         f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.plan.epochs} planned",
         f"- seed {run.plan.seed}, split seed {run.plan.split_seed}, split {result.split_hash[:12]}",
@@ -166,21 +166,21 @@ def _summary(run: Run, result: FitResult) -> list[str]:
     return lines
 
 
-def _configuration(run: Run, objective: Objective) -> tuple[list[str], list[str]]:
+def _list_configuration(run: Run, objective: Objective) -> tuple[list[str], list[str]]:
     """Return a table of the settings that differ from the defaults, and the folded defaults."""
     default = objective.default_config()
-    chosen, defaults = [], []
+    changed, defaults = [], []
     for item in dataclasses.fields(run.config):
         value, usual = getattr(run.config, item.name), getattr(default, item.name)
         plain = item.default if item.default is not dataclasses.MISSING else {}
         row = f"| `{item.name}` | `{format_value(value)}` |"
         if value != usual:
-            chosen.append(f"{row} set for this run; objective default `{format_value(usual)}` |")
+            changed.append(f"{row} set for this run; objective default `{format_value(usual)}` |")
         elif value != plain:
-            chosen.append(f"{row} objective default |")
+            changed.append(f"{row} objective default |")
         else:
             defaults.append(row)
-    table = ["| setting | value | source |", "|---|---|---|", *chosen] if chosen else ["All settings are the defaults."]
+    table = ["| setting | value | source |", "|---|---|---|", *changed] if changed else ["All settings are defaults."]
     fold = f"<details><summary>{len(defaults)} settings have their defaults</summary>"
     return table, [fold, "", "| setting | value |", "|---|---|", *defaults, "", "</details>"]
 
@@ -190,7 +190,7 @@ def format_value(value: object) -> str:
     return json.dumps(value).replace("|", "\\|").replace("`", "'")
 
 
-def _smoke(folder: Path) -> list[str]:
+def _describe_smoke_test(folder: Path) -> list[str]:
     try:
         smoke = json.loads((folder / "smoke.json").read_text())
         first, last, passed = smoke["losses"][0], smoke["losses"][-1], smoke["passed"]
@@ -200,7 +200,7 @@ def _smoke(folder: Path) -> list[str]:
     return [f"One batch of {smoke['samples']} samples: loss {first:.4g} -> {last:.4g}, {verdict}."]
 
 
-def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
+def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[str]:
     """Compare both splits with the best weights in evaluation mode."""
     train, val = result.train_scores or {}, result.best_metrics
     lines = ["| | train | validation | gap |", "|---|---|---|---|"]
@@ -212,24 +212,24 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     better = 1 if objective.direction == "maximize" else -1
     gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
     losses = [record.metrics["val_loss"] for record in result.history]
-    risen = losses[-1] - min(losses)
-    wide = 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
-    verdict = "Overfit" if gap > wide else "No large gap"
+    rise = losses[-1] - min(losses)
+    limit = 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
+    verdict = "Overfit" if gap > limit else "No large gap"
     lines += ["", f"{verdict}: training is {gap:+.4g} better in {objective.metric}."]
-    if risen > 0.1 * abs(losses[-1]):
-        lines.append(f"The validation loss ended {risen:.4g} above its minimum; the later epochs overfitted.")
-    if risen == 0.0 and len(losses) == run.plan.epochs > 1 and _falling(losses):
+    if rise > 0.1 * abs(losses[-1]):
+        lines.append(f"The validation loss ended {rise:.4g} above its minimum; the later epochs overfitted.")
+    if rise == 0.0 and len(losses) == run.plan.epochs > 1 and _is_falling(losses):
         lines.append("The validation loss was still falling at the end; more epochs may improve it (underfit).")
     return lines
 
 
-def _falling(losses: list[float]) -> bool:
+def _is_falling(losses: list[float]) -> bool:
     """Return whether the last fifth of the run still lowered the validation loss by a quarter of its even share."""
     tail = max(len(losses) // 5, 1)
     return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
 
 
-def _checkpoints(result: FitResult) -> list[str]:
+def _list_checkpoints(result: FitResult) -> list[str]:
     named = (("best, for promotion", result.best_path), ("last, for resuming", result.last_path))
     return [f"- {name}: `{path}`" for name, path in named if path] or ["Stored by the session, not in this folder."]
 
@@ -246,7 +246,7 @@ class Setting(NamedTuple):
 def list_settings(config: TrainConfig) -> list[Setting]:
     """Return all fields of a configuration, in their order, with their descriptions."""
     return [
-        Setting(name, type_name(field), getattr(config, name), field.description or "")
+        Setting(name, format_type(field), getattr(config, name), field.description or "")
         for name, field in FIELDS.items()
     ]
 
@@ -254,16 +254,18 @@ def list_settings(config: TrainConfig) -> list[Setting]:
 def list_custom_settings(config: Any) -> list[Setting]:
     """Return the settings of a custom loop: of a dictionary, or of a dataclass with `Annotated` descriptions."""
     values = dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
-    words = {} if isinstance(config, Mapping) else _annotated(type(config))
-    return [Setting(str(name), type(value).__name__, value, words.get(name, "")) for name, value in values.items()]
+    help_by_name = {} if isinstance(config, Mapping) else _get_descriptions(type(config))
+    return [
+        Setting(str(name), type(value).__name__, value, help_by_name.get(name, "")) for name, value in values.items()
+    ]
 
 
-def _annotated(cls: type) -> dict[str, str]:
+def _get_descriptions(cls: type) -> dict[str, str]:
     """Return the descriptions in the annotations of a dataclass: texts, or results of `about`."""
     try:
         hints = get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # of names that are imported only for type checkers
+    except (NameError, TypeError):  # a name is imported only for type checkers
         return {}
-    said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    texts = {name: [getattr(part, "description", part) for part in parts] for name, parts in said.items()}
+    metadata = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    texts = {name: [getattr(part, "description", part) for part in parts] for name, parts in metadata.items()}
     return {name: "; ".join(text for text in found if isinstance(text, str)) for name, found in texts.items()}

@@ -1,4 +1,4 @@
-"""The directory of a run: its configuration, its log, its numbers and its plots."""
+"""The directory of a run: configuration, log, metrics and plots."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ FILES = (
 
 
 class RunDir:
-    """Writes the files of a run that are in `FILES`; without a path, none. The session writes checkpoints.
+    """The writer of the files of a run, which are listed in `FILES`. The session writes the checkpoints.
 
-    `should_log` says whether the run logs messages: only one of several ranks does.
+    Args:
+        path: the directory; None writes no files.
+        should_log: whether the run logs messages; only rank 0 does.
     """
 
     def __init__(self, path: Path | None, *, should_log: bool) -> None:
         self.path = path
         level = logging.INFO if should_log else logging.CRITICAL
-        self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # unregistered: one for each run
+        self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # unregistered, one per run
         self.log.parent = logging.getLogger("hpsearch.objectives.training")
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
             self._metrics = MetricsFile(path / "metrics.jsonl")
 
-    def existing(self, name: str) -> Path | None:
-        """The path of a file of the run, if it is there."""
+    def find(self, name: str) -> Path | None:
+        """Return the path of a file of the run; None if it does not exist."""
         path = self.path / name if self.path else None
         return path if path and path.exists() else None
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Keeps the log in `train.log` for the time of the run."""
+        """Write the log to `train.log` within the context."""
         if self.path is None:
             yield
             return
@@ -67,9 +69,13 @@ class RunDir:
             handler.close()
 
     def start(self, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> None:
-        """Writes `config.yaml` and `changes.diff`.
+        """Write `config.yaml` and `changes.diff`, and remove outdated metrics.
 
-        A run that starts anew clears the numbers of one before it; one resumed at a step forgets the steps from there.
+        Args:
+            resolved: content of `config.yaml`.
+            changes: content of `changes.diff`; no file if empty.
+            resumed_at: step at which the run resumes, from which step records are removed; None for a new run, which
+                removes all metrics of an earlier one.
         """
         if self.path is None:
             return
@@ -78,44 +84,44 @@ class RunDir:
             self._metrics.clear()
         StepsFile(self.path / "steps.jsonl").rewind(resumed_at or 0)
         if resumed_at is None or not target.exists():
-            _replace(target, _yaml(resolved))
+            _replace(target, _to_yaml(resolved))
             (self.path / "changes.diff").unlink(missing_ok=True)
             if changes:
                 _replace(self.path / "changes.diff", changes)
 
     def record(self, record: EpochRecord) -> None:
-        """Appends an epoch to `metrics.jsonl`, once."""
+        """Append an epoch to `metrics.jsonl` unless it is already there."""
         if self.path is not None:
             with self._tolerate_full_disk("metrics.jsonl"):
                 self._metrics.append(record)
 
     def record_steps(self, records: list[dict[str, Any]]) -> None:
-        """Appends records of steps to `steps.jsonl`."""
+        """Append records of steps to `steps.jsonl`."""
         if self.path is not None and records:
             with self._tolerate_full_disk("steps.jsonl"):
                 StepsFile(self.path / "steps.jsonl").append(records)
 
     @contextmanager
     def _tolerate_full_disk(self, name: str) -> Iterator[None]:
-        """Lets a run go on without its records where the disk is full: they are in the checkpoint, and reported."""
+        """Log write errors, such as a full disk, instead of raising them: the metrics are also in the checkpoint."""
         try:
             yield
         except OSError as error:
-            self.log.warning("%s cannot be written: %s; the run goes on", name, error.strerror)
+            self.log.warning("%s cannot be written: %s; the run continues", name, error.strerror)
 
     def finish(
         self, result: RunResult, names: Sequence[str], write: Callable[[Path, list[dict[str, Any]]], None]
     ) -> list[Path]:
         """Draw `names` over the epochs, write the report, and return the files to keep as artifacts.
 
-        `write` gets the report's path and the records of steps. A pruned run gets no plots, because drawing takes as
-        long as the training of some of them.
+        `write` receives the report's path and the records of steps. A pruned run gets no plots, because drawing may
+        take as long as its training.
         """
         if self.path is None:
             return []
         with self._tolerate_full_disk("the report"):
             steps = StepsFile(self.path / "steps.jsonl").read()
-            for plot in ("curves.png", "gradients.png"):  # of the run as it was before a resume
+            for plot in ("curves.png", "gradients.png"):  # may be of an earlier attempt
                 (self.path / plot).unlink(missing_ok=True)
             if result.status != "pruned":
                 self._draw(result, names, steps)
@@ -127,11 +133,11 @@ class RunDir:
         try:
             plot_curves(result.history, self.path / "curves.png", names, best_epoch=result.best_epoch)
             plot_gradient_norms(steps, self.path / "gradients.png")
-        except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
+        except ModuleNotFoundError as error:  # a missing plot must not fail a finished run
             self.log.warning("no plots: %s is not installed", error.name)
 
 
-def _yaml(values: dict[str, Any]) -> str:
+def _to_yaml(values: dict[str, Any]) -> str:
     try:
         import yaml
     except ModuleNotFoundError:

@@ -1,1 +1,1 @@
-"""What it takes to repeat or resume a run: seeds, environment, checkpoint files, records."""
+"""Reproducible and resumable runs: seeds, environment, checkpoint files and metrics files."""

@@ -20,12 +20,12 @@ from hpsearch.kill_points import kill_point
 log = logging.getLogger("hpsearch.objectives.training")
 
 _LABEL = b"sha256:"
-_COMMENT = len(_LABEL) + 64
+_COMMENT_SIZE = len(_LABEL) + 64
 _CHUNK = 1 << 20
 
 
 class CheckpointError(Exception):
-    """A checkpoint file that cannot be trusted: torn, changed, or not one of ours."""
+    """An invalid checkpoint file: truncated, changed, or not written by hpsearch."""
 
 
 def write(path: Path, state: dict[str, Any], *, synced: bool = True) -> None:
@@ -42,7 +42,7 @@ def write(path: Path, state: dict[str, Any], *, synced: bool = True) -> None:
             digest = _digest(file, size := temporary.stat().st_size)
             # The archive ends with its comment and, before it, the comment's length in two bytes.
             file.seek(size - 2)
-            file.write(struct.pack("<H", _COMMENT) + _LABEL + digest)
+            file.write(struct.pack("<H", _COMMENT_SIZE) + _LABEL + digest)
             file.flush()
             if synced:
                 os.fsync(file.fileno())
@@ -59,30 +59,30 @@ def _save(state: dict[str, Any], path: Path) -> None:
         with path.open("wb") as file:
             torch.save(state, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch speaks of an unexpected position when the disk is full
+        if isinstance(error.__context__, OSError):  # torch hides the cause, such as a full disk
             raise error.__context__ from None
         raise
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The state that `write` wrote, on the CPU.
+    """Return the state that `write` wrote, on the CPU.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is torn or changed, or holds anything but plain values and tensors.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is truncated or changed, or contains other objects than plain values and tensors.
     """
     _verify(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{path} holds more than plain values and tensors: it is not loaded") from error
+        raise CheckpointError(f"{path} contains other objects than plain values and tensors") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(state).__name__}")
+        raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(state).__name__}")
     return state
 
 
 def _verify(path: Path) -> None:
-    size = path.stat().st_size - _COMMENT
+    size = path.stat().st_size - _COMMENT_SIZE
     with path.open("rb") as file:
         if size > 2:
             file.seek(size)
@@ -90,11 +90,11 @@ def _verify(path: Path) -> None:
             file.seek(0)
             if comment == _LABEL + _digest(file, size):
                 return
-    raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
+    raise CheckpointError(f"{path} is truncated or changed: its checksum differs")
 
 
 def _digest(file: Any, size: int) -> bytes:
-    """Hexadecimal SHA-256 over the archive without the two bytes of the comment's length."""
+    """Return the hexadecimal SHA-256 of the archive without the two bytes of the comment's length."""
     digest, left = hashlib.sha256(), size - 2
     while left > 0 and (chunk := file.read(min(_CHUNK, left))):
         digest.update(chunk)
@@ -103,7 +103,7 @@ def _digest(file: Any, size: int) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself durable, where folders can be synced."""
+    """Make a rename durable, if the file system can sync folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -120,16 +120,16 @@ SHARDS_FOLDER = "shards"  # of a run directory
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return size and SHA-256 of a file, for a manifest."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def require_complete_shards(state: dict[str, Any]) -> None:
-    """Refuses a state whose parts were not written.
+    """Reject a state whose shards could not be written.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: a shard could not be written, for example because the disk is full.
     """
     if (reason := state.get("shards", {}).get("failed")) is not None:
         raise OSError(reason)
@@ -140,9 +140,9 @@ class RunFiles:
 
     Args:
         run_dir: the directory.
-        keep: number of states to keep for resuming, the last one included; two survive a torn file.
-        snapshot_every: epochs between two permanent states, `epoch-0009.pt`; None for none.
-        synced: whether a saved file survives a power cut, and not only the end of the process.
+        keep: number of checkpoints to keep for resuming, including the last one; two survive a truncated file.
+        snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None for none.
+        synced: whether saved files survive a power cut, and not only the end of the process.
     """
 
     def __init__(self, run_dir: Path, *, keep: int = 2, snapshot_every: int | None = None, synced: bool = True) -> None:
@@ -157,28 +157,28 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest state that can be trusted; a torn or changed file is skipped with a warning."""
+        """Return the newest valid state; truncated or changed files are skipped with a warning."""
         self.remove_leftovers()
         self.remove_unreferenced_shards()
-        refused = False
+        has_invalid = False
         for path in self._kept:
             try:
-                return self._verified(self.read(path))
+                return self._check_shards(self.read(path))
             except FileNotFoundError:
                 continue
             except CheckpointError as error:
-                refused = True
+                has_invalid = True
                 log.warning("%s; trying the checkpoint before it", error)
-        if refused:
-            log.warning("no checkpoint in %s can be trusted: the run starts anew", self.run_dir)
+        if has_invalid:
+            log.warning("no valid checkpoint in %s; the run starts from the beginning", self.run_dir)
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return the state in one of the files, with the absolute path of the folder of its shards.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: it is torn or changed, or holds anything but plain values and tensors.
+            FileNotFoundError: the file does not exist.
+            CheckpointError: the file is truncated or changed, or contains other objects than plain values and tensors.
         """
         state = read(path)
         if "shards" not in state:
@@ -186,13 +186,13 @@ class RunFiles:
         folder = self.shards / Path(state["shards"]["folder"]).name
         return {**state, "shards": {**state["shards"], "folder": str(folder.resolve())}}
 
-    def _verified(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _check_shards(self, state: dict[str, Any]) -> dict[str, Any]:
         for name, expected in state.get("shards", {}).get("files", {}).items():
             path = Path(state["shards"]["folder"], name)
             if not path.exists():
-                raise CheckpointError(f"{path} is gone: its checkpoint is of no use")
+                raise CheckpointError(f"{path} is missing: its checkpoint cannot be used")
             if describe_file(path) != expected:
-                raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
+                raise CheckpointError(f"{path} is truncated or changed: its checksum differs")
         return state
 
     @kill_point("save checkpoint")
@@ -200,7 +200,7 @@ class RunFiles:
         """Write the state after an epoch: `best.pt` if it is the best, a snapshot if one is due, and `last.pt`.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: a file cannot be written, for example because the disk is full.
         """
         if best:
             self.write_best(state)
@@ -217,7 +217,7 @@ class RunFiles:
         """Write `last.pt` and keep the ones before it.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: a file cannot be written, for example because the disk is full.
         """
         require_complete_shards(state)
         for newer, older in reversed(list(pairwise(self._kept))):
@@ -228,7 +228,7 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def is_due(self, save_every: float | None) -> bool:
-        """Whether the last state is `save_every` seconds old; None is never."""
+        """Return whether the last state is at least `save_every` seconds old; False for None."""
         return save_every is not None and time.monotonic() >= self._saved_at + save_every
 
     def write_best(self, state: dict[str, Any]) -> None:
@@ -243,24 +243,24 @@ class RunFiles:
             _sync_folder(self.run_dir)
 
     def remove(self, *paths: Path) -> None:
-        """Remove files of the directory, if they are there, and the shards that only they name."""
+        """Remove files of the directory, if they exist, and shards that only they reference."""
         for path in paths:
             path.unlink(missing_ok=True)
         self.remove_unreferenced_shards()
 
     def remove_leftovers(self) -> None:
-        """Remove the half-written files of a process that was killed in `write`."""
+        """Remove temporary files of a process that was killed in `write`."""
         for path in self.run_dir.glob(".*.pt.*.tmp"):
             path.unlink(missing_ok=True)
 
     def remove_unreferenced_shards(self) -> None:
-        """Remove the shards that no checkpoint in the directory names."""
+        """Remove the shards that no checkpoint in the directory references."""
         if not self.shards.is_dir():
             return
-        named = {_named(path) for path in self.run_dir.glob("*.pt")}
-        left = [part for part in self.shards.iterdir() if part.name in named]
-        for part in self.shards.iterdir() if left else [self.shards]:
-            if part not in left:
+        referenced = {_read_shard_folder(path) for path in self.run_dir.glob("*.pt")}
+        kept = [part for part in self.shards.iterdir() if part.name in referenced]
+        for part in self.shards.iterdir() if kept else [self.shards]:
+            if part not in kept:
                 shutil.rmtree(part, ignore_errors=True)
 
 
@@ -271,10 +271,10 @@ def promotable(state: dict[str, Any]) -> dict[str, Any]:
     return {**{key: state[key] for key in kept}, **refit, **state["best"]}
 
 
-def _named(path: Path) -> str | None:
-    """The folder of parts that a checkpoint names; its tensors are not read."""
+def _read_shard_folder(path: Path) -> str | None:
+    """Return the name of a checkpoint's shard folder without reading tensors; None without shards."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return str(state["shards"]["folder"]) if "shards" in state else None
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # torn: of no use, nor are its parts
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # invalid, so not restorable
         return None

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, device, command and source, so that it can be repeated."""
+"""Environment of a run: versions, device, command and source, for reproducibility."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-# A resume where one of these differs is not exact to the last bit.
+# A resume is bit-exact only if none of these differs.
 EXACT_KEYS = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "world", "threads", "machine", "compiled")
-_BEFORE = {"world": 1}  # what a checkpoint that does not say it was written on
+_DEFAULTS = {"world": 1}  # of checkpoints without an entry
 
-_LONGEST_DIFF = 1_000_000  # characters
+_MAX_DIFF_LENGTH = 1_000_000  # characters
 
 
 def environment(device: torch.device, source: Path | None, world: int = 1) -> dict[str, Any]:
-    """Plain values that describe this process, the device, how many train together, and the objective's source."""
+    """Return plain values that describe the process, the device, the number of ranks, and the objective's source."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -32,16 +32,16 @@ def environment(device: torch.device, source: Path | None, world: int = 1) -> di
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "world": world,
         "threads": torch.get_num_threads(),
-        "compiled": False,  # until it has worked
-        "command": _without_secrets(" ".join(sys.argv)),
+        "compiled": False,  # set after a successful compilation
+        "command": _redact_passwords(" ".join(sys.argv)),
         "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
         **_git(source.parent if source else Path.cwd()),
     }
 
 
 def describe_differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """What makes a resume inexact, as `torch 2.12.0 -> 2.13.0, threads 4 -> 2`; empty when nothing does."""
-    before = {**_BEFORE, **then}
+    """Return the differences that make a resume inexact, such as `torch 2.12.0 -> 2.13.0, threads 4 -> 2`."""
+    before = {**_DEFAULTS, **then}
     return ", ".join(
         f"{key} {before.get(key)} -> {now.get(key)}" for key in EXACT_KEYS if before.get(key) != now.get(key)
     )
@@ -57,7 +57,7 @@ def _version(name: str) -> str | None:
 
 @lru_cache
 def _git(folder: Path) -> dict[str, Any]:
-    """The commit that holds the source, and whether tracked files differ from it."""
+    """Return the commit of the source, and whether tracked files differ from it."""
     if not (sha := _run_git(folder, "rev-parse", "HEAD")):
         return {}
     return {"git_sha": sha, "git_dirty": bool(_run_git(folder, "status", "--porcelain", "--untracked-files=no"))}
@@ -65,11 +65,11 @@ def _git(folder: Path) -> dict[str, Any]:
 
 @lru_cache
 def git_diff(folder: Path) -> str:
-    """How the tracked files around `folder` differ from their commit, as git prints it; empty without git."""
+    """Return the output of `git diff` for the repository of `folder`; empty without git."""
     diff = _run_git(folder, "diff", "--no-ext-diff", "HEAD")
-    if len(diff) > _LONGEST_DIFF:
-        diff = f"{diff[:_LONGEST_DIFF]}\n[the rest of {len(diff)} characters is left out]"
-    return _without_secrets(diff) + "\n" if diff else ""
+    if len(diff) > _MAX_DIFF_LENGTH:
+        diff = f"{diff[:_MAX_DIFF_LENGTH]}\n[truncated: {len(diff)} characters in total]"
+    return _redact_passwords(diff) + "\n" if diff else ""
 
 
 def _run_git(folder: Path, *arguments: str) -> str:
@@ -82,6 +82,6 @@ def _run_git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _without_secrets(command: str) -> str:
-    """The command with the passwords of its URLs left out."""
+def _redact_passwords(command: str) -> str:
+    """Return a command without the passwords of its URLs."""
     return re.sub(r"://([^:/@\s]*):[^@\s]*@", r"://\1:***@", command)

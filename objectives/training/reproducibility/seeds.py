@@ -1,4 +1,4 @@
-"""Seeds, deterministic kernels, and leaving the process's random state as it was."""
+"""Seeds, deterministic kernels, and restoration of the process's random state."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed below 2**32 for a purpose, from the parts that identify it: equal parts, equal seed."""
+    """Return a seed below 2**32 that depends only on `parts`, which identify its purpose."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 
 def set_seed(*parts: int | str) -> None:
-    """Seeds Python, numpy and torch, on all devices, for a purpose.
+    """Seed Python, NumPy and torch on all devices by `parts`.
 
-    Every epoch does this from (seed, epoch): a run resumed at an epoch then needs no saved generator to be exact.
+    Every epoch is seeded by (seed, epoch), so a resume at an epoch is exact without saved generators.
     """
     torch.manual_seed(seed_cpu_libraries(*parts))
 
 
 def seed_cpu_libraries(*parts: int | str) -> int:
-    """Seeds Python and numpy for a purpose, and returns the seed: putting them back would take longer than a batch."""
+    """Seed Python and NumPy by `parts`, and return the seed. Restoring them would take longer than a batch."""
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -37,9 +37,9 @@ def seed_cpu_libraries(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
-    """A region with the CPU's generators seeded for a purpose; they are put back after it."""
+    """Return a context with the CPU's generators seeded by `parts`; they are restored at its end."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    torch.default_generator.manual_seed(seed_cpu_libraries(*parts))  # a process that loads data must not touch the GPU
+    torch.default_generator.manual_seed(seed_cpu_libraries(*parts))  # a process that loads data must not use the GPU
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 @contextmanager
 def seeded_on(device: torch.device, *parts: int | str) -> Iterator[None]:
-    """A region as `seeded` makes it, where the device's generator is seeded and put back too."""
+    """Return a context like `seeded` that also seeds and restores the device's generator."""
     on_gpu = device.type == "cuda"
     with seeded(*parts), torch.random.fork_rng(devices=[device] if on_gpu else [], enabled=on_gpu):
         if on_gpu:
@@ -59,7 +59,7 @@ def seeded_on(device: torch.device, *parts: int | str) -> Iterator[None]:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of the generators that training draws from, as plain values and tensors."""
+    """Return the states of the generators that training uses, as plain values and tensors."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -70,7 +70,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Puts back what `generators` gave."""
+    """Restore the result of `rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, key, *rest = state["numpy"]
@@ -82,23 +82,23 @@ def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
-    """A region in which a run may seed everything: generators and switches are put back after it."""
-    debugging: Any = torch.utils.deterministic
+    """Return a context in which a run may seed everything; generators and switches are restored at its end."""
+    deterministic_settings: Any = torch.utils.deterministic
     python, numpy = random.getstate(), np.random.get_state()
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if started else None
+    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if uses_cuda else None
     matmul = torch.get_float32_matmul_precision()
     switches = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
-        debugging.fill_uninitialized_memory,
+        deterministic_settings.fill_uninitialized_memory,
     )
     if deterministic:
         enable_repeatable_cublas()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        debugging.fill_uninitialized_memory = False  # a debugging aid that costs time
+        deterministic_settings.fill_uninitialized_memory = False  # a debugging aid that costs time
     torch.set_float32_matmul_precision(matmul_precision)
     try:
         yield
@@ -106,7 +106,7 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
         torch.set_float32_matmul_precision(matmul)
         torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
         torch.backends.cudnn.benchmark = switches[2]
-        debugging.fill_uninitialized_memory = switches[3]
+        deterministic_settings.fill_uninitialized_memory = switches[3]
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
@@ -115,5 +115,5 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
 
 
 def enable_repeatable_cublas() -> None:
-    """Lets cuBLAS repeat its sums; it reads this once, when CUDA starts: call it before."""
+    """Make the sums of cuBLAS deterministic. Call it before CUDA starts, because cuBLAS reads the setting only then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

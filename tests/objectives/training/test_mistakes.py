@@ -41,7 +41,7 @@ NET = nn.Linear(13, 3)
         ({"metric": "acuracy"}, "metric 'acuracy' is not built in: did you mean 'accuracy'"),
         (
             {"metric": "recall", "metrics": lambda s, t: type(s).__mro__[1]().metrics(t)},
-            "is none that Changed gives",
+            "is not a metric of Changed",
         ),
         (
             {"metric": "auroc"},

@@ -275,7 +275,10 @@ def _dictionary(_self, seed):
             r"_Ids.forward takes \(ids, mask\), but a batch of inputs has ids, weights",
         ),
         ({"step": lambda *_: 3.0}, "Changed.step must return a Step, not float"),
-        ({"step": lambda *_: Step(torch.zeros(2, 2))}, r"Changed.step gave a loss \[2, 2\] for"),
+        (
+            {"step": lambda *_: Step(torch.zeros(2, 2))},
+            r"Changed.step: the loss must have shape \[\d+\] or be the mean, not \[2, 2\]",
+        ),
         ({"step": lambda *_: 1 / 0}, r"Changed.step: .*test_structures.py:\d+: ZeroDivisionError"),
         ({"metrics": lambda *_: 3}, "metrics\\(\\) must return metrics with update, compute, reset, not int"),
     ],

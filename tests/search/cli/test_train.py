@@ -139,8 +139,8 @@ def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, m
     for name in TrainConfig().to_dict():
         row = next(line for line in out.splitlines() if re.match(rf"{name}[ .]", line))
         assert len(row.split()) > 3, f"{name} is not explained"
-    assert re.search(r"^lr = 0\.123 +the peak learning rate$", out, re.MULTILINE)
-    assert re.search(r"^warmup_steps = null +steps in .* \(int or None\)$", out, re.MULTILINE)
+    assert re.search(r"^lr = 0\.123 +peak learning rate$", out, re.MULTILINE)
+    assert re.search(r"^warmup_steps = null +warm-up in .* \(int or None\)$", out, re.MULTILINE)
     assert re.search(r"^model\.width = 32 +of the objective's model$", out, re.MULTILINE), "as --set takes it"
     assert re.search(r"^adamw_lr +0\.0001 to 0\.1 on a log scale$", out, re.MULTILINE)
     assert re.search(r"^optimizer +one of adamw, sgd$", out, re.MULTILINE)
@@ -284,5 +284,5 @@ def test_warnings_of_a_run_are_printed(capsys) -> None:
     assert code == 0
     assert "epoch   1" in out
     lines = err.splitlines()
-    assert "last.pt is torn or was changed" in lines[0]
-    assert "no checkpoint in a can be trusted: the run starts anew" in lines[-1]
+    assert "last.pt is truncated or changed" in lines[0]
+    assert "no valid checkpoint in a; the run starts from the beginning" in lines[-1]

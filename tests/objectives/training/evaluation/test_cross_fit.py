@@ -156,7 +156,7 @@ def test_a_metric_that_fails_for_most_resamples_has_no_standard_error():
 
 def test_a_run_on_a_new_split_has_a_score_on_it():
     assert fit(Wine(), epochs=3, split_seed=5).resplit_score is None
-    runs = [fit(Wine(), epochs=3, split_seed=5, division=division) for division in (1, 1, 2)]
+    runs = [fit(Wine(), epochs=3, split_seed=5, resplit_seed=seed) for seed in (1, 1, 2)]
     first, again, other = (run.resplit_score for run in runs)
     assert first == again != other
     assert (first.divided, first.sizes, len(first.epochs)) == (True, (106, 36, 36), 2)

@@ -116,7 +116,7 @@ class Killed(LocalSession):
 
 def train(name, session, result_file):
     """Trains to the end and leaves what a run comes to, to the last bit."""
-    division, refit = DIVISIONS.get(name), REFITS.get(name)
+    resplit_seed, refit = DIVISIONS.get(name), REFITS.get(name)
     epochs = EPOCHS if refit is None else EPOCHS + 2
     trainer = Trainer(
         Augmented(),
@@ -124,7 +124,7 @@ def train(name, session, result_file):
         epochs=epochs,
         seed=11,
         split_seed=5,
-        division=division,
+        resplit_seed=resplit_seed,
         refit=refit,
         session=session,
     )

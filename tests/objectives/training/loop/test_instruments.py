@@ -56,7 +56,7 @@ def test_tensorboard_shows_every_epoch(wine, tmp_path):
 
 def test_a_missing_tensorboard_package_is_an_error(wine, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ObjectiveError, match="needs TensorBoard: pip install tensorboard"):
+    with pytest.raises(ObjectiveError, match="needs TensorBoard; run pip install tensorboard"):
         _fit(wine, tmp_path, tensorboard=True)
 
 

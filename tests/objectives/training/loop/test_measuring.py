@@ -14,7 +14,7 @@ from hpsearch.objectives.model_metrics import MODEL_METRICS
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.loop.measure import (
     apply_memory_format,
-    latency_ms,
+    measure_latency_ms,
     measure_size,
     temporarily_unwrapped,
 )
@@ -115,7 +115,7 @@ def test_a_larger_model_has_a_higher_latency():
     wide, narrow = nn.Linear(3000, 3000), nn.Linear(30, 30)
     with torch.inference_mode():
         x = torch.ones(1, 3000)
-        assert latency_ms(lambda: wide(x), CPU) > latency_ms(lambda: narrow(x[:, :30]), CPU)
+        assert measure_latency_ms(lambda: wide(x), CPU) > measure_latency_ms(lambda: narrow(x[:, :30]), CPU)
 
 
 CONFIGS = {
@@ -178,11 +178,11 @@ def test_custom_model_metrics_are_reported_as_floats():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"norm": torch.ones(1)}, "Changed.measures: norm must be a float, not a Tensor: give float(...)"),
-        ({"norm": None}, "Changed.measures: norm must be a float, not a NoneType: give float(...)"),
+        ({"norm": torch.ones(1)}, "Changed.measures: norm must be a float, not Tensor; return float(...)"),
+        ({"norm": None}, "Changed.measures: norm must be a float, not NoneType; return float(...)"),
         ([1.0], "Changed.measures must return a dictionary of numbers by name, not list"),
         *(
-            ({name: 1.0}, f"Changed.measures: the name {name!r} is taken, or none: choose another")
+            ({name: 1.0}, f"Changed.measures: {name!r} is a reserved or invalid name; choose another one")
             for name in ("accuracy", "loss", "latency_ms", "latency_load", "lr", "val_norm", "train_loss", 3, "")
         ),
     ],
@@ -245,7 +245,7 @@ def test_a_requested_metric_that_does_not_exist_is_an_error_before_training(how)
     objective = asking("extar", metrics=lambda self, train: Sometimes({}))
     with pytest.raises(MetricError) as error:
         fit(objective, epochs=1) if how == "fit" else run_smoke_test(objective)
-    assert str(error.value) == "metric 'extar' is none that Changed gives, nor measured: did you mean 'extra'?"
+    assert str(error.value) == "metric 'extar' is not a metric of Changed; did you mean 'extra'?"
 
 
 def test_a_custom_metric_replaces_the_model_metric_of_its_name():
@@ -260,7 +260,7 @@ def test_a_custom_metric_replaces_the_model_metric_of_its_name():
 
 def test_gpu_memory_on_a_cpu_is_rejected_except_in_a_smoke_test():
     objective = asking("peak_memory_mb")
-    with pytest.raises(ObjectiveError, match="peak_memory_mb is measured on CUDA devices, and this trial runs on cpu"):
+    with pytest.raises(ObjectiveError, match="peak_memory_mb is not available on cpu"):
         fit(objective, epochs=1, device="cpu")
     assert run_smoke_test(objective, device=CPU).losses
 

@@ -62,7 +62,7 @@ def test_splits_that_the_objective_fixes_are_kept(objective_with):
     objective = objective_with(data=fixed)
     splits, _ = prepare_splits(objective, 3, 77)
     assert not is_resplit(objective, 3, splits)
-    result = fit(objective, split_seed=3, division=77, epochs=2)
+    result = fit(objective, split_seed=3, resplit_seed=77, epochs=2)
     assert (result.resplit_score.divided, len(result.resplit_score.epochs)) == (False, 2), (
         "the choice of the epoch is cross-fitted yet"
     )
@@ -108,7 +108,7 @@ def test_metrics_that_cannot_be_copied_are_created_again(objective_with):
         def reset(self):
             self.right = self.count = 0
 
-    result = fit(objective_with(metrics=lambda self, train: Own()), split_seed=3, division=77, epochs=2)
+    result = fit(objective_with(metrics=lambda self, train: Own()), split_seed=3, resplit_seed=77, epochs=2)
     assert result.resplit_score.error > 0
 
 
@@ -122,4 +122,4 @@ def test_the_split_of_the_study_is_kept_if_the_test_split_would_change(objective
     found = prepare_splits(objective, 3, 77)
     assert found[1] == own[1]
     assert not is_resplit(objective, 3, found[0])
-    assert "the study's own division is kept, for with another the test split is " in caplog.text
+    assert "keeping the study's split: a new one changes the test split from " in caplog.text

@@ -171,7 +171,7 @@ def test_metrics_without_saved_state_allow_only_checkpoints_after_epochs(tmp_pat
     result = Trainer(wine_with(Drawing)(), TrainConfig(batch_size=16), epochs=2, seed=0, session=session).fit()
     assert result.status == "completed"
     log = (tmp_path / "train.log").read_text()
-    assert log.count("nothing is saved within an epoch: Drawing.lock is a Generator, which is no plain value") == 1
+    assert log.count("no mid-epoch checkpoints: Drawing.lock is a Generator, which is not serializable") == 1
 
 
 def test_a_mid_epoch_checkpoint_has_plain_content_and_a_mark(tmp_path):

@@ -89,7 +89,7 @@ def test_endless_skipping_of_steps_is_a_divergence(wine):
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
     for _ in range(9):
         take_step(run, range(8))
-    with pytest.raises(NonFiniteError, match="10 steps in a row had an infinite gradient"):
+    with pytest.raises(NonFiniteError, match="10 consecutive steps had an infinite gradient"):
         take_step(run, range(8))
 
 

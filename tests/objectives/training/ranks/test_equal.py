@@ -113,7 +113,7 @@ def train(name):
 def score(name):
     """Of a run on a fresh division, which judges halves; the first rank has it."""
     objective, config = RUNS[name]
-    return Trainer(objective(), config, epochs=3, seed=0, division=7).fit().resplit_score
+    return Trainer(objective(), config, epochs=3, seed=0, resplit_seed=7).fit().resplit_score
 
 
 def train_all(_ranks):

@@ -67,4 +67,4 @@ def test_a_sharded_model_has_full_sizes_and_no_latency():
     assert {name: history[0][name] for name in whole} == whole
     assert whole["parameters"] == 8 * 16 + 16 + 16 * 2 + 2
     assert said == also
-    assert said.startswith("latency_ms cannot be measured with strategy 'fsdp', where each device has a part")
+    assert said.startswith("latency_ms is not available with strategy 'fsdp', which shards the model")

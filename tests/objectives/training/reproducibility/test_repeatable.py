@@ -87,7 +87,7 @@ def test_an_operation_without_a_deterministic_kernel_is_an_error(objective_with)
             return output
 
     objective = objective_with(model=lambda *_: Puts(13, 3))
-    with pytest.raises(ObjectiveError, match=r"^put_ does not have .*: set deterministic=False in the TrainConfig$"):
+    with pytest.raises(ObjectiveError, match=r"^put_ does not have .*; set deterministic=False in the TrainConfig$"):
         fit(objective)
     assert fit(objective, TrainConfig(deterministic=False)).status == "completed"
 
