@@ -170,7 +170,7 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint 
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
             raise ObjectiveError(
-                f"fit() is in epoch {trainer.current_epoch + 1}, not {epoch + 1}; call it once per trial"
+                f"fit() is in epoch {trainer.current_epoch + 1}, not {epoch + 1}; call fit() only once"
             )
         loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
         for number, loader in enumerate(loaders):

@@ -37,9 +37,7 @@ class CustomStep:
             raise ObjectiveError(f"{who}: the loss of the Step must be a tensor, not {type(step.loss).__name__}")
         loss = step.loss.float()
         if loss.ndim and loss.shape != (batch.size,):
-            raise ObjectiveError(
-                f"{who}: the loss must have shape [{batch.size}] or be the mean, not {list(loss.shape)}"
-            )
+            raise ObjectiveError(f"{who}: the loss must have shape [{batch.size}] or [], not {list(loss.shape)}")
         targets = batch.y if step.targets is None else step.targets
         return Step(loss.mean(), step.outputs, targets, step.metrics, step.weight)
 

@@ -1,1 +1,1 @@
-"""What moves the weights: optimizers, schedules, averages of weights, precision."""
+"""Optimizers, learning-rate schedules, weight averages and precision."""

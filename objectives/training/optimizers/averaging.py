@@ -89,10 +89,10 @@ class _SWA(WeightAveraging):
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
         if epoch >= self.first:
             self.average.update_parameters(self._model)
-            update_bn(([x] for x in inputs()), _Called(self.average, call))
+            update_bn(([x] for x in inputs()), _CallAdapter(self.average, call))
 
 
-class _Called(nn.Module):
+class _CallAdapter(nn.Module):
     """A module that passes a batch of any structure to a model."""
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module, Any], Any]) -> None:

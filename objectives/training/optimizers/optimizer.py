@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 
-# Normalisation layers, told by type: their names miss those inside a Sequential.
+# Normalization layers by type, because layers in a Sequential have no meaningful names.
 NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -26,7 +26,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 class ParameterWithDepth(NamedTuple):
-    """A trainable parameter: its module, and the depth of its layer, 0 next to the input."""
+    """A trainable parameter with its module and the depth of its layer, which is 0 at the input."""
 
     parameter: nn.Parameter
     module: nn.Module
@@ -34,23 +34,23 @@ class ParameterWithDepth(NamedTuple):
 
 
 def list_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers with trainable parameters, in the order in which they were registered: input first.
+    """Return the layers with trainable parameters in the order of registration, the input first.
 
-    Containers are opened, and so is the model itself; any other module, such as a residual block, is one layer unless
-    it holds a ModuleList (as an encoder holds its blocks).
+    The children of containers and of the model are layers. Any other module, such as a residual block, is one layer,
+    unless it contains a ModuleList, like an encoder with its blocks.
     """
-    found = [layer for child in model.children() for layer in _opened(child) if _trains(layer)]
+    found = [layer for child in model.children() for layer in _iterate_layers(child) if _is_trainable(layer)]
     if not found:
         return [model]
-    if len(found) == 1 and any(_trains(child) for child in found[0].children()):
+    if len(found) == 1 and any(_is_trainable(child) for child in found[0].children()):
         return list_layers(found[0])  # a wrapper around the network
     return found
 
 
 def list_parameters(model: nn.Module) -> list[ParameterWithDepth]:
-    """Every trainable parameter once, with its depth.
+    """Return every trainable parameter once, with its depth.
 
-    A norm belongs to the layer before it. Parameters outside all layers (a class token, positions) stand at depth 0.
+    A norm has the depth of the layer before it. Parameters outside of layers, such as a class token, have depth 0.
     """
     depths: dict[int, int] = {}
     depth = -1
@@ -69,16 +69,16 @@ def list_parameters(model: nn.Module) -> list[ParameterWithDepth]:
     return result
 
 
-def _opened(module: nn.Module) -> Iterator[nn.Module]:
-    holds_list = any(isinstance(child, nn.ModuleList) and _trains(child) for child in module.children())
-    if isinstance(module, _CONTAINERS) or holds_list:
+def _iterate_layers(module: nn.Module) -> Iterator[nn.Module]:
+    has_module_list = any(isinstance(child, nn.ModuleList) and _is_trainable(child) for child in module.children())
+    if isinstance(module, _CONTAINERS) or has_module_list:
         for child in module.children():
-            yield from _opened(child)
+            yield from _iterate_layers(child)
     else:
         yield module
 
 
-def _trains(module: nn.Module) -> bool:
+def _is_trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -87,11 +87,11 @@ Factory = Callable[[ParameterGroups, TrainConfig, torch.device], Optimizer]
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> ParameterGroups:
-    """The trainable parameters by how they are treated: `decay` and `no_decay`, per layer where rates differ.
+    """Return the trainable parameters in the groups `decay` and `no_decay`, per layer if learning rates differ.
 
-    Biases, other vectors and norm layers are not decayed. With `layer_decay` below 1 a layer learns at
-    lr * layer_decay ** (layers above it) (Howard and Ruder 2018). For Muon, which is made for hidden matrices,
-    `muon` holds those; embeddings, the output layer and vectors stay with AdamW.
+    Weight decay excludes biases, other vectors and norm layers. With `layer_decay` below 1, the learning rate of a
+    layer is lr * layer_decay ** (number of layers above) (Howard and Ruder 2018). For Muon, the group `muon` contains
+    the hidden matrices; AdamW trains embeddings, the output layer and vectors.
     """
     found = list_parameters(model)
     top = max(item.depth for item in found)
@@ -107,16 +107,16 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> ParameterGroups:
         group["params"].append(item.parameter)
         group["lr"] = config.lr * (config.layer_decay ** (top - item.depth) if by_depth else 1.0)
         group["weight_decay"] = 0.0 if kind == "no_decay" else config.weight_decay
-    return [groups[name] for name in sorted(groups, key=_order)]
+    return [groups[name] for name in sorted(groups, key=_group_order)]
 
 
-def _order(name: str) -> tuple[int, int]:
+def _group_order(name: str) -> tuple[int, int]:
     kind, _, depth = name.partition("/")
     return int(depth or 0), ("muon", "decay", "no_decay").index(kind)
 
 
 def _fused(device: torch.device) -> dict[str, Any]:
-    """One kernel for all parameters of SGD, Adagrad and the Adams, where the device has it."""
+    """Return the setting of a kernel that updates all parameters at once, fused if the device supports it."""
     return {"fused": True} if device.type in {"cpu", "cuda"} else {"foreach": True}
 
 
@@ -125,8 +125,8 @@ def _adam_like(config: TrainConfig) -> dict[str, Any]:
 
 
 def _sgd(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
-    # Where loss scaling skips the very first step, torch 2.13's fused SGD keeps a momentum that was never written.
-    # And it has no kernel for weights that are spread over ranks.
+    # If loss scaling skips the first step, torch 2.13's fused SGD uses an uninitialized momentum buffer. It also has
+    # no kernel for sharded weights.
     kernel = {"foreach": True} if config.precision == "fp16" or config.strategy == "fsdp" else _fused(device)
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernel)
 
@@ -136,26 +136,26 @@ def _muon(groups: ParameterGroups, config: TrainConfig, _device: torch.device) -
         group["use_muon"] = group["name"].startswith("muon")
         if not group["use_muon"]:
             group["betas"] = config.beta1, config.beta2
-    # The adjusted rate has the size of AdamW's updates (Liu et al. 2025): one `lr` then fits both.
-    return _of_library("Muon", groups, momentum=config.momentum, use_adjusted_lr=True)
+    # With the adjusted rate, updates are as large as AdamW's (Liu et al. 2025), so both can use one `lr`.
+    return _from_library("Muon", groups, momentum=config.momentum, use_adjusted_lr=True)
 
 
 def _lookahead(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
     base = FACTORIES[config.base_optimizer](groups, config, device)
-    return _of_library("Lookahead", base, k=config.lookahead_steps, alpha=config.lookahead_alpha)
+    return _from_library("Lookahead", base, k=config.lookahead_steps, alpha=config.lookahead_alpha)
 
 
 def _sam(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
-    # SAM makes its base from a class, bare of our settings: it is handed one that is made, whose groups it shares.
+    # SAM would construct its base optimizer without these settings, so it gets a finished one with shared groups.
     base = FACTORIES[config.base_optimizer](groups, config, device)
-    return _of_library("SAM", base.param_groups, lambda *_, **__: base, rho=config.sam_rho)
+    return _from_library("SAM", base.param_groups, lambda *_, **__: base, rho=config.sam_rho)
 
 
-def _of_library(name: str, *args: Any, **settings: Any) -> Optimizer:
+def _from_library(name: str, *args: Any, **settings: Any) -> Optimizer:
     try:
         library = importlib.import_module("pytorch_optimizer")
     except ModuleNotFoundError as error:
-        raise ObjectiveError(f"optimizer {name} needs pytorch-optimizer: pip install pytorch-optimizer") from error
+        raise ObjectiveError(f"optimizer {name} needs pytorch-optimizer; run pip install pytorch-optimizer") from error
     return cast("Optimizer", getattr(library, name)(*args, **settings))
 
 
@@ -166,24 +166,24 @@ FACTORIES: dict[str, Factory] = {
     "nadam": lambda groups, config, _: NAdam(groups, **_adam_like(config), decoupled_weight_decay=True, foreach=True),
     "rmsprop": lambda groups, config, _: RMSprop(groups, lr=config.lr, momentum=config.momentum, foreach=True),
     "adagrad": lambda groups, config, _: Adagrad(groups, lr=config.lr, foreach=True),
-    "lion": lambda groups, config, _: _of_library("Lion", groups, **_adam_like(config)),
-    "lamb": lambda groups, config, _: _of_library("Lamb", groups, **_adam_like(config)),
+    "lion": lambda groups, config, _: _from_library("Lion", groups, **_adam_like(config)),
+    "lamb": lambda groups, config, _: _from_library("Lamb", groups, **_adam_like(config)),
     "muon": _muon,
-    "lars": lambda groups, config, _: _of_library(
+    "lars": lambda groups, config, _: _from_library(
         "LARS", groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
     ),
-    # Without `degenerated_to_sgd` pytorch-optimizer 4.1 takes the first five steps uphill, until RAdam is rectified.
-    "ranger": lambda groups, config, _: _of_library("Ranger", groups, **_adam_like(config), degenerated_to_sgd=True),
+    # Without `degenerated_to_sgd`, pytorch-optimizer 4.1 ascends in the first five steps, until RAdam is rectified.
+    "ranger": lambda groups, config, _: _from_library("Ranger", groups, **_adam_like(config), degenerated_to_sgd=True),
     "lookahead": _lookahead,
     "sam": _sam,
 }
 
 
 def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGroups) -> ParameterGroups:
-    """Return parameter groups of an objective with a name, a rate and a decay each.
+    """Return the parameter groups of an objective with defaults for name, learning rate and weight decay.
 
     Raises:
-        ObjectiveError: a parameter is in no group, or in two.
+        ObjectiveError: a trainable parameter is in no group, or a parameter is in two.
     """
     found: ParameterGroups = []
     for number, group in enumerate(groups):
@@ -191,12 +191,12 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
         found.append({**defaults, **group, "params": list(group["params"])})
     ids = [id(parameter) for group in found for parameter in group["params"]]
     if len(ids) > len(set(ids)):
-        raise ObjectiveError("a parameter is in two groups, or twice in one")
+        raise ObjectiveError("a parameter is in two groups, or twice in one group; list each parameter once")
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(ids)]
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ObjectiveError(
-            f"no group has {', '.join(left[:3])}{more}: freeze by requires_grad_(False) what is not to train"
+            f"no parameter group contains {', '.join(left[:3])}{more}; add it, or freeze it with requires_grad_(False)"
         )
     return found
 
@@ -204,30 +204,30 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
 def build_optimizer(
     model: nn.Module, config: TrainConfig, device: torch.device, groups: ParameterGroups | None = None
 ) -> Optimizer:
-    """Return the configured optimizer over these parameter groups; None are those of `parameter_groups`.
+    """Return the configured optimizer; `groups` None uses the result of `parameter_groups`.
 
     Raises:
-        ObjectiveError: the optimizer is one of pytorch-optimizer, which is not installed.
+        ObjectiveError: the optimizer needs pytorch-optimizer, which is not installed.
     """
     return FACTORIES[config.optimizer](parameter_groups(model, config) if groups is None else groups, config, device)
 
 
 class SAM:
-    """The first of SAM's two passes (Foret et al. 2021), by pytorch-optimizer; the second is a step of its base.
+    """The first pass of SAM (Foret et al. 2021), by pytorch-optimizer. The second pass is a step of its base optimizer.
 
-    Its own `step` takes a closure, which a GradScaler cannot skip: weights would stay displaced.
+    The `step` of pytorch-optimizer takes a closure. If a GradScaler skipped it, the weights would stay perturbed.
     """
 
     def __init__(self, sam: Any) -> None:
         self._sam = sam
-        self.base: Optimizer = sam.base_optimizer  # takes the step
+        self.base: Optimizer = sam.base_optimizer  # its `step` updates the weights
 
     @contextmanager
     def perturbed_weights(self, model: nn.Module) -> Iterator[None]:
-        """A region with the weights moved uphill along their gradients, which are cleared for the second pass.
+        """Return a context in which the weights are perturbed along their gradients, which are then cleared.
 
-        The direction does not depend on the gradients' size, so a scaled loss needs no unscaling. Batch norm's
-        running statistics stand still: they belong to the weights that are kept.
+        The perturbation does not depend on the gradient's norm, so a scaled loss needs no unscaling. Batch norm does
+        not update its running statistics, which belong to the unperturbed weights.
         """
         from pytorch_optimizer.optimizer.utils.model import disable_running_stats, enable_running_stats
 
@@ -248,20 +248,20 @@ _TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Runs forward passes in the configured type. Only fp16 scales the loss: bf16 has the range of fp32."""
+    """Autocast and loss scaling. Only fp16 needs loss scaling, because bf16 has the range of fp32."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device.type
         self._dtype = _TYPES[name]
-        self.scaled = name == "fp16"  # then steps with an infinite gradient are skipped
+        self.scaled = name == "fp16"  # loss scaling skips steps with an infinite gradient
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.scaled)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
+        """Return the context of a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss`, scaled, to the parameters' gradients."""
+        """Add the scaled gradient of `loss` to the parameters' gradients."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
 
     def step(self, optimizer: Optimizer) -> bool:

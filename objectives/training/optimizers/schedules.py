@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: what moves the rate after an optimizer step, and after an epoch."""
+"""Learning-rate schedules by name, by optimizer steps and epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpsearch.objectives.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class ScheduleLength:
-    """The length of a run in optimizer steps, without those that loss scaling skips."""
+    """The length of a run in optimizer steps, excluding steps that loss scaling skips."""
 
     total_steps: int
     warmup_steps: int
@@ -24,32 +24,32 @@ class ScheduleLength:
 
 
 class Schedule:
-    """A schedule in steps: the factor on each group's own rate is a pure function of the step.
+    """A schedule by steps. The factor on the initial learning rate of each group depends only on the step.
 
-    Therefore a resumed schedule is exact, groups keep their ratios, and a step past the end does no harm.
+    So a resumed schedule is exact, the ratios between groups do not change, and steps after the end are allowed.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self._steps = LambdaLR(optimizer, factor)
 
     def step(self) -> None:
-        """After an optimizer step that ran."""
+        """Update the learning rates after an optimizer step that was not skipped."""
         self._steps.step()
 
     def end_epoch(self, value: float) -> None:
-        """After a validation, with the objective's metric."""
+        """Update the learning rates after an epoch, by the objective's validation metric `value`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as plain values."""
         return {"steps": self._steps.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave; the rates themselves are in the optimizer's state."""
+        """Restore the result of `state_dict`; the learning rates are in the optimizer's state."""
         self._steps.load_state_dict(state["steps"])
 
 
 class _Plateau(Schedule):
-    """A schedule that climbs during the warm-up, then falls when the validation metric stalls (ReduceLROnPlateau)."""
+    """A warm-up, then reductions when the validation metric stops improving (ReduceLROnPlateau)."""
 
     def __init__(self, optimizer: Optimizer, config: TrainConfig, plan: ScheduleLength, *, maximize: bool) -> None:
         super().__init__(optimizer, lambda step: _warmup_factor(step, config, plan))
@@ -61,12 +61,12 @@ class _Plateau(Schedule):
             factor=config.decay_factor,
             patience=config.plateau_patience,
             threshold=0.0,
-            eps=0.0,  # the default leaves rates below 1e-8 alone
+            eps=0.0,  # the default stops reductions below 1e-8
             min_lr=[group["initial_lr"] * config.min_lr_fraction for group in optimizer.param_groups],
         )
 
     def step(self) -> None:
-        # Only the warm-up goes by steps, because LambdaLR would undo the reductions.
+        # After the warm-up, LambdaLR would undo the reductions.
         self._seen += 1
         if self._seen <= self._warmup:
             super().step()
@@ -85,7 +85,7 @@ class _Plateau(Schedule):
 
 
 def _warmup_factor(step: int, config: TrainConfig, plan: ScheduleLength) -> float:
-    """From 1/steps up to 1, never from 0: along a line, or half a cosine."""
+    """Return a factor that rises from 1/steps to 1, linearly or along half a cosine."""
     if step >= plan.warmup_steps:
         return 1.0
     share = (step + 1) / plan.warmup_steps
@@ -101,23 +101,23 @@ def _cosine(step: int, length: int, config: TrainConfig, _plan: ScheduleLength) 
 
 
 def _cosine_restarts(step: int, length: int, config: TrainConfig, plan: ScheduleLength) -> float:
-    """As CosineAnnealingWarmRestarts: `cycles` cosines of one length (Loshchilov and Hutter 2017)."""
+    """Return the factor of `cycles` cosine cycles of equal length (Loshchilov and Hutter 2017)."""
     cycle = math.ceil(length / config.cycles)
     return _cosine(step % cycle if step < length else cycle, cycle, config, plan)
 
 
 def _step(step: int, _length: int, config: TrainConfig, plan: ScheduleLength) -> float:
-    """As StepLR by epochs: times `decay_factor` after each `decay_epochs`, counted from the start of the run."""
+    """Return a factor that is multiplied by `decay_factor` every `decay_epochs` of the run, as StepLR by epochs."""
     epochs = (step + plan.warmup_steps) // plan.epoch_steps
     decay_epochs = config.decay_epochs or max(math.ceil(plan.total_steps / plan.epoch_steps / 3), 1)
     return max(config.decay_factor ** (epochs // decay_epochs), config.min_lr_fraction)
 
 
 def _one_cycle(step: int, plan: ScheduleLength) -> float:
-    """Smith's 1-cycle, as OneCycleLR lays it out: from 1/25 of the peak up to it, then down to 1/250,000.
+    """Return the factor of Smith's 1-cycle with the values of OneCycleLR: from 1/25 up to 1, then down to 1/250,000.
 
-    The climb takes 30 % of the run, or the warm-up where that is longer. OneCycleLR itself divides by zero in very
-    short runs, raises one step past its end, flattens the rates of groups, and cycles momentum.
+    The rise takes 30 % of the run, or the warm-up if that is longer. OneCycleLR is not used because it divides by zero
+    in very short runs, raises an error after its last step, uses one rate for all groups, and changes the momentum.
     """
     low, end = 1 / 25, 1 / 25e4
     peak = max(0.3 * plan.total_steps, plan.warmup_steps) - 1
@@ -127,17 +127,17 @@ def _one_cycle(step: int, plan: ScheduleLength) -> float:
 
 
 def _interpolate_cosine(start: float, stop: float, progress: float) -> float:
-    """From `start` to `stop` along half a cosine."""
+    """Interpolate from `start` to `stop` along half a cosine."""
     return stop + (start - stop) / 2 * (1 + math.cos(math.pi * progress))
 
 
-# The factor on the peak rate `step` steps after the warm-up, of `length` such steps; at 0 it is 1.
+# Factor on the peak rate at `step` of `length` steps after the warm-up; 1 at step 0.
 _DECAYS: dict[str, Callable[[int, int, TrainConfig, ScheduleLength], float]] = {
     "constant": lambda *_: 1.0,
     "cosine": _cosine,
     "cosine_restarts": _cosine_restarts,
     "linear": lambda step, length, config, _: _scale_above_floor(1 - step / length, config),
-    # PolynomialLR has no rate to end at.
+    # PolynomialLR has no minimum rate.
     "polynomial": lambda step, length, config, _: _scale_above_floor((1 - step / length) ** config.power, config),
     "exponential": lambda step, length, config, _: math.pow(max(config.min_lr_fraction, 1e-3), step / length),
     "step": _step,
@@ -147,9 +147,14 @@ _DECAYS: dict[str, Callable[[int, int, TrainConfig, ScheduleLength], float]] = {
 def build_schedule(
     optimizer: Optimizer, config: TrainConfig, total_steps: int, *, epoch_steps: int = 1, maximize: bool = True
 ) -> Schedule:
-    """Return the configured schedule over a run.
+    """Return the configured schedule of a run. The warm-up is at least one step shorter than the run.
 
-    `maximize` says whether the metric given to `end_epoch` is better when higher. The warm-up is shorter than the run.
+    Args:
+        optimizer: optimizer whose learning rates the schedule sets.
+        config: configuration of the run.
+        total_steps: optimizer steps of the run.
+        epoch_steps: optimizer steps of an epoch.
+        maximize: whether a higher metric in `end_epoch` is better.
     """
     warmup = round(config.warmup_fraction * total_steps) if config.warmup_steps is None else config.warmup_steps
     plan = ScheduleLength(total_steps, min(warmup, max(total_steps - 1, 0)), epoch_steps)
@@ -168,13 +173,17 @@ def build_schedule(
 
 
 def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> None:
-    """Reject a schedule whose warm-up, decay or cycle is longer than the run."""
+    """Reject a schedule whose warm-up, decay or cycle is longer than the run.
+
+    Raises:
+        ObjectiveError: the schedule does not fit; the message has the setting.
+    """
     epochs = total_steps // epoch_steps
     if config.warmup_steps is not None and config.warmup_steps >= total_steps:
         raise ObjectiveError(
-            f"warmup_steps {config.warmup_steps} is longer than the run of {total_steps} steps: set warmup_fraction"
+            f"warmup_steps {config.warmup_steps} must be below the run's {total_steps} steps; use warmup_fraction"
         )
     if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
-        raise ObjectiveError(f"decay_epochs {config.decay_epochs} is no less than the run's {epochs} epochs: lower it")
+        raise ObjectiveError(f"decay_epochs {config.decay_epochs} must be below the run's {epochs} epochs; lower it")
     if config.schedule == "cosine_restarts" and config.cycles > total_steps:
-        raise ObjectiveError(f"cycles {config.cycles} is more than the {total_steps} steps of the run: lower it")
+        raise ObjectiveError(f"cycles {config.cycles} exceeds the run's {total_steps} steps; lower it")

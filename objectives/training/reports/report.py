@@ -254,10 +254,8 @@ def list_settings(config: TrainConfig) -> list[Setting]:
 def list_custom_settings(config: Any) -> list[Setting]:
     """Return the settings of a custom loop: of a dictionary, or of a dataclass with `Annotated` descriptions."""
     values = dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
-    help_by_name = {} if isinstance(config, Mapping) else _get_descriptions(type(config))
-    return [
-        Setting(str(name), type(value).__name__, value, help_by_name.get(name, "")) for name, value in values.items()
-    ]
+    texts = {} if isinstance(config, Mapping) else _get_descriptions(type(config))
+    return [Setting(str(name), type(value).__name__, value, texts.get(name, "")) for name, value in values.items()]
 
 
 def _get_descriptions(cls: type) -> dict[str, str]:

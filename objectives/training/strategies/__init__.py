@@ -1,1 +1,1 @@
-"""How one model trains on several devices, a module for each way."""
+"""Strategies that distribute the training of a model over several devices."""

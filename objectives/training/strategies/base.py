@@ -1,4 +1,4 @@
-"""How a model is distributed over ranks: the interface, one device, and DDP."""
+"""The strategy interface, the strategy of a single process, and DDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpsearch.objectives.training.reproducibility.seeds import restore_rng_state
 
 
 class Strategy:
-    """The strategy of one process, and the base of the others; `name` is the value of `TrainConfig.strategy`."""
+    """The strategy of a single process, and base class of the others; `name` is a value of `TrainConfig.strategy`."""
 
     name: ClassVar[str] = "one process"
 
@@ -28,25 +28,25 @@ class Strategy:
         self._ranks, self._config = ranks, config
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
-        """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights."""
+        """Distribute a model, and averages of its weights, over the ranks. Call it before building the optimizer."""
 
     def set_model(self, model: nn.Module, step_function: StepFunction) -> None:
-        """Before the first step, and after all that changes the model's parameters."""
-        self._model, self._stepping = model, step_function
+        """Set the model and its step function. Call it before the first step, after all changes of parameters."""
+        self._model, self._step_function = model, step_function
 
     def begin_epoch(self) -> None:
-        """Before an epoch: the objective may have frozen layers, or thawed some."""
+        """Prepare for an epoch, before which the objective may have frozen or unfrozen layers."""
 
     def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 of several
-        """Return the training step of a micro-batch; `more` micro-batches add gradients before the optimizer steps."""
-        return self._stepping(self._model, batch, autocast)
+        """Return the training step of a micro-batch; with `more`, others follow before the optimizer step."""
+        return self._step_function(self._model, batch, autocast)
 
     def explain_sharding_errors(self) -> AbstractContextManager[None]:
-        """Around code of the objective's that uses the model: says what it may not do with one on several ranks."""
+        """Return a context that explains errors of the objective's code with a distributed model."""
         return nullcontext()
 
     def sync_buffers(self, *models: nn.Module) -> None:
-        """After an epoch: running statistics of norms become the mean of all ranks; other buffers those of rank 0."""
+        """Average running statistics of norms over ranks, and copy other buffers from rank 0, after an epoch."""
         if self._ranks.is_single_process:
             return
         for module in (module for model in models for module in model.modules()):
@@ -58,46 +58,52 @@ class Strategy:
                     self._ranks.broadcast_tensors([buffer])
 
     def full_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict whose tensors are whole, on every rank together; of use on rank 0."""
+        """Return a state dict with unsharded tensors, for use on rank 0. All ranks must call it."""
         return state
 
     def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
-        """What this rank has of a state dict with whole tensors; `like` has this rank's weights by the keys in it."""
+        """Return this rank's part of a state dict with unsharded tensors; `like` has this rank's tensors by key."""
         return state
 
     def checkpoint_state(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
-        """What a checkpoint has of a state: whole tensors, or a manifest beside of what ranks wrote to `place`."""
+        """Return a state for a checkpoint: with unsharded tensors, or with a manifest of shards in `place`."""
         return self.full_state_dict(parts)
 
     def load_checkpoint_state(
         self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None
     ) -> dict[str, Any]:
-        """Return this rank's part of a state of `kept`; `like` as for `own`, `folder` if ranks wrote parts to it."""
+        """Return this rank's part of the checkpoint state `kept`.
+
+        Args:
+            kept: result of `checkpoint_state`.
+            like: as for `local_state_dict`.
+            folder: folder with shards; None without shards.
+        """
         if folder is None:
             return self.local_state_dict(kept, like)
-        from hpsearch.objectives.training.strategies import shards  # a sixth of a second, for those who need it
+        from hpsearch.objectives.training.strategies import shards  # a slow import that few runs need
 
         return self.local_state_dict(shards.read_shards(kept, folder), like)
 
     def scaling_efficiency(self) -> float | None:
-        """What share of a step's time is not spent waiting for other ranks, lately; None where nobody measures it."""
+        """Return the share of the step time without waiting for other ranks, in recent steps; None if unknown."""
         return None
 
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of each gradient [n], over all ranks."""
+        """Return the norm of each gradient [n], over all ranks."""
         return torch.stack(torch._foreach_norm(list(gradients))).float()
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Scales the gradient down to a norm of `limit`; its norm before that."""
+        """Scale the gradients down to a total norm of `limit`; return the norm before."""
         return nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
 
     def gather_model(self, model: nn.Module) -> nn.Module:
-        """The model with whole weights on the CPU, of use on rank 0."""
+        """Return the model with unsharded weights on the CPU, for use on rank 0."""
         return model.cpu()
 
 
 class DDPStrategy(Strategy):
-    """Torch's DistributedDataParallel (Li et al. 2020) around the step of a batch.
+    """PyTorch's DistributedDataParallel (Li et al. 2020) around the step of a batch.
 
     It wraps the step and not the model, so that it covers every method of the model that the step calls.
     """
@@ -107,19 +113,19 @@ class DDPStrategy(Strategy):
     _trained: list[bool]
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 averages are not trained
-        """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
+        """Synchronize the statistics of batch norm over ranks on GPUs; PyTorch does not support it on CPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch names no types
 
     def begin_epoch(self) -> None:
-        """Wrap anew where other layers are trained than before: DDP takes note of them once."""
+        """Wrap again if the trained layers have changed, because DDP registers them only at construction."""
         trained = [parameter.requires_grad for parameter in self._model.parameters()]
         if self._wrapped is not None and trained != self._trained:
             self._wrapped = None
         self._trained = trained
 
     def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:
-        """The step of a micro-batch in training; gradients are summed over ranks unless there are `more`."""
+        """Return the training step of a micro-batch; gradients are reduced over ranks unless there are `more`."""
         if self._wrapped is None:
             self._wrapped = self._wrap(batch, autocast)
         with self._wrapped.no_sync() if more else nullcontext():
@@ -129,31 +135,31 @@ class DDPStrategy(Strategy):
     def _wrap(self, batch: Batch, autocast: AbstractContextManager[None]) -> DistributedDataParallel:
         unused = self._has_unused_parameters(batch, autocast)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name, which 2.11 does not know
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames an option
             return DistributedDataParallel(
-                _StepModule(self._model, self._stepping),
-                broadcast_buffers=False,  # see `agree`
-                find_unused_parameters=unused,  # it costs a look at the graph in each step
+                _StepModule(self._model, self._step_function),
+                broadcast_buffers=False,  # see `sync_buffers`
+                find_unused_parameters=unused,  # it traverses the graph in each step
                 gradient_as_bucket_view=True,
             )
 
     def _has_unused_parameters(self, batch: Batch, autocast: AbstractContextManager[None]) -> bool:
-        """Whether a step uses only some of the parameters, on any rank: tried, without a trace, on the first batch."""
+        """Return whether a step leaves parameters unused on any rank; a trial step is taken and undone."""
         model, device = self._model, next(self._model.parameters()).device
-        kept, drawn = {name: buffer.clone() for name, buffer in model.named_buffers()}, rng_state(device)
-        self._stepping(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
+        buffers, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, rng_state(device)
+        self._step_function(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
         unused = [p.requires_grad and p.grad is None for p in model.parameters()]
         model.zero_grad(set_to_none=True)
-        restore_rng_state(drawn, device)
+        restore_rng_state(generators, device)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                buffer.copy_(kept[name])
+                buffer.copy_(buffers[name])
         return any(self._ranks.all_gather_object(any(unused)))
 
     def scaling_efficiency(self) -> float | None:
-        """Forward and backward pass, as a share of these and of the sums over ranks that they do not hide.
+        """Return the share of computation in the time of computation and of communication that does not overlap.
 
-        Torch measures some steps: the 10th, 20th and so on, ever more rarely.
+        PyTorch measures only some steps: the 10th, the 20th and so on, at increasing intervals.
         """
         if self._wrapped is None:
             return None
@@ -168,7 +174,7 @@ class _StepModule(nn.Module):
 
     def __init__(self, model: nn.Module, step_function: StepFunction) -> None:
         super().__init__()
-        self.model, self._stepping = model, step_function
+        self.model, self._step_function = model, step_function
 
     def forward(self, batch: Batch, autocast: AbstractContextManager[None]) -> Step:
-        return self._stepping(self.model, batch, autocast)
+        return self._step_function(self.model, batch, autocast)

@@ -1,4 +1,4 @@
-"""Each rank has a part of every weight, gradient and optimizer state; a layer is whole while it computes (FSDP2)."""
+"""FSDP2: weights, gradients and optimizer state are sharded over ranks; a layer is unsharded while it computes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger("hpsearch.objectives.training")
 
 
 class FSDPStrategy(Strategy):
-    """Torch's fully_shard (Zhao et al. 2023) of each layer, and of what is in none.
+    """PyTorch's fully_shard (Zhao et al. 2023) of each layer, and of parameters outside of layers.
 
-    Every micro-batch sums its gradients over ranks: added up whole they would take the memory that sharding saves.
+    Gradients are reduced over ranks after every micro-batch, because unsharded gradients would need too much memory.
     """
 
     name = "fsdp"
@@ -38,7 +38,7 @@ class FSDPStrategy(Strategy):
     _has_warned = False
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
-        """Shard a model, and averages of its weights, before the optimizer is made."""
+        """Shard a model, and averages of its weights. Call it before building the optimizer."""
         self._device = next(model.parameters()).device
         self._unsharded = _without_weights(model)
         for each in (model, *averages):
@@ -50,14 +50,14 @@ class FSDPStrategy(Strategy):
 
     def _shard(self, model: nn.Module) -> None:
         offload = self._config.cpu_offload
-        # Autocast casts each operation in training, and evaluation is in fp32 as in one process: weights gathered in
-        # bf16 would change the evaluation, and raw inputs would be cast before the model scales them.
+        # Training uses autocast, and evaluation fp32, as in a single process. With a `param_dtype` of bf16, evaluation
+        # would use bf16 weights, and raw inputs would be cast before the model scales them.
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.float32 if self._config.precision == "bf16" else None, cast_forward_inputs=False
         )
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._device.type, (self._ranks.world_size,)),
-            "reshard_after_forward": True,  # the root too: averages and checkpoints look at it between two steps
+            "reshard_after_forward": True,  # the root too, because averages and checkpoints read it between steps
             "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy(self._device.type == "cuda") if offload else OffloadPolicy(),
         }
@@ -65,16 +65,16 @@ class FSDPStrategy(Strategy):
             if layer is not model and _is_separately_shardable(layer, model):
                 fully_shard(layer, **settings)
         fully_shard(model, **settings)
-        # The model is the root also where an own step calls its layers first. And weights that are whole for the first
-        # time in an evaluation, in inference mode, could not be trained afterwards.
-        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # torch has no public word for it
+        # This makes the model the root even if a custom step calls its layers first. Weights that are first unsharded
+        # in inference mode could not be trained afterwards.
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # torch has no public API for it
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
 
     def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:
-        """The step of a micro-batch in training."""
+        """Return the training step of a micro-batch."""
         with self.explain_sharding_errors():
             return super().step(batch, autocast, more=more)
 
@@ -88,30 +88,33 @@ class FSDPStrategy(Strategy):
                 raise
             where = str(error).partition(" RuntimeError:")[0] if isinstance(error, ObjectiveError) else "the step:"
             raise ObjectiveError(
-                f"{where} a weight is used outside its layer's call, where strategy 'fsdp' has only a part of it: call "
-                "the model, or the layer, and no method that uses weights; or set strategy='ddp'"
+                f"{where} a weight is used outside of its layer's forward, where strategy 'fsdp' shards it; call the "
+                "model or the layer instead of methods that use weights, or set strategy='ddp'"
             ) from error
 
     def full_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict whose tensors are whole, on the CPU of rank 0, one gathered after the other; empty on others."""
+        """Return a state dict with unsharded tensors on the CPU of rank 0, gathered one by one; empty on others."""
         return cast("dict[str, Any]", map_tensors(self._gather, state))
 
     def _gather(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         part: Any = tensor.detach().to(self._device)
-        whole = part.full_tensor()
-        return whole.to("cpu", copy=True) if self._ranks.is_rank_zero else torch.empty(0)  # without its padding
+        full = part.full_tensor()
+        return full.to("cpu", copy=True) if self._ranks.is_rank_zero else torch.empty(0)  # copies without padding
 
     def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
-        """What this rank has of rank 0's state dict with whole tensors, one dealt out after the other."""
+        """Return this rank's part of rank 0's state dict with unsharded tensors, scattered one by one."""
         outline = self._ranks.broadcast_object(map_tensors(_TensorSpec.of, state) if self._ranks.is_rank_zero else None)
         return cast("dict[str, Any]", self._scatter(state, outline, like))
 
     def _scatter(self, value: Any, outline: Any, like: Any) -> Any:
-        """Return this rank's part of rank 0's value, of which all ranks have the outline.
+        """Return this rank's part of rank 0's value.
 
-        `like` is the tensor whose sharding its tensors of the same shape get, or such tensors by the keys of the value.
+        Args:
+            value: the value on rank 0; None on other ranks.
+            outline: the value with a `_TensorSpec` for each tensor.
+            like: tensor whose sharding applies to tensors of equal shape, or such tensors by the keys of the value.
         """
         if isinstance(outline, _TensorSpec):
             given = value.to(self._device) if self._ranks.is_rank_zero else outline.empty(self._device)
@@ -131,26 +134,22 @@ class FSDPStrategy(Strategy):
         return outline
 
     def checkpoint_state(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
-        """What a checkpoint has of a state: where it is large, each rank writes its own part to `place`."""
-        from hpsearch.objectives.training.strategies import shards  # only here: see `Strategy.restored`
+        """Return a state for a checkpoint; if it is large, each rank writes its shards to `place`."""
+        from hpsearch.objectives.training.strategies import shards  # a slow import that few runs need
 
         if place is not None and shards.sharded_bytes(parts) > self._config.shard_checkpoint_above_gib * 2**30:
             written = shards.write_shards(parts, place, self._ranks)
             if written is not None:
                 return written
             if self._ranks.is_rank_zero and not self._has_warned:
-                log.warning(
-                    "checkpoints are gathered in rank 0's memory, for all their size: not all ranks see %s, and parts "
-                    "are written where they do",
-                    place,
-                )
+                log.warning("checkpoints are not sharded, because not all ranks see %s; rank 0 gathers them", place)
             self._has_warned = True
         return self.full_state_dict(parts)
 
     def load_checkpoint_state(
         self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None
     ) -> dict[str, Any]:
-        """What this rank has of what `kept` gave; `like` as of `own`."""
+        """Return this rank's part of the checkpoint state `kept`; see `Strategy.load_checkpoint_state`."""
         if folder is None:
             return self.local_state_dict(kept, like)
         from hpsearch.objectives.training.strategies import shards
@@ -160,12 +159,12 @@ class FSDPStrategy(Strategy):
         return self.local_state_dict(shards.read_shards(kept, folder) if self._ranks.is_rank_zero else kept, like)
 
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of each gradient [n], over all ranks."""
+        """Return the norm of each gradient [n], over all ranks."""
         own = torch.stack(torch._foreach_norm([_local_part(gradient) for gradient in gradients])).float()
         return self._ranks.all_reduce_sum(own.to(self._device).square_()).sqrt_()
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Scales the gradient down to a norm of `limit`; its norm before that."""
+        """Scale the gradients down to a total norm of `limit`; return the norm before."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm: Tensor = self.gradient_norms(gradients).norm()
         if limit < float("inf"):
@@ -174,29 +173,31 @@ class FSDPStrategy(Strategy):
         return norm
 
     def gather_model(self, model: nn.Module) -> nn.Module:
-        """The model with whole weights on the CPU, as if it had never been sharded; on rank 0, without on others."""
-        state, made = self.full_state_dict(model.state_dict()), self._unsharded
+        """Return the unsharded model on the CPU; on ranks other than rank 0 it has no weights."""
+        state, unsharded = self.full_state_dict(model.state_dict()), self._unsharded
         if not self._ranks.is_rank_zero:
-            return made
-        held: dict[int, nn.Parameter] = {}
-        for (name, module), live in zip(made.named_modules(), model.modules(), strict=True):
+            return unsharded
+        parameters: dict[int, nn.Parameter] = {}
+        for (name, module), live in zip(unsharded.named_modules(), model.modules(), strict=True):
             for key, parameter in module._parameters.items():
-                if parameter is not None:  # one that several modules share stays one
+                if parameter is not None:  # shared parameters stay shared
                     weight = state[f"{name}.{key}" if name else key]
-                    module._parameters[key] = held.setdefault(
+                    module._parameters[key] = parameters.setdefault(
                         id(parameter), nn.Parameter(weight, requires_grad=parameter.requires_grad)
                     )
             module._buffers.update(live._buffers)
-            # What the objective switched as epochs went.
-            vars(module).update({k: v for k, v in vars(live).items() if k in vars(module) and isinstance(v, _SWITCHES)})
-        return made.cpu()
+            # Attributes that the objective changed during the training.
+            vars(module).update(
+                {k: v for k, v in vars(live).items() if k in vars(module) and isinstance(v, _PLAIN_TYPES)}
+            )
+        return unsharded.cpu()
 
 
-_SWITCHES = (bool, int, float, str)
+_PLAIN_TYPES = (bool, int, float, str)
 
 
 class _TensorSpec(NamedTuple):
-    """A tensor without its values."""
+    """Shape and type of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -215,15 +216,15 @@ def _local_part(tensor: Tensor) -> Tensor:
 
 
 def _is_separately_shardable(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether a layer can be sharded by itself: it is called, and shares no weight with the rest of the model."""
+    """Return whether a layer has a `forward`, and shares no weight with the rest of the model."""
     if type(layer).forward is nn.Module.forward:
         return False
-    anywhere, within = _count_references(model), _count_references(layer)
-    return all(anywhere[key] == count for key, count in within.items())
+    in_model, in_layer = _count_references(model), _count_references(layer)
+    return all(in_model[key] == count for key, count in in_layer.items())
 
 
 def _count_references(model: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter."""
+    """Count the modules that have each parameter, by its id."""
     return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
 
@@ -235,8 +236,8 @@ def _without_weights(model: nn.Module) -> nn.Module:
     }
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever the parts of somebody's model raise
+    except Exception as error:  # user-defined modules may raise any error
         detail = (str(error).strip().splitlines() or ["no detail"])[0]
         raise ObjectiveError(
-            f"strategy 'fsdp' needs a model that copy.deepcopy copies: {type(error).__name__}: {detail}"
+            f"strategy 'fsdp' needs a model that copy.deepcopy can copy: {type(error).__name__}: {detail}"
         ) from error

@@ -65,7 +65,10 @@ def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: [{"params": model[1][0].parameters()}], r"no group has 1.2.weight, 1.2.bias: freeze by"),
+        (
+            lambda model: [{"params": model[1][0].parameters()}],
+            r"no parameter group contains 1.2.weight, 1.2.bias; add it, or freeze it",
+        ),
         (
             lambda model: [{"params": [*model.parameters(), *model.parameters()]}],
             "a parameter is in two groups",

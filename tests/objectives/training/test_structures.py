@@ -277,7 +277,7 @@ def _dictionary(_self, seed):
         ({"step": lambda *_: 3.0}, "Changed.step must return a Step, not float"),
         (
             {"step": lambda *_: Step(torch.zeros(2, 2))},
-            r"Changed.step: the loss must have shape \[\d+\] or be the mean, not \[2, 2\]",
+            r"Changed.step: the loss must have shape \[\d+\] or \[\], not \[2, 2\]",
         ),
         ({"step": lambda *_: 1 / 0}, r"Changed.step: .*test_structures.py:\d+: ZeroDivisionError"),
         ({"metrics": lambda *_: 3}, "metrics\\(\\) must return metrics with update, compute, reset, not int"),

@@ -215,7 +215,7 @@ def test_layer_decay_lowers_the_rate_of_early_layers():
 
 def test_a_missing_optimizer_package_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(ObjectiveError, match="needs pytorch-optimizer: pip install pytorch-optimizer"):
+    with pytest.raises(ObjectiveError, match="needs pytorch-optimizer; run pip install pytorch-optimizer"):
         build_optimizer(nn.Linear(2, 2), TrainConfig(optimizer="lion"), CPU)
     build_optimizer(nn.Linear(2, 2), TrainConfig(optimizer="adamw"), CPU)
 
