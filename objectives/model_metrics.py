@@ -1,4 +1,4 @@
-"""Model metrics: latency, size and memory, which hpsearch measures beside the validation metrics."""
+"""Model metrics: latency, size and memory, which hpsearch measures in addition to the validation metrics."""
 
 from __future__ import annotations
 

@@ -76,15 +76,15 @@ class FixedTrial(_StudylessTrial):
     def _category(self, name: str, choices: Sequence[Any]) -> Any:
         return self._choice(name, choices) if name in self.given else choices[0]
 
-    def require_all_used(self, whose: str) -> None:
-        """Check that every given parameter was suggested; `whose` names the objective in the message.
+    def require_all_used(self, owner: str) -> None:
+        """Check that every given parameter was suggested; `owner` is the name of the objective in messages.
 
         Raises:
             NotInSpaceError: a given parameter was not suggested.
         """
         for name in self.given:
             if name not in self.values:
-                raise NotInSpaceError(name, f"{whose} has no such parameter; {suggest_names(name, list(self.values))}")
+                raise NotInSpaceError(name, f"{owner} has no such parameter; {suggest_names(name, list(self.values))}")
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.given[name]

@@ -153,8 +153,8 @@ class LoopTrial:
             self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
             files = {} if saved is None else self._packed(saved)
             record = self._ranks.run_on_rank_zero(lambda: self._make_record(epoch, metrics, state, best))
-            tested = state if best is None else best
-            kept = self._curve.add(record, lambda: _copy_to_cpu(None if self.rank else tested))
+            best_state = state if best is None else best
+            kept = self._curve.add(record, lambda: _copy_to_cpu(None if self.rank else best_state))
         except BaseException as error:
             if self.world > 1:  # the other ranks cannot continue
                 self.failure = error
@@ -240,9 +240,9 @@ class LoopTrial:
         if self.world == 1:
             return
         found = self._ranks.all_gather_object((doing, self._ranks.should_stop()))
-        if not self.rank and any(told for _, told in found):
+        if not self.rank and any(should_stop for _, should_stop in found):
             self._ranks.on_stop_request()
-        if others := [rank for rank, (did, _) in enumerate(found) if did != found[0][0]]:
+        if others := [rank for rank, (other, _) in enumerate(found) if other != found[0][0]]:
             raise ObjectiveError(
                 f"the loops of the ranks differ: rank 0 {found[0][0]}, rank {others[0]} {found[others[0]][0]}; "
                 "call trial.report once per epoch on every rank"

@@ -67,9 +67,7 @@ class _Batches(torch_data.Dataset[Batch]):
 def _seeded_generators(seed: int, index: int) -> Iterator[None]:
     """Seed the generators by the batch index, so that results do not depend on the number of processes."""
     torch_state = torch.get_rng_state()
-    torch.default_generator.manual_seed(
-        seed_cpu_libraries(seed, "augment", index)
-    )  # a worker process must not use the GPU
+    torch.default_generator.manual_seed(seed_cpu_libraries(seed, "augment", index))  # a worker must not use the GPU
     try:
         yield
     finally:
@@ -104,8 +102,8 @@ def load_batches(
     begin = 0 if source.is_stream else first  # a stream can only be read from its beginning
     wanted = range(begin, len(batches))
     # Without workers, a DataLoader would only add 0.2 ms per batch.
-    alone = num_workers == 0 and device.type != "cuda"
-    found = map(source.__getitem__, wanted) if alone else _load_ahead(source, wanted, seed, device, num_workers)
+    in_process = num_workers == 0 and device.type != "cuda"
+    found = map(source.__getitem__, wanted) if in_process else _load_ahead(source, wanted, seed, device, num_workers)
     try:
         for index, batch in enumerate(found, begin):
             if index < first:

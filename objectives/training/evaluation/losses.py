@@ -19,7 +19,7 @@ from hpsearch.objectives.training.evaluation.metrics import (
     make_incompatible_metric_error,
 )
 
-_TOLERANCE = 1e-4  # of a mean of fp32 losses, and more than enough
+_TOLERANCE = 1e-4  # of means of fp32 losses
 
 
 def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
@@ -62,7 +62,7 @@ class SquaredError(nn.Module):
 
 
 class BinaryLogits(nn.Module):
-    """Cross entropy per sample [n] of labels 0 or 1 [n], from one logit a sample, or from two.
+    """Cross entropy per sample [n] of labels 0 or 1 [n], from one or two logits per sample.
 
     `pos_weight` multiplies the loss of positives.
     """
@@ -75,7 +75,7 @@ class BinaryLogits(nn.Module):
         self.register_buffer("pos_weight", pos_weight)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Labels are moved towards one half by `label_smoothing`."""
+        """Return the cross entropy of each sample [n]; `label_smoothing` moves labels towards one half."""
         count = len(target)
         logits, labels = output.reshape(count, -1), target.reshape(count, -1)
         if labels.shape[1] != 1 or logits.shape[1] not in {1, 2}:
@@ -122,15 +122,15 @@ def as_additive_loss(loss: nn.Module, *targets: Any) -> nn.Module:
         ObjectiveError: the loss has `reduction="sum"`.
     """
     if getattr(loss, "reduction", "none") == "sum":
-        raise ObjectiveError(f"{type(loss).__name__} must not use reduction='sum': use 'none' or 'mean'")
+        raise ObjectiveError(f"{type(loss).__name__} must not use reduction='sum'; use 'none' or 'mean'")
     if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
         return loss
     known = [y for y in targets if isinstance(y, Tensor)]
     if any(y.dtype.is_floating_point for y in known):  # class probabilities: PyTorch divides by the batch size
         return loss
     ignored = len(known) < len(targets) or any(bool((y == loss.ignore_index).any()) for y in known)
-    uneven = loss.weight is not None or ignored
-    return CountedCrossEntropy(loss) if uneven else loss
+    has_weights = loss.weight is not None or ignored
+    return CountedCrossEntropy(loss) if has_weights else loss
 
 
 def compute_loss_weight(loss: nn.Module, target: Any) -> Tensor | int:

@@ -1,6 +1,6 @@
 """State of metrics as plain values, for mid-epoch checkpoints.
 
-torchmetrics declare the names of their state; other metrics keep it in their attributes.
+torchmetrics declare the names of their state. The state of other metrics is in their attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 _PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 _CONSTANT = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
 _CONSTANTS = (*_CONSTANT, re.Pattern, Path, torch.dtype, torch.device)
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class UnserializableStateError(Exception):
@@ -31,9 +31,9 @@ def get_metric_state(metrics: object) -> dict[str, Any]:
     """Return the attribute values of an object and its nested objects, by name.
 
     Raises:
-        UnkeptError: a value is neither plain nor a constant.
+        UnserializableStateError: a value is neither plain nor a constant.
     """
-    return _object(metrics, type(metrics).__name__, [])
+    return _dump_object(metrics, type(metrics).__name__, [])
 
 
 def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
@@ -43,33 +43,33 @@ def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and value.get("kind") == "object":
             load_metric_state(getattr(metrics, attribute), value["of"])
         else:
-            _set(metrics, attribute, _value(value))
+            _assign(metrics, attribute, _load(value))
 
 
-def _object(thing: object, path: str, above: list[int]) -> dict[str, Any]:
+def _dump_object(thing: object, path: str, above: list[int]) -> dict[str, Any]:
     found = {}
-    for name, value in _parts(thing):
+    for name, value in _iterate_state(thing):
         if isinstance(value, _CONSTANTS) or id(value) in above:
             continue
-        found[name] = _kept(value, f"{path}.{name}", [*above, id(thing)])
+        found[name] = _dump(value, f"{path}.{name}", [*above, id(thing)])
     return found
 
 
-def _parts(thing: object) -> Iterator[tuple[str, Any]]:
+def _iterate_state(thing: object) -> Iterator[tuple[str, Any]]:
     """Iterate over names and values of an object's state."""
     if isinstance(thing, nn.Module):
         yield from ((f"buffer {name}", value) for name, value in thing._buffers.items())
         yield from ((f"module {name}", value) for name, value in thing._modules.items())
     declared = getattr(thing, "_defaults", None) if hasattr(thing, "full_state_update") else None  # torchmetrics'
     for name, value in vars(thing).items():
-        if isinstance(thing, nn.Module) and name in _OF_MODULES:
+        if isinstance(thing, nn.Module) and name in _MODULE_ATTRIBUTES:
             continue
         if declared is not None and name.startswith("_") and name not in declared and name != "_update_count":
             continue
         yield name, value
 
 
-def _kept(value: Any, path: str, above: list[int]) -> Any:
+def _dump(value: Any, path: str, above: list[int]) -> Any:
     if isinstance(value, _PLAIN):
         return value.detach() if isinstance(value, Tensor) else value
     if isinstance(value, np.generic):
@@ -77,37 +77,37 @@ def _kept(value: Any, path: str, above: list[int]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return {"kind": "array", "of": torch.from_numpy(value.copy())}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = [_item(item, path) for item in value]
+        items = [_dump_item(item, path) for item in value]
         return {"kind": type(value).__name__, "of": items}
     if isinstance(value, dict):
-        return {"kind": "dict", "of": [(_item(key, path), _item(item, path)) for key, item in value.items()]}
+        return {"kind": "dict", "of": [(_dump_item(key, path), _dump_item(item, path)) for key, item in value.items()]}
     if hasattr(value, "__dict__"):
-        return {"kind": "object", "of": _object(value, path, above)}
+        return {"kind": "object", "of": _dump_object(value, path, above)}
     raise UnserializableStateError(f"{path} is a {type(value).__name__}")
 
 
-def _item(value: Any, path: str) -> Any:
-    kept = _kept(value, path, [])
+def _dump_item(value: Any, path: str) -> Any:
+    kept = _dump(value, path, [])
     if isinstance(kept, dict) and kept["kind"] == "object":
-        raise UnserializableStateError(f"{path} holds a {type(value).__name__}")
+        raise UnserializableStateError(f"{path} contains a {type(value).__name__}")
     return kept
 
 
 _KINDS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 
 
-def _value(kept: Any) -> Any:
+def _load(kept: Any) -> Any:
     if not isinstance(kept, Mapping):
         return kept
     kind, held = kept["kind"], kept["of"]
     if kind == "array":
         return held.numpy()
     if kind == "dict":
-        return {_value(key): _value(value) for key, value in held}
-    return _KINDS[kind](_value(value) for value in held)
+        return {_load(key): _load(value) for key, value in held}
+    return _KINDS[kind](_load(value) for value in held)
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def _assign(owner: Any, name: str, value: Any) -> None:
     current = getattr(owner, name, None)
     if isinstance(current, Tensor) and isinstance(value, Tensor):
         value = value.to(current.device)

@@ -63,10 +63,10 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
             classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _RegressionIfShapesMatch(regression())
         )
     if metric not in CLASSIFICATION:
-        raise MetricError(metric, f"is not built in: {suggest_names(metric, list(DIRECTIONS))}; or override metrics()")
+        raise MetricError(metric, f"is not built in; {suggest_names(metric, list(DIRECTIONS))}; or override metrics()")
     if y is None:
-        remedy = "give the data targets=, or define metrics(), as classification(10)"
-        raise MetricError(metric, f"needs the number of classes: {remedy}")
+        remedy = "pass targets= with the data, or override metrics(), for example with classification(10)"
+        raise MetricError(metric, f"needs the number of classes; {remedy}")
     if not labels:
         raise make_incompatible_metric_error(metric, y)
     return classification(int(y.max()) + 1)
@@ -149,22 +149,22 @@ class NoMetrics:
     """No metrics, besides the loss and those that steps return."""
 
     def update(self, output: Any, target: Any) -> None:
-        """Add nothing."""
+        """Do nothing."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Return nothing."""
+        """Return an empty dictionary."""
         return {}
 
     def reset(self) -> None:
-        """Reset nothing."""
+        """Do nothing."""
 
-    def to(self, device: torch.device) -> Any:  # noqa: ARG002 as metrics are moved
-        """Move nothing."""
+    def to(self, device: torch.device) -> Any:  # noqa: ARG002 part of the protocol
+        """Return the object."""
         return self
 
 
 class _NamedMetric:
-    """A single torchmetrics metric, under the name that the objective optimises."""
+    """A single torchmetrics metric, under the name of the metric that the objective optimizes."""
 
     def __init__(self, metric: Any, name: str) -> None:
         self._metric, self._name = metric, name
@@ -188,8 +188,8 @@ def as_metrics(found: Any, metric: str) -> Metrics:
     missing = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
     if missing:
         raise ObjectiveError(f"metrics() must return metrics with {', '.join(missing)}, not {type(found).__name__}")
-    alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
-    return _NamedMetric(found, metric) if alone else found
+    is_single = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
+    return _NamedMetric(found, metric) if is_single else found
 
 
 class _FlatMetrics:

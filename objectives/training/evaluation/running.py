@@ -65,7 +65,7 @@ class RunningMetrics:
         """Return the state as plain values and tensors. It keeps the chunks, because rounding depends on them.
 
         Raises:
-            UnkeptError: the metrics hold a value that is not plain.
+            UnserializableStateError: the metrics contain a value that is not plain.
         """
         return {
             "outputs": list(self._outputs),
@@ -119,7 +119,7 @@ class _GatheredMetrics:
     """Metrics over the batches of all ranks, which each rank keeps on the CPU until `compute`."""
 
     def __init__(self, inner: Metrics, ranks: Ranks) -> None:
-        self._inner, self._each = inner, ranks.all_gather_object
+        self._inner, self._gather = inner, ranks.all_gather_object
         self._kept: list[tuple[Any, Any]] = []
         self._device = torch.device("cpu")
         disable_rank_sync(inner)  # a torchmetrics metric inside a custom class would sum over ranks again
@@ -128,7 +128,7 @@ class _GatheredMetrics:
         self._kept.append((to_cpu(output), to_cpu(target)))
 
     def compute(self) -> Mapping[str, Any]:
-        found = self._each(self._kept)
+        found = self._gather(self._kept)
         self._inner.reset()
         for number in range(max(map(len, found))):
             for kept in found:

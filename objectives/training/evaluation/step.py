@@ -44,8 +44,8 @@ def bind_forward(model: nn.Module, x: Tree) -> Call:
         return call_single
     given = ", ".join(x) if isinstance(x, Mapping) else f"{len(x)} parts"
     raise ObjectiveError(
-        f"{type(model).__name__}.forward takes ({', '.join(signature.parameters)}), but a batch of inputs has {given}: "
-        "give the one the names of the other"
+        f"{type(model).__name__}.forward takes ({', '.join(signature.parameters)}), but a batch of inputs has {given}; "
+        "use the same names"
     )
 
 
@@ -85,14 +85,14 @@ class LossStep:
 
     def __init__(self, loss: nn.Module, call: Call = call_single) -> None:
         self.loss, self.call = loss, call
-        self._uneven = hasattr(loss, "weigh")
+        self._has_weights = hasattr(loss, "weigh")
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
         """Return the step of a batch."""
         with autocast or nullcontext():
             output = self.call(model, batch.x)
         loss = compute_mean_loss(self.loss, output, batch.y, batch.size)
-        return Step(loss, output, batch.y, {}, compute_loss_weight(self.loss, batch.y) if self._uneven else None)
+        return Step(loss, output, batch.y, {}, compute_loss_weight(self.loss, batch.y) if self._has_weights else None)
 
 
 def detach_outputs(tree: Any) -> Any:

@@ -38,7 +38,7 @@ NET = nn.Linear(13, 3)
             "the model returns a tuple, but accuracy needs a tensor",
         ),
         ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
-        ({"metric": "acuracy"}, "metric 'acuracy' is not built in: did you mean 'accuracy'"),
+        ({"metric": "acuracy"}, "metric 'acuracy' is not built in; did you mean 'accuracy'"),
         (
             {"metric": "recall", "metrics": lambda s, t: type(s).__mro__[1]().metrics(t)},
             "is not a metric of Changed",

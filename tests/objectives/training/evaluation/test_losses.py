@@ -159,7 +159,7 @@ class _None:
 def test_a_loss_with_sum_reduction_is_unchanged():
     for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(5), reduction="none"), SquaredError()):
         assert as_additive_loss(loss, torch.arange(5)) is loss
-    with pytest.raises(ObjectiveError, match="MSELoss must not use reduction='sum': use 'none' or 'mean'"):
+    with pytest.raises(ObjectiveError, match="MSELoss must not use reduction='sum'; use 'none' or 'mean'"):
         as_additive_loss(nn.MSELoss(reduction="sum"), torch.rand(3))
 
 

@@ -74,7 +74,7 @@ def test_the_metric_determines_the_set_of_metrics():
     labels, numbers = _labels([0, 1, 2]), _labels([0.5, 1.0, 2.0])
     assert set(metrics_for("macro_f1", labels)) == {"accuracy", "macro_f1"}
     assert set(_over_batches(metrics_for("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
-    with pytest.raises(ObjectiveError, match="metric 'acuracy' is not built in: did you mean 'accuracy'"):
+    with pytest.raises(ObjectiveError, match="metric 'acuracy' is not built in; did you mean 'accuracy'"):
         metrics_for("acuracy", labels)
     wrong = r"'accuracy' is incompatible with targets \[n\] of torch.float32; compatible metrics: rmse, mae, r2, loss"
     with pytest.raises(MetricError, match=wrong):
