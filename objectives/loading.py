@@ -244,20 +244,20 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
 
 
 def _check(objective: BaseObjective) -> None:
-    who = type(objective).__name__
+    owner = type(objective).__name__
     if objective.direction not in ("maximize", "minimize"):
-        raise ObjectiveError(f"{who}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
+        raise ObjectiveError(f"{owner}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
     constraints: Any = objective.constraints
     if not isinstance(constraints, Mapping):
-        raise ObjectiveError(f"{who}.constraints must be a dictionary of bounds by metric, not {constraints!r}")
+        raise ObjectiveError(f"{owner}.constraints must be a dictionary of bounds by metric, not {constraints!r}")
     for name, bound in constraints.items():
         if not (isinstance(name, str) and isinstance(bound, str)):
-            raise ObjectiveError(f"{who}.constraints[{name!r}] must be a bound such as '<= 10', not {bound!r}")
+            raise ObjectiveError(f"{owner}.constraints[{name!r}] must be a bound such as '<= 10', not {bound!r}")
     for field in ("name", "metric"):
         value = getattr(objective, field)
         if not (isinstance(value, str) and value):
-            raise ObjectiveError(f"{who}.{field} must be a non-empty string, not {value!r}")
+            raise ObjectiveError(f"{owner}.{field} must be a non-empty string, not {value!r}")
     for field in ("epochs", "n_trials"):
         value = getattr(objective, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ObjectiveError(f"{who}.{field} must be an integer of at least 1, not {value!r}")
+            raise ObjectiveError(f"{owner}.{field} must be an integer of at least 1, not {value!r}")

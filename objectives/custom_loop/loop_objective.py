@@ -203,14 +203,14 @@ class RestoredLoop:
 
         from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 
-        objective, who = self.objective, type(self.objective).__name__
-        with wrap_user_errors(f"{who}.test"), reproducible(deterministic=False):
+        objective, owner = self.objective, type(self.objective).__name__
+        with wrap_user_errors(f"{owner}.test"), reproducible(deterministic=False):
             set_seed(self.seed, "test")
             found = objective.test(self.best, self.config, torch.device("cpu"), self.split_seed)
             scores = {str(name): float(value) for name, value in found.items()}
         if objective.metric not in scores:
             hint = suggest_names(objective.metric, list(scores))
-            raise MetricError(objective.metric, f"is missing in the result of {who}.test; {hint}")
+            raise MetricError(objective.metric, f"is missing in the result of {owner}.test; {hint}")
         return scores
 
 

@@ -142,13 +142,13 @@ def export_model(objective: LoopObjective, best: Any, config: Any) -> Exportable
     Raises:
         ObjectiveError: the objective has no `export`, or `export` raised an error.
     """
-    who = type(objective).__name__
+    owner = type(objective).__name__
     if not objective.defines("export"):
-        raise ObjectiveError(f"{who} has no export(); define it to get a model that can be promoted")
-    with wrap_user_errors(f"{who}.export"):
+        raise ObjectiveError(f"{owner} has no export(); define it to get a model that can be promoted")
+    with wrap_user_errors(f"{owner}.export"):
         model, x = objective.export(best, config)
         if not isinstance(model, nn.Module):
-            raise ObjectiveError(f"{who}.export must return a module and an example, not {type(model).__name__}")
+            raise ObjectiveError(f"{owner}.export must return a module and an example, not {type(model).__name__}")
         module, parts = exportable(model.eval(), bind_forward(model, x), x)
     return ExportableModel(module, parts, [frozenset({0})] * len(parts))
 
@@ -165,7 +165,7 @@ class LoopRun(BaseLoopRun):
             ObjectiveError: the objective raised an error; the message has its file and line.
             NonFiniteError: the metric is NaN or infinite.
         """
-        who = type(self.objective).__name__
+        owner = type(self.objective).__name__
         reset_distributed_state()
         with reproducible(deterministic=False), self.files.logging():
             try:
@@ -177,7 +177,7 @@ class LoopRun(BaseLoopRun):
                 if self.ranks.is_rank_zero:
                     shutil.rmtree(self.checkpoint, ignore_errors=True)
             if not self.curve.history:
-                raise ObjectiveError(f"{who}.run ended without a report; call trial.report in each of trial.epochs()")
+                raise ObjectiveError(f"{owner}.run ended without a report; call trial.report in each of trial.epochs()")
             return self._finish(verdict)
 
     def _train(self) -> Verdict:

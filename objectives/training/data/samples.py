@@ -42,8 +42,8 @@ def _make_read_error(
     for row, name in zip(rows, names, strict=True):
         try:
             samples[row]
-        except Exception as alone:  # as above
-            return ObjectiveError(f"sample {name} cannot be read: {format_user_error(alone)}")
+        except Exception as cause:  # as above
+            return ObjectiveError(f"sample {name} cannot be read: {format_user_error(cause)}")
     return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {format_user_error(error)}")
 
 
@@ -52,8 +52,8 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
         return collate(found)
     except Exception as error:  # as above
         for count, name in enumerate(names, start=1):
-            alone, together = ("", [found[count - 1]]), (f" (position {count} in the batch)", found[:count])
-            for where, samples in (alone, together) if own else (alone,):
+            single, together = ("", [found[count - 1]]), (f" (position {count} in the batch)", found[:count])
+            for where, samples in (single, together) if own else (single,):
                 try:
                     collate(samples)
                 except Exception as reason:  # as above

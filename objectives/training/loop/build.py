@@ -69,27 +69,27 @@ def build(
     Raises:
         ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
     """
-    who = type(objective).__name__
+    owner = type(objective).__name__
     splits, split_hash = prepare_splits(objective, plan.split_seed, plan.resplit_seed if plan.refit is None else "all")
-    check_ranks(who, splits, split_hash, ranks)
+    check_ranks(owner, splits, split_hash, ranks)
     strategy = Strategy(ranks, config) if ranks.is_single_process else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
-    with wrap_user_errors(f"{who}.model"):
+    with wrap_user_errors(f"{owner}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
-    with wrap_user_errors(f"{who}.model on the validation split"):
+    with wrap_user_errors(f"{owner}.model on the validation split"):
         _initialize_lazy_layers(model, splits.val, device)
     step_function = build_step_function(objective, config, splits, model, device)
     check_classes(objective, splits, step_function)
     metrics, resplit = _make_metrics(objective, splits, plan, device, ranks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ObjectiveError(f"{who}.model has no parameters to train")
-    with wrap_user_errors(f"{who}.augment"):
+        raise ObjectiveError(f"{owner}.model has no parameters to train")
+    with wrap_user_errors(f"{owner}.augment"):
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
     val = splits.val if resplit is None or resplit.rows is None else splits.val.take(resplit.rows)
     val = val.to(device) if config.num_workers is None else val
-    with wrap_user_errors(f"{who}.sampler"):
+    with wrap_user_errors(f"{owner}.sampler"):
         order = _make_order(objective, config, splits.train, plan.seed)
     epoch_steps = order.steps
     total_steps = plan.epochs * epoch_steps
@@ -159,12 +159,12 @@ def _make_metrics(
     objective: Objective, splits: Splits, plan: RunPlan, device: torch.device, ranks: Ranks
 ) -> tuple[Metrics, ResplitEvaluation | None]:
     """Return the metrics of the validation split and, for a run on a new split, its evaluation."""
-    who, resplit = type(objective).__name__, None
-    with wrap_user_errors(f"{who}.metrics"):
+    owner, resplit = type(objective).__name__, None
+    with wrap_user_errors(f"{owner}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     if plan.resplit_seed is not None:
         resplit = build_resplit_evaluation(objective, splits, metrics, plan, device=device, ranks=ranks)
-    with wrap_user_errors(f"{who}.metrics"):
+    with wrap_user_errors(f"{owner}.metrics"):
         metrics = aggregate_over_ranks(metrics, ranks)
         if hasattr(metrics, "to"):
             metrics.to(device)

@@ -242,12 +242,12 @@ class ModelMeasurer:
             MetricError: a required metric does not exist.
             ObjectiveError: a metric cannot be measured, or the objective's measures are not numbers.
         """
-        who, required = type(self.objective).__name__, self.objective.reported
+        owner, required = type(self.objective).__name__, self.objective.reported
         own = self._measure_objective(model, scores)
         known = {*scores, *own, *MODEL_METRICS}
         for name in required:
             if name not in known:
-                raise MetricError(name, f"is not a metric of {who}; {suggest_names(name, sorted(known))}")
+                raise MetricError(name, f"is not a metric of {owner}; {suggest_names(name, sorted(known))}")
         self.names = tuple(name for name in required if name in MODEL_METRICS and name not in scores)
         if "latency_ms" in self.names:
             self._try_forward(model)
@@ -302,15 +302,15 @@ class ModelMeasurer:
         return to_device(self.val.inputs(rows), self.device)
 
     def _try_forward(self, model: nn.Module) -> None:
-        who, size = type(self.objective).__name__, self.objective.latency_batch
+        owner, size = type(self.objective).__name__, self.objective.latency_batch
         if not isinstance(size, int) or size < 1:
-            raise ObjectiveError(f"{who}.latency_batch must be an integer of at least 1, not {size!r}")
+            raise ObjectiveError(f"{owner}.latency_batch must be an integer of at least 1, not {size!r}")
         if self.strategy.name == "fsdp":
             raise ObjectiveError(
                 "latency_ms is not available with strategy 'fsdp', which shards the model over devices; use "
                 "strategy='ddp', or model_mb or parameters"
             )
-        what = f"{who}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
+        what = f"{owner}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
         with evaluation_mode(model, self.device, "measures"), wrap_user_errors(what):
             self.call(model, self._make_inputs())
 
@@ -318,27 +318,27 @@ class ModelMeasurer:
         """Return the objective's own measures, from rank 0."""
         if not overrides(self.objective, "measures"):
             return {}
-        who = f"{type(self.objective).__name__}.measures"
+        owner = f"{type(self.objective).__name__}.measures"
         with (
             evaluation_mode(model, self.device, "measures"),
             self.strategy.explain_sharding_errors(),
-            wrap_user_errors(who),
+            wrap_user_errors(owner),
         ):
             found = self.objective.measures(model, self.config)
-            return self.ranks.broadcast_object(_to_floats(found, who, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
+            return self.ranks.broadcast_object(_to_floats(found, owner, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
 
 
-def _to_floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:
+def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
     """Return measures as floats.
 
     Raises:
         ObjectiveError: they are not a dictionary of numbers, or a name is reserved.
     """
     if not isinstance(found, Mapping):
-        raise ObjectiveError(f"{who} must return a dictionary of numbers by name, not {type(found).__name__}")
+        raise ObjectiveError(f"{owner} must return a dictionary of numbers by name, not {type(found).__name__}")
     for name, value in found.items():
         if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
-            raise ObjectiveError(f"{who}: {name!r} is a reserved or invalid name; choose another one")
+            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid name; choose another one")
         if not isinstance(value, Real):
-            raise ObjectiveError(f"{who}: {name} must be a float, not {type(value).__name__}; return float(...)")
+            raise ObjectiveError(f"{owner}: {name} must be a float, not {type(value).__name__}; return float(...)")
     return {name: float(value) for name, value in found.items()}

@@ -93,16 +93,16 @@ def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) ->
 
 
 def _call_data(objective: Objective, split_seed: int, requested: RequestedSplit) -> Splits:
-    who = type(objective).__name__
+    owner = type(objective).__name__
     set_seed(split_seed, "data")  # data() may use the global generators
-    with wrap_user_errors(f"{who}.data"), request_split(requested) as request:
+    with wrap_user_errors(f"{owner}.data"), request_split(requested) as request:
         splits = objective.data(split_seed)
     if not isinstance(splits, Splits):
-        raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
+        raise ObjectiveError(f"{owner}.data must return Splits, not {type(splits).__name__}")
     try:
         if requested == "all":
             splits = merge_train_val(splits, by_make=request.joined)
         splits.check(joined=requested == "all")
     except ObjectiveError as error:
-        raise ObjectiveError(f"{who}.data: {error}") from error
+        raise ObjectiveError(f"{owner}.data: {error}") from error
     return splits

@@ -32,7 +32,7 @@ _IMBALANCED_SHARE = 0.75  # of one class, from which accuracy is misleading
 _LOSS_SAMPLES = 32  # validation samples for the test of the loss
 
 
-def check_ranks(who: str, splits: Splits, split_hash: str, ranks: Ranks) -> None:
+def check_ranks(owner: str, splits: Splits, split_hash: str, ranks: Ranks) -> None:
     """Reject data that the ranks cannot share.
 
     Raises:
@@ -42,11 +42,11 @@ def check_ranks(who: str, splits: Splits, split_hash: str, ranks: Ranks) -> None
     other = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
     if other:
         raise ObjectiveError(
-            f"{who}.data returns different data on rank {other[0]} than on rank 0; make it a function of the seed"
+            f"{owner}.data returns different data on rank {other[0]} than on rank 0; make it a function of the seed"
         )
     if len(splits.val) < ranks.world_size:
         raise ObjectiveError(
-            f"{who}.data: {len(splits.val)} validation samples are too few for {ranks.world_size} devices"
+            f"{owner}.data: {len(splits.val)} validation samples are too few for {ranks.world_size} devices"
         )
 
 
@@ -83,18 +83,18 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
         ObjectiveError: a check fails.
         MetricError: the objective does not report a required metric.
     """
-    who, metric = type(objective).__name__, objective.metric
+    owner, metric = type(objective).__name__, objective.metric
     better = DIRECTIONS.get(metric, objective.direction)
     if objective.direction != better:
         raise ObjectiveError(
-            f"{who}: direction = {objective.direction!r} does not fit {metric}; set direction = {better!r}"
+            f"{owner}: direction = {objective.direction!r} does not fit {metric}; set direction = {better!r}"
         )
-    with wrap_user_errors(f"{who} on the validation split"):
+    with wrap_user_errors(f"{owner} on the validation split"):
         if isinstance(run.step_function, LossStep):
             _check_outputs(objective, run, run.step_function.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is not a metric of {who}; {suggest_names(metric, list(scores))}")
+        raise MetricError(metric, f"is not a metric of {owner}; {suggest_names(metric, list(scores))}")
     run.measurer.sanity_check(run.eval_model, scores)
     return scores
 

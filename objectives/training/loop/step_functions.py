@@ -28,16 +28,16 @@ class CustomStep:
         Raises:
             ObjectiveError: the result is not a Step, or its loss is not a scalar or one value per sample.
         """
-        who = f"{type(self._objective).__name__}.step"
-        with wrap_user_errors(who), autocast or nullcontext():
+        owner = f"{type(self._objective).__name__}.step"
+        with wrap_user_errors(owner), autocast or nullcontext():
             step = self._objective.step(model, batch, self._config)
         if not isinstance(step, Step):
-            raise ObjectiveError(f"{who} must return a Step, not {type(step).__name__}")
+            raise ObjectiveError(f"{owner} must return a Step, not {type(step).__name__}")
         if not isinstance(step.loss, Tensor):
-            raise ObjectiveError(f"{who}: the loss of the Step must be a tensor, not {type(step.loss).__name__}")
+            raise ObjectiveError(f"{owner}: the loss of the Step must be a tensor, not {type(step.loss).__name__}")
         loss = step.loss.float()
         if loss.ndim and loss.shape != (batch.size,):
-            raise ObjectiveError(f"{who}: the loss must have shape [{batch.size}] or [], not {list(loss.shape)}")
+            raise ObjectiveError(f"{owner}: the loss must have shape [{batch.size}] or [], not {list(loss.shape)}")
         targets = batch.y if step.targets is None else step.targets
         return Step(loss.mean(), step.outputs, targets, step.metrics, step.weight)
 

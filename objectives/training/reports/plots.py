@@ -40,7 +40,7 @@ def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | N
     import matplotlib
     from matplotlib.ticker import NullLocator
 
-    figure, (axes,) = _get_figure("gradients", 7.5, beside=_MARGIN)
+    figure, (axes,) = _get_figure("gradients", 7.5, margin=_MARGIN)
     names = list(records[-1]["layers"])
     colours = matplotlib.colormaps["viridis"]
     for number, name in enumerate(names):
@@ -98,8 +98,8 @@ def _plot_curve(ys: Sequence[float], ylabel: str, xs: Sequence[float], xlabel: s
     return figure, axes
 
 
-def _make_figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
-    """Return a figure with panels, two per row, and their axes; widths are in inches, `beside` is the right margin.
+def _make_figure(width: float, panels: int = 1, *, margin: float = 0.0) -> tuple[Any, list[Any]]:
+    """Return a figure with panels, two per row, and their axes; widths are in inches, `margin` is the right margin.
 
     The margins are fixed, because a layout engine draws the figure twice, which doubles the time.
     """
@@ -108,7 +108,7 @@ def _make_figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple
 
     columns = min(panels, _COLUMNS)
     rows = -(-panels // columns)
-    across, down = width * columns + beside, _HEIGHT * rows
+    across, down = width * columns + margin, _HEIGHT * rows
     figure = Figure(figsize=(across, down))
     FigureCanvasAgg(figure)
     size = ((width - _LEFT - _RIGHT) / across, (_HEIGHT - _BOTTOM - _TOP) / down)
@@ -118,14 +118,14 @@ def _make_figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple
     return figure, [figure.add_axes((*place, *size)) for place in places]
 
 
-def _get_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
+def _get_figure(kind: str, width: float, panels: int = 1, *, margin: float = 0.0) -> tuple[Any, list[Any]]:
     """Return a figure of `_make_figure`, reused within a thread, because creating axes takes most of the time.
 
     Lines and texts of the previous plot are removed; the caller sets everything else that differs.
     """
     kept = vars(_figures)
     if (found := kept.get(f"{kind} {panels}")) is None:
-        found = kept[f"{kind} {panels}"] = _make_figure(width, panels, beside=beside)
+        found = kept[f"{kind} {panels}"] = _make_figure(width, panels, margin=margin)
         for axes in found[1]:
             _draw_grid(axes)
     for axes in found[1]:
