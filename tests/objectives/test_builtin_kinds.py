@@ -25,7 +25,7 @@ NAMES = ("text", "molecules", "language", "series", "denoise")
 @pytest.fixture(scope="module", autouse=True)
 def _read_once():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_of_molecules, "molecules", cache(module_of_molecules.molecules))
+        patch.setattr(module_of_molecules, "load_molecules", cache(module_of_molecules.load_molecules))
         yield
 
 
@@ -76,7 +76,7 @@ def test_no_paragraph_is_in_two_splits_or_of_two_topics():
 
 @pytest.mark.slow
 def test_no_scaffold_and_no_molecule_is_in_two_splits():
-    graphs, areas, scaffolds = module_of_molecules.molecules()
+    graphs, areas, scaffolds = module_of_molecules.load_molecules()
     parts = [part.rows.tolist() for _, part in _splits("molecules").parts()]
     assert sorted(chain(*parts)) == list(range(len(graphs)))
     assert len(areas) > 4900
@@ -197,7 +197,7 @@ def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
 @pytest.mark.parametrize(("name", "package"), [("molecules", "rdkit"), ("series", "statsmodels")])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(name, package, monkeypatch):
     if name == "molecules":  # not what was read before
-        monkeypatch.setattr(module_of_molecules, "molecules", module_of_molecules.molecules.__wrapped__)
+        monkeypatch.setattr(module_of_molecules, "load_molecules", module_of_molecules.load_molecules.__wrapped__)
     for module in [module for module in sys.modules if module.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)

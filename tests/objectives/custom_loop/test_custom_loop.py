@@ -147,7 +147,7 @@ def test_a_completed_run_is_not_trained_again(tmp_path):
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
     _fit(session=LocalSession(tmp_path))
-    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: epochs is 5 there and 6 here"):
+    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: its epochs is 5, not 6"):
         _fit(session=LocalSession(tmp_path), epochs=6)
 
 

@@ -77,8 +77,8 @@ def test_auroc_on_a_split_of_one_class_is_rejected_before_training():
     ("settings", "message"),
     [
         ({"epochs": 0}, "epochs must be at least 1, not 0"),
-        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-        ({"device": "toaster"}, "device 'toaster' cannot be used"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not available"),
+        ({"device": "toaster"}, "device 'toaster' is not available"),
     ],
 )
 def test_bad_settings_of_a_run_are_rejected(wine, settings, message):

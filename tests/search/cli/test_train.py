@@ -268,7 +268,7 @@ def test_a_checkpoint_of_another_run_is_rejected(capsys) -> None:
     call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
     code, _, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--set", "lr=0.5")
     assert code == 2
-    assert "another run: lr is 0.01 there and 0.5 here" in err
+    assert "another run: its lr is 0.01, not 0.5" in err
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hpsearch import Dataset, Step
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
 from hpsearch.objectives.training.evaluation.metrics import binary, classification
 from hpsearch.objectives.training.evaluation.step import LossStep
-from hpsearch.objectives.training.loop.resplit import MOST, CrossFit, standard_error, value_of
+from hpsearch.objectives.training.loop.resplit import MAX_BYTES, CrossFit, bind_metric, estimate_error
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_lower_is_better_where_the_metric_is_minimized():
 def test_outputs_are_kept_if_they_are_few_and_tensors():
     found = _cross_fit(1, 2)
     labels = torch.zeros(1, dtype=torch.int64)
-    wide = Step(torch.tensor(0.0), torch.zeros(1, MOST // 4), labels)
+    wide = Step(torch.tensor(0.0), torch.zeros(1, MAX_BYTES // 4), labels)
     for step in (wide, Step(torch.tensor(0.0), None, None, {"accuracy": 1.0})):
         found.begin()
         for row in range(2):
@@ -117,33 +117,33 @@ def _outputs(outputs):
 def test_the_standard_error_of_a_share_is_binomial():
     right = torch.arange(400) % 4 != 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
-    judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
-    error = standard_error(judge, outputs, None, 0)
+    judge = bind_metric("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
+    error = estimate_error(judge, outputs, None, 0)
     assert error == pytest.approx(math.sqrt(0.75 * 0.25 / 400), rel=0.25)
-    assert error == standard_error(judge, outputs, None, 0), "a function of its seed"
+    assert error == estimate_error(judge, outputs, None, 0), "a function of its seed"
 
 
 def test_samples_of_a_group_are_resampled_together():
     """Ten groups of forty that are all right or all wrong weigh as ten samples."""
     right = torch.arange(400) // 40 % 2 == 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
-    judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
-    error = standard_error(judge, outputs, np.arange(400) // 40, 0)
+    judge = bind_metric("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
+    error = estimate_error(judge, outputs, np.arange(400) // 40, 0)
     assert error == pytest.approx(math.sqrt(0.25 / 10), rel=0.25)
 
 
 def test_few_groups_have_no_standard_error():
     right = torch.arange(40) % 2 == 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
-    judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
-    assert standard_error(judge, outputs, np.arange(40) // 20, 0) is None
+    judge = bind_metric("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
+    assert estimate_error(judge, outputs, np.arange(40) // 20, 0) is None
 
 
 def test_the_loss_is_resampled_but_step_metrics_are_not():
     outputs = _outputs(torch.randn(6, 2))
-    judge = value_of("loss", classification(2), LossStep(nn.CrossEntropyLoss()))
+    judge = bind_metric("loss", classification(2), LossStep(nn.CrossEntropyLoss()))
     assert judge(outputs) == pytest.approx(float(nn.CrossEntropyLoss()(outputs["outputs"], outputs["targets"])))
-    assert value_of("loss", classification(2), lambda *_: None) is None
+    assert bind_metric("loss", classification(2), lambda *_: None) is None
 
 
 def test_a_metric_that_fails_for_most_resamples_has_no_standard_error():
@@ -151,7 +151,7 @@ def test_a_metric_that_fails_for_most_resamples_has_no_standard_error():
         raise ValueError("one class only")
 
     outputs = _outputs(torch.zeros(4, 2))
-    assert standard_error(refuses, outputs, None, 0) is None
+    assert estimate_error(refuses, outputs, None, 0) is None
 
 
 def test_a_run_on_a_new_split_has_a_score_on_it():

@@ -122,7 +122,7 @@ def test_a_stopped_refit_resumes_bit_identically(wine, tmp_path):
 
 def test_a_checkpoint_of_another_run_is_rejected(wine, tmp_path):
     fit(wine, CONFIG, epochs=6, refit=4, session=Stopped(tmp_path, 1))
-    with pytest.raises(ObjectiveError, match="refit is 4 there and 5 here"):
+    with pytest.raises(ObjectiveError, match="its refit is 4, not 5"):
         fit(wine, CONFIG, epochs=6, refit=5, session=LocalSession(tmp_path))
 
 

@@ -184,10 +184,10 @@ def test_patience_continues_after_a_resume(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"config": TrainConfig(lr=0.5)}, "another run: lr is 0.05 there and 0.5 here"),
-        ({"seed": 1}, "another run: seed is 11 there and 1 here"),
-        ({"split_seed": 1}, "another run: split_seed is 5 there and 1 here"),
-        ({"epochs": 9}, "another run: epochs is 3 there and 9 here"),
+        ({"config": TrainConfig(lr=0.5)}, "another run: its lr is 0.05, not 0.5"),
+        ({"seed": 1}, "another run: its seed is 11, not 1"),
+        ({"split_seed": 1}, "another run: its split_seed is 5, not 1"),
+        ({"epochs": 9}, "another run: its epochs is 3, not 9"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_rejected_and_kept(tmp_path, changed, message):

@@ -181,8 +181,8 @@ def test_a_mid_epoch_checkpoint_has_plain_content_and_a_mark(tmp_path):
     assert math.isnan(result.best_value)
     state = checkpoint.read(tmp_path / "last.pt")
     assert (state["format"], state["step"], state["within"]["sums"]["steps"]) == (3, 3, 3)
-    assert "left in epoch 1 after 3 of 6 steps" in (tmp_path / "train.log").read_text()
-    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: seed is 0 there and 1 here"):
+    assert "stopped in epoch 1 after 3 of 6 steps" in (tmp_path / "train.log").read_text()
+    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: its seed is 0, not 1"):
         Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=1, session=Leaving(tmp_path)).fit()
 
 

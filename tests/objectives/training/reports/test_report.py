@@ -113,7 +113,7 @@ def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
     _, text = _report(objective_with(data=data), tmp_path)
     assert "- 5 of 41 validation inputs are also training inputs" in _section(text, "Possible leakage")
     _, clean = _report(wine, tmp_path / "clean")
-    assert _section(clean, "Possible leakage") == "None seen."
+    assert _section(clean, "Possible leakage") == "None found."
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_a_plot_contains_nothing_of_the_previous_one(tmp_path, monkeypatch):
 
     drawn("another", 30, 1000.0, 3)
     after = drawn("after", 4, 0.01, None)
-    monkeypatch.setattr(plots, "_drawn", threading.local())
+    monkeypatch.setattr(plots, "_figures", threading.local())
     assert after == drawn("alone", 4, 0.01, None)
 
 

@@ -74,7 +74,7 @@ def test_the_size_of_a_stored_diff_is_limited(repository):
     (folder / "mine.py").write_text("x = 1\n" * 400_000)
     diff = git_diff(folder)
     assert len(diff) < 1_000_100
-    assert "is left out]" in diff
+    assert "characters in total]" in diff
 
 
 def test_outside_of_git_no_commit_is_recorded(tmp_path):
