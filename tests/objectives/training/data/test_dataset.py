@@ -202,7 +202,7 @@ def test_no_time_is_in_two_splits():
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        ([1.0] * 10, "cannot be split by time: 1 moments"),
+        ([1.0] * 10, "cannot be split by time: 1 distinct times"),
         ([1.0, float("nan")] * 5, "none of them missing"),
         (["a"] * 10, "must be numbers or datetimes"),
         (np.zeros((10, 2)), "one value for each of the 10 samples"),

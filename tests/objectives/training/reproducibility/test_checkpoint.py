@@ -151,7 +151,7 @@ def test_a_session_falls_back_to_the_previous_state(tmp_path, caplog):
     assert "optimizer" not in checkpoint.read(session.files.best_path)
     session.files.last_path.write_bytes(session.files.last_path.read_bytes()[:-9])
     assert session.restore()["seed"] == 1
-    assert "last.pt is torn" in caplog.text
+    assert "last.pt is truncated" in caplog.text
     session.files.last_path.unlink()  # as after a death between the two renames
     assert session.restore()["seed"] == 1
     session.files.previous_path.write_bytes(b"")
