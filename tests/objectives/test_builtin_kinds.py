@@ -86,7 +86,7 @@ def test_no_scaffold_and_no_molecule_is_in_two_splits():
 
 
 def test_validation_text_comes_after_all_training_text():
-    splits, text = _splits("language"), corpus()
+    splits, text = _splits("language"), load_corpus()
     assert len(set(text.split("\n\n"))) == len(text.split("\n\n")) > 1000, "no paragraph stands twice"
     pieces = [torch.cat([part.x, part.y[:, -1:]], dim=1).flatten() for _, part in splits.parts()]
     whole = torch.cat(pieces)
@@ -97,7 +97,7 @@ def test_validation_text_comes_after_all_training_text():
 
 
 def test_no_forecast_week_is_in_two_splits_or_in_earlier_inputs():
-    values, last = weekly(), -1
+    values, last = load_weekly_values(), -1
     for _, part in _splits("series").parts():
         first = int(part.rows[0])
         assert first > last, "weeks that the split before forecasts"
@@ -157,9 +157,9 @@ SCORES = {
 
 
 def test_the_frechet_distance_is_exact_for_normal_features():
-    real, other = images(0).train.x, images(0).val.x
-    assert distance(real, real, 0) == pytest.approx(0, abs=1e-4)
-    assert distance(real, other, 0) == pytest.approx(distance(other, real, 0), rel=1e-4)
+    real, other = load_images(0).train.x, load_images(0).val.x
+    assert frechet_distance(real, real, 0) == pytest.approx(0, abs=1e-4)
+    assert frechet_distance(real, other, 0) == pytest.approx(frechet_distance(other, real, 0), rel=1e-4)
     torch.manual_seed(0)
     near, far = (frechet_distance(real + noise * torch.randn_like(real), other, 0) for noise in (2, 6))
     assert frechet_distance(real, other, 0) < near < far

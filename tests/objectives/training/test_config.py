@@ -92,7 +92,7 @@ def test_a_bad_value_is_rejected_in_one_line(values, message):
 
 @pytest.mark.parametrize("made", [TrainConfig.from_dict, lambda values: TrainConfig(**values)])
 def test_an_unknown_setting_is_rejected_with_the_nearest_name(made):
-    with pytest.raises(ObjectiveError, match="unknown training setting 'batchsize': did you mean 'batch_size'"):
+    with pytest.raises(ObjectiveError, match="unknown training setting 'batchsize'; did you mean 'batch_size'"):
         made({"batchsize": 8})
 
 

@@ -84,7 +84,7 @@ def test_the_result_is_stored_with_its_plot(wine, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"lowest": 0.0}, {"lowest": 2.0, "highest": 1.0}, {"steps": 3}])
 def test_an_invalid_range_is_rejected(wine, settings):
-    with pytest.raises(ObjectiveError, match="a range needs 0 < lowest < highest and at least 10 steps"):
+    with pytest.raises(ObjectiveError, match="a range test needs 0 < lowest < highest and 10 steps or more"):
         run_lr_range_test(wine, **settings)
 
 

@@ -121,5 +121,5 @@ def test_halves_have_the_same_shares_of_each_class():
 
 
 def test_an_impossible_resplit_is_an_error():
-    with pytest.raises(ObjectiveError, match="cannot be split"), resplit(1):
+    with pytest.raises(ObjectiveError, match="cannot be split"), request_split(1):
         Splits.make(np.zeros((6, 1)), np.zeros(6), seed=0, groups=np.zeros(6))

@@ -62,7 +62,7 @@ def test_a_missing_tensorboard_package_is_an_error(wine, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("instruments", [{"profile_steps": 1}, {"tensorboard": True}])
 def test_instruments_need_a_run_dir(wine, instruments):
-    with pytest.raises(ObjectiveError, match="need a run_dir"):
+    with pytest.raises(ObjectiveError, match="need a directory; set run_dir"):
         _fit(wine, **instruments)
 
 

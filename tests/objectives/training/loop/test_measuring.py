@@ -94,7 +94,7 @@ def test_latency_of_a_batch():
 
 @pytest.mark.parametrize("size", [0, 2.5, "1"])
 def test_an_invalid_latency_batch_is_rejected(size):
-    with pytest.raises(ObjectiveError, match="latency_batch must be a whole number of at least 1"):
+    with pytest.raises(ObjectiveError, match="latency_batch must be an integer of at least 1"):
         fit(asking("latency_ms", latency_batch=size), epochs=1)
 
 
@@ -236,7 +236,7 @@ def test_a_requested_metric_must_be_finite():
 
 
 def test_a_requested_metric_must_be_reported_after_every_epoch():
-    with pytest.raises(MetricError, match="metric 'extra' is not given after every epoch"):
+    with pytest.raises(MetricError, match="metric 'extra' is missing after an epoch"):
         fit(asking("extra", metrics=lambda self, train: Sometimes({})), epochs=2)
 
 

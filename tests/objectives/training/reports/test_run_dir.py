@@ -93,7 +93,7 @@ def test_a_plot_contains_nothing_of_the_previous_one(tmp_path, monkeypatch):
 
 
 def test_a_run_without_matplotlib_completes_with_a_remark(wine, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "_drawn", threading.local())  # where an earlier run of this process left figures
+    monkeypatch.setattr(plots, "_figures", threading.local())  # where an earlier run of this process left figures
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     result = fit(wine, run_dir=tmp_path, epochs=2)
