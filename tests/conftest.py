@@ -1,6 +1,7 @@
-"""Real services for every test: a Postgres with one database per test, and one full stack for the whole run.
+"""Real services for the tests: a Postgres with one database per test, and one full stack for the whole run.
 
-`--quick` leaves out what takes a process, a stack or a whole search; `--soak` adds what only repeats and enlarges.
+`--quick` deselects tests that need a process, a stack or a whole search. `--soak` adds tests that repeat and enlarge
+other tests.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take from us how our children ended
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the exit codes of child processes would be lost
 signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
-# Stops the services of home folders and removes the folder they are in when its input closes: at the end of the tests,
-# or when they were killed, for the services would outlive them.
+# Stops the services of home folders and removes the parent folder when its input closes: at the end of the tests, or
+# when the tests are killed. Otherwise the services would outlive them.
 _GUARD = """
 import shutil, sys
 from pathlib import Path
@@ -65,16 +66,16 @@ shutil.rmtree(homes[0].parent, ignore_errors=True)
 
 @contextmanager
 def guarded_home() -> Iterator[Path]:
-    """Yield a path for a home folder, whose services are stopped however the tests end."""
+    """Yield a path for a home folder. Its services are stopped even if the tests are killed."""
     with guarded_folder("home") as folder:
         yield folder / "home"
 
 
 @contextmanager
 def guarded_folder(*homes: str) -> Iterator[Path]:
-    """Yield a folder, of which these are to be home folders; it goes in the end, when their services are stopped."""
+    """Yield a folder with these home folders. At the end their services are stopped and the folder is removed."""
     folder = Path(tempfile.mkdtemp(prefix="hpsearch-test-")).resolve()
-    folder.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
+    folder.chmod(0o755)  # for root, Postgres runs as another user, which needs access
     command = [sys.executable, "-c", _GUARD, *(folder / home for home in homes)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -84,18 +85,18 @@ def guarded_folder(*homes: str) -> Iterator[Path]:
     assert guard.returncode == 0
 
 
-# The folder of the services that all processes of a run share: each starts what it needs first.
+# The folder of the services that all processes of a run share. The first process that needs a service starts it.
 _SHARED = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For the inner loop, and for CI."""
+    """Add the options for quick runs and for CI."""
     parser.addoption("--quick", action="store_true", help="only tests of a moment: no stack, no search, no processes")
     parser.addoption("--soak", action="store_true", help="the soaks too: what repeats and enlarges other tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples are made up, and keep the shared services until the whole run ends."""
+    """Set the number of hypothesis examples, and keep the shared services until the end of the run."""
     settings.register_profile("hpsearch", deadline=None, max_examples=600 if config.getoption("--soak") else 100)
     settings.load_profile("hpsearch")
     if given := getattr(config, "workerinput", {}).get("shared"):
@@ -110,12 +111,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a process of pytest-xdist where they are."""
+    """Send a pytest-xdist process the folder of the shared services."""
     node.workerinput["shared"] = str(node.config.stash[_SHARED])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what was not asked for, and put last what only needs a stack that others start."""
+    """Deselect tests by the options, and run tests last that need a stack which other tests start."""
     items.sort(key=lambda item: "own_stack" in getattr(item, "fixturenames", ()))
     left_out = [item for item in items if not _is_wanted(config, item)]
     if left_out:
@@ -151,7 +152,7 @@ def _no_settings_of_the_user() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedded.StackInfo:
-    """The whole embedded stack, shared by all tests: leave no study behind that another test could trip over."""
+    """Start the whole embedded stack, which all tests share. A test must use its own study names."""
     home = pytestconfig.stash[_SHARED] / "stack"
     with FileLock(home.with_suffix(".lock")):
         first = not home.exists()
@@ -166,9 +167,9 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
 
 @pytest.fixture(scope="session")
 def own_home(_no_settings_of_the_user: None) -> Iterator[Path]:
-    """The home of another stack, for the tests that break it: all in one group of pytest-xdist, one after another.
+    """Return the home of another stack for tests that break it. They run one after another in one pytest-xdist group.
 
-    It has spaces and a long path, and each test finds its stack in whatever state the last one left it.
+    Its path is long and has spaces. Each test gets the stack in the state that the previous test left.
     """
     with guarded_home() as fresh:
         home = fresh / ("a long path " * 10).strip() / "home"
@@ -181,13 +182,13 @@ def own_home(_no_settings_of_the_user: None) -> Iterator[Path]:
 
 @pytest.fixture
 def own_stack(own_home: Path) -> embedded.StackInfo:
-    """The stack in `own_home`, running. Who asks for it comes after the tests of how it is started."""
+    """Start the stack in `own_home`. Tests with this fixture run after the tests of its start."""
     return embedded.up(own_home, dashboard=DASHBOARD_COMMAND)
 
 
 @dataclass
 class PostgresServer:
-    """An embedded Postgres with the roles of a deployment, and `template`: a migrated database to copy."""
+    """An embedded Postgres with the roles of a deployment and a migrated database `template`, which tests copy."""
 
     port: int
     admin_url: str
@@ -211,7 +212,7 @@ class PostgresServer:
 
 
 def execute(url: str, *statements: str | sql.Composable) -> None:
-    """Run statements, each in a transaction of its own."""
+    """Run statements, each in a separate transaction."""
     connection = psycopg2.connect(url.replace("+psycopg2", ""))
     connection.autocommit = True
     try:
@@ -223,9 +224,9 @@ def execute(url: str, *statements: str | sql.Composable) -> None:
 
 
 def forget_power_cuts(admin_url: str) -> None:
-    """Let a server of the tests wait for no disk, of which a test's database costs it most.
+    """Turn off waiting for the disk on a test server, because this is the slowest part of creating a database.
 
-    What is written outlives its processes all the same, however they end.
+    Written data still survive any end of the server's processes.
     """
     settings = ("fsync", "full_page_writes")
     execute(admin_url, *(f"ALTER SYSTEM SET {name} = off" for name in settings), "SELECT pg_reload_conf()")
@@ -238,7 +239,7 @@ def _admin_url(server: EmbeddedPostgres, port: int | None) -> str:
 
 @pytest.fixture(scope="session")
 def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
-    """A Postgres without the rest of the stack, shared by all tests: it is there in two seconds."""
+    """Start a Postgres without the rest of the stack, which takes two seconds; all tests share it."""
     home = pytestconfig.stash[_SHARED] / "postgres"
     with FileLock(home.with_suffix(".lock")):
         known = home / "server.json"
@@ -266,7 +267,7 @@ def _databases(admin: str) -> Databases:
 def zygote(
     _no_settings_of_the_user: None, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Zygote]:
-    """A process that has all libraries loaded, and forks commands; shared by all tests."""
+    """Return the shared process that has all libraries loaded and forks commands."""
     made = Zygote(server_in(pytestconfig.stash[_SHARED] / "zygote"), tmp_path_factory.mktemp("zygote"))
     yield made
     made.close()
@@ -274,13 +275,13 @@ def zygote(
 
 @pytest.fixture(scope="session")
 def guarded_homes(_no_settings_of_the_user: None) -> Callable[[], AbstractContextManager[Path]]:
-    """Makes home folders whose services are stopped however the tests end, for fixtures of a wider scope."""
+    """Return a function that creates home folders as `guarded_home` does, for fixtures of a wider scope."""
     return guarded_home
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """An empty folder that every user can enter, unlike `tmp_path`."""
+    """Return an empty folder that every user can enter, unlike `tmp_path`."""
     with tempfile.TemporaryDirectory(prefix="hpsearch-test-") as folder:
         path = Path(folder).resolve()
         path.chmod(0o755)
@@ -289,7 +290,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def fresh_home(_no_settings_of_the_user: None) -> Iterator[Path]:
-    """The path of a home folder of the test's own, not made yet; what is started there is stopped in the end."""
+    """Return the path of a home folder that does not exist yet. Services started there are stopped at the end."""
     with guarded_home() as home:
         yield home
 
@@ -306,24 +307,24 @@ def _database(server: PostgresServer, *, template: str) -> Iterator[str]:
 
 @pytest.fixture
 def database(postgres_server: PostgresServer) -> Iterator[str]:
-    """The name of a fresh, migrated database on `postgres_server`."""
+    """Return the name of a new, migrated database on `postgres_server`."""
     yield from _database(postgres_server, template=postgres_server.template)
 
 
 @pytest.fixture
 def database_url(postgres_server: PostgresServer, database: str) -> str:
-    """URL of a fresh, migrated database for a worker: rows only, no change of the schema."""
+    """Return the URL of a new, migrated database for the worker role, which cannot change the schema."""
     return postgres_server.url(database)
 
 
 @pytest.fixture
 def owner_url(postgres_server: PostgresServer, database: str) -> str:
-    """URL of the same database as `database_url`, for its owner."""
+    """Return the URL of the same database as `database_url` for its owner."""
     return postgres_server.url(database, user=OWNER)
 
 
 @pytest.fixture
 def empty_database_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """URL of a fresh database without tables, for its owner."""
+    """Return the URL of a new database without tables for its owner."""
     for name in _database(postgres_server, template="template0"):
         yield postgres_server.url(name, user=OWNER)

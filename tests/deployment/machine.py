@@ -1,4 +1,4 @@
-"""A deployment without a Docker engine: what Docker Compose makes of the file, and its commands on this machine.
+"""A deployment without a Docker engine: the commands of the resolved Compose file, run on this machine.
 
 The services' commands, environments, health checks and order are Docker Compose's own reading of docker-compose.yml,
 with the hosts, ports and folders of its network replaced by local ones.

@@ -1,4 +1,4 @@
-"""docker-compose.yml and the Dockerfile: valid by their own tools, and their commands run by hand on real services."""
+"""docker-compose.yml and the Dockerfile: their own tools validate them, and the tests run their commands."""
 
 import json
 import os

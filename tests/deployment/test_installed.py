@@ -1,4 +1,4 @@
-"""The wheel, and an environment of it without the extra `server`, with a project that has packages of common names."""
+"""The wheel, installed without the extra `server`, and a project that has packages with names of hpsearch's."""
 
 from __future__ import annotations
 

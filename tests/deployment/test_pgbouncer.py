@@ -1,4 +1,4 @@
-"""A search whose workers reach the database through the deployment's PgBouncer, by its own configuration."""
+"""A search whose workers use the deployment's PgBouncer with its own configuration."""
 
 import os
 import pwd

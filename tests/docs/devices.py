@@ -1,4 +1,4 @@
-"""The blocks of the page of loops on several devices, each a whole objective."""
+"""The code blocks of the page about loops on several devices; each is a complete objective."""
 
 from tests.docs.recipes import blocks
 

@@ -1,4 +1,4 @@
-"""The pages as tests read them."""
+"""Read the documentation pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of the page of recipes, each a whole objective."""
+"""The code blocks of the recipes page; each is a complete objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops of one's own on two ranks: a trial that is stopped and resumed is the undisturbed one."""
+"""Custom loops of the documentation on two ranks: a stopped and resumed trial equals an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages keep up with the code: what they name exists, and what exists is named."""
+"""The pages agree with the code: all names in them exist, and they mention all settings, commands and tables."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every recipe is an objective that trains, and gets better by it."""
+"""Every recipe is an objective whose metric improves with training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A headless Chromium of the system's, and what tests of pages share."""
+"""The system's Chromium in headless mode, and helpers for tests of pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKS = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
 ]
 
-# Quiet: no calls home, no sandbox of its own (which root may not have).
+# No background requests, and no sandbox, which root cannot use.
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -34,7 +34,7 @@ FLAGS = [
 
 PATIENCE = 300_000  # ms
 
-# The texts of figures that begin left of their figure, and the reasons that do not fit their cell.
+# The texts that start left of their figure, and the reasons that do not fit into their cell.
 CUT = """[...document.querySelectorAll(".figure")].flatMap((figure) => [...figure.querySelectorAll("text")]
     .filter((text) => text.getBoundingClientRect().left < figure.getBoundingClientRect().left - 1))
     .concat([...document.querySelectorAll("#trials td.why")].filter((cell) => cell.scrollWidth > cell.clientWidth))
@@ -42,13 +42,13 @@ CUT = """[...document.querySelectorAll(".figure")].flatMap((figure) => [...figur
 
 
 def keep(page: Page, name: str) -> None:
-    """Keep a screenshot in the folder that SCREENSHOTS names, for a person to look at."""
+    """Store a screenshot in the folder of the variable SCREENSHOTS, for manual inspection."""
     if folder := os.environ.get("SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def address(output: str, what: str) -> str:
-    """The address on the line of a command's output that begins so."""
+    """Return the address in the line of a command's output with this beginning."""
     line = next(line for line in output.splitlines() if line.startswith(what))
     return line.split()[-1]
 

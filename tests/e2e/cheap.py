@@ -1,4 +1,4 @@
-"""An objective whose trials take no time; one in two kills its worker, once."""
+"""An objective with very short trials. Every second trial kills its worker once."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""One real search, run once by the command line and looked at by many tests; and commands to run more."""
+"""One real search, run once with the command line and used by many tests, and fixtures to run more commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cli(stack: StackInfo, zygote: Zygote, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def search(cli: Cli) -> Search:
-    """12 trials of digits by 3 workers on the embedded stack."""
+    """Run 12 trials of digits with 3 workers on the embedded stack."""
     name = "end.to.end"  # contains characters that MLflow rejects in the name of a model
     output = cli(
         *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
@@ -39,7 +39,7 @@ def search(cli: Cli) -> Search:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    """A page of a headless browser."""
+    """Return a page of a headless browser."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

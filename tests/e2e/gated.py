@@ -1,7 +1,7 @@
-"""An objective whose third epoch waits at a gate, so that a test can kill its worker in mid-trial.
+"""An objective whose third epoch waits for a file, so that a test can kill its worker during a trial.
 
-GATE names a folder. A worker that arrives writes `reached-PID` there and waits until `open` appears. A file `pass-N`
-lets one worker through, which deletes it.
+The variable GATE is a folder. The worker writes `reached-PID` there and waits until `open` exists. A file `pass-N` lets
+one worker continue, which deletes the file.
 """
 
 from __future__ import annotations

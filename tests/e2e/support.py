@@ -1,4 +1,4 @@
-"""The command line as a test calls it, and a finished search as a test looks at it."""
+"""Run commands in tests, and read a finished search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 class Cli:
     """The command line, on the embedded stack of the tests.
 
-    Commands are forked from a process that has all libraries loaded: a `run` is spared 15 s of imports.
+    Commands are forked from a process with all libraries loaded, which saves 15 s of imports per `run`.
     """
 
     stack: StackInfo
@@ -53,7 +53,7 @@ class Cli:
         return output
 
     def study(self, name: str) -> optuna.Study:
-        """The study as a notebook opens it: plain Optuna on the URL."""
+        """Open the study with plain Optuna, as in a notebook."""
         return optuna.load_study(study_name=name, storage=self.stack.storage_url)
 
 
@@ -69,7 +69,7 @@ class Search:
 
     @property
     def model_name(self) -> str:
-        """How the names of its models begin in MLflow, which takes no dots there."""
+        """Return the prefix of its model names in MLflow, which rejects dots there."""
         return self.name.replace(".", "_")
 
 

@@ -106,7 +106,7 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
 
 
 def assert_runs_are_whole(there: Cli, before: list[optuna.trial.FrozenTrial]) -> None:
-    """Every trial has one run on the server of the new home, each point once, and its files."""
+    """Check that each trial has one run on the server of the new home, with each point once and its files."""
     study, uri = there.study(NAME), there.stack.tracking_uri
     client = mlflow.MlflowClient(uri)
     parent = client.get_run(study.user_attrs["hpsearch:mlflow_run_id"])

@@ -1,4 +1,4 @@
-"""The pages as a person sees them, in a headless Chromium of the system's."""
+"""The pages in a real browser: the system's Chromium in headless mode."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def test_the_table_of_the_report_sorts_by_pointer_and_by_keyboard(page: Page, cl
     expect(page.locator("#trials th[aria-sort]")).to_have_text("trial")
 
 
-@pytest.mark.soak  # MLflow's pages, half a minute of them; what we make of it: search/promotion/test_promote.py
+@pytest.mark.soak  # takes half a minute in MLflow's pages; search/promotion/test_promote.py tests hpsearch's part
 def test_a_promotion_in_the_mlflow_ui_is_shown_in_the_study(page: Page, cli: Cli, search: Search) -> None:
-    """The user's way: the study's run, its children by the metric, the best one, Register model, the alias."""
+    """As a user does it: the study's run, its child runs by metric, the best run, "Register model", the alias."""
     model = "promoted-by-hand"
     page.set_viewport_size({"width": 1500, "height": 1000})
     page.goto(address(search.output, "MLflow, study"))
@@ -101,7 +101,7 @@ def test_a_promotion_in_the_mlflow_ui_is_shown_in_the_study(page: Page, cli: Cli
     page.wait_for_url("**orderByKey=metrics.*best_val_accuracy*")
     complete = search.study.get_trials(states=(TrialState.COMPLETE,))
     expect(page.get_by_text("matching runs")).to_have_text("12 matching runs", timeout=PATIENCE)
-    best = page.locator("[row-index='0'] a[href*='/runs/']")  # the rows stand in the page in another order
+    best = page.locator("[row-index='0'] a[href*='/runs/']")  # the page has another order of the rows
     equals = [t.number for t in complete if t.value == search.study.best_value]
     expect(best).to_have_text(
         re.compile("|".join(f"{search.name}-{number:04d}" for number in equals)), timeout=PATIENCE

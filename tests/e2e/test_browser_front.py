@@ -1,4 +1,4 @@
-"""The pages of a study of several metrics as a person sees them, in a headless Chromium of the system's."""
+"""The pages of a multi-objective study in a real browser: the system's Chromium in headless mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRIALS = 24
 
 @dataclass(frozen=True)
 class Front:
-    """A finished study of several metrics."""
+    """A finished multi-objective study."""
 
     name: str
     output: str
@@ -30,13 +30,13 @@ class Front:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the trials on the front, the best by the first metric first."""
+        """Return the trials of the Pareto front, sorted by the first metric, best first."""
         metrics = len(self.trials[0].values)
         return [trial.number for trial in find_pareto_front(self.trials, [place == 0 for place in range(metrics)])]
 
 
 def run(cli: Cli, what: str, name: str, trials: int) -> Front:
-    """Run a study without pruning: which trials end does not hang on which report first."""
+    """Run a study without pruning, so that its results do not depend on the order of reports."""
     arguments = ("--trials", str(trials), "--workers", "2", "--sampler", "random", "--pruner", "none")
     return Front(name, cli("run", f"{TRADE}:{what}", "--name", name, *arguments), cli.study(name).trials)
 

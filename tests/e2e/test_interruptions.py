@@ -1,4 +1,4 @@
-"""What dies in mid-search: workers, the fleet, the user's patience. No trial is lost, none counts twice."""
+"""Workers, fleets, services and terminals that end during a search: no trial is lost, none counts twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]
 
 
 def outcomes(cli: Cli, name: str, trial: int = 0) -> list[str | None]:
-    """How the attempts at a trial of the study ended."""
+    """Return the outcomes of the attempts of a trial."""
     engine = make_engine(cli.stack.storage_url, application_name="test")
     query = """
         SELECT a.outcome FROM hpsearch_attempts a JOIN trials t USING (trial_id) JOIN studies s USING (study_id)
@@ -205,7 +205,7 @@ def test_killed_services_restart_without_losses(
     for service in embedded.read_status(own_stack.home):
         assert service.pid is not None
         for victim in [*psutil.Process(service.pid).children(recursive=True), psutil.Process(service.pid)]:
-            with suppress(psutil.NoSuchProcess):  # it may have followed another
+            with suppress(psutil.NoSuchProcess):  # possibly not its first attempt
                 victim.kill()
     (tmp_path / "open").touch()
     output, _ = process.communicate()

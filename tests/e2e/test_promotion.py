@@ -1,4 +1,4 @@
-"""From a finished search to a model that programs load by its name, by the command line alone."""
+"""From a finished search to a model that programs load by name, with the command line only."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Branching(Objective):
 
 
 def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, search: Search, tmp_path: Path) -> None:
-    """It can be promoted all the same, is said to need its code, and scores by that what was recorded."""
+    """It can be promoted, with a remark that it needs its code, and reproduces its score with this code."""
     path = tmp_path / "branching.py"
     path.write_text(BRANCHING)
     few = ("--name", "branching", "--trials", "1", "--epochs", "1", "--workers", "1")
@@ -158,7 +158,7 @@ class Wine(Objective):
 
 
 def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, tmp_path: Path) -> None:
-    """It is that of its best epoch, whole, linked to that epoch's metrics; unless its checkpoint was tidied away."""
+    """It is the complete model of the best epoch, linked to its metrics. Without the checkpoint it is an error."""
     path, rates = tmp_path / "worse.py", tmp_path / "rates.csv"
     path.write_text(WINE)
     rates.write_text("lr\n0.05\n1e-6\n2e-6\n")

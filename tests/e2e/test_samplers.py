@@ -1,4 +1,4 @@
-"""Each kind of sampler searches on the command line, with workers that are killed; what has an end comes to it."""
+"""Each kind of sampler searches with the command line and killed workers; finite samplers complete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_kind_of_sampler_works_while_workers_are_killed(
         assert "--trials 9: grid has 8 configurations and runs each once" in refused
         assert "Traceback" not in refused
     if sampler == "brute_force":
-        assert "the budget is spent" in cli(*command)  # joined: what was counted is the study's
+        assert "the budget is spent" in cli(*command)  # joins the study, whose spec has the computed number
 
 
 def test_a_grid_that_is_too_large_is_rejected_before_the_study_is_created(cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""A whole search on real services, looked at through Optuna's and MLflow's own clients."""
+"""A complete search on real services, read with Optuna's and MLflow's own clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpsearch import load_objective
 from hpsearch.search.study.ranking import rank_trials
 from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
 
-# One process runs what looks at the one search.
+# One pytest process runs all tests of this search.
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
 

@@ -1,4 +1,4 @@
-"""From an objective of several metrics to a model that programs load by its name, by the command line alone."""
+"""From an objective with several metrics to a model that programs load by name, with the command line only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All trials of a study are judged on the same split, whatever their own seeds."""
+"""All trials of a study are evaluated on the same split, with different seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study is stopped, extended and repaired while its workers run, with the commands that a person types."""
+"""A study is stopped, extended and repaired with the command line while its workers run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Say = Callable[..., str]
 
 @pytest.fixture
 def say(cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run a verb in this process, which spares it seconds of imports."""
+    """Run a command in this process, which saves seconds of imports."""
     for name in ("HPSEARCH_HOME", "COLUMNS"):
         monkeypatch.setenv(name, cli.environment[name])
 

@@ -1,4 +1,4 @@
-"""Every command of the tutorial and of the README is run: here as it is written, or by the test that is named here."""
+"""Every command of the tutorial and of the README is run: here as written, or by another test named here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("tutorial")]
 
 TUTORIAL, README = ROOT / "docs" / "tutorial.md", ROOT / "README.md"
 
-# What would stop the services of all tests, install, wait for somebody, or search for minutes: who runs it instead.
+# Commands that would stop the shared services, install, wait for input or take minutes, with the tests that run them.
 ELSEWHERE = {
     "./hpsearch run digits": (
         "tests/e2e/test_search.py::test_the_budget_is_spent_exactly",

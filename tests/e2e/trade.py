@@ -1,4 +1,4 @@
-"""An objective whose trials take no time, of two metrics that cannot both be had, and a bound."""
+"""An objective with very short trials, two conflicting metrics and a constraint."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A Postgres of a test's own, to be killed, started again and cut off."""
+"""A Postgres for one test, which can kill it, restart it and cut its connections."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Breakable:
         return cls(server, port, url(WORKER))
 
     def kill(self) -> None:
-        """End the server as a power cut would, with all its children."""
+        """Kill the server and all its child processes, as a power cut does."""
         process = self.server.find_process()
         assert process is not None
         for victim in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):  # a connection's, which was ending anyway
+            with suppress(psutil.NoSuchProcess):  # the process of a connection that has just ended
                 victim.kill()
         process.wait()
 

@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def arena(zygote: Zygote, database_url: str, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
-    """A study to be, on a database of its own and the MLflow of all tests."""
+    """A study, not created yet, on its own database and the shared MLflow server."""
     made = Arena(zygote, f"faults-{os.getpid()}-{next(_numbers)}", open_folder, database_url, stack.tracking_uri)
     yield made
     made.close()
@@ -32,7 +32,7 @@ def breakable(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iter
 
 @pytest.fixture
 def broken_arena(zygote: Zygote, breakable: Breakable, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
-    """A study to be, on a Postgres that the test may break."""
+    """A study, not created yet, on a Postgres that the test can break."""
     made = Arena(zygote, f"faults-{os.getpid()}-{next(_numbers)}", open_folder, breakable.url, stack.tracking_uri)
     yield made
     made.close()
@@ -40,7 +40,7 @@ def broken_arena(zygote: Zygote, breakable: Breakable, stack: StackInfo, open_fo
 
 @pytest.fixture(scope="session")
 def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[list[float]]]:
-    """The values of the first trials of any study, trained alone."""
+    """Return a function for the values of the first N trials of any study, trained without services and faults."""
     folder = tmp_path_factory.mktemp("undisturbed")
     known: list[list[float]] = []
 

@@ -1,4 +1,4 @@
-"""Studies whose workers are shot at: real processes on a real Postgres, kept in number until the budget is spent."""
+"""Run studies with real workers on a real Postgres and inject faults until the budget is spent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEASE = 4.0  # seconds: long enough for a busy machine, short enough to wait for
 
 @dataclass
 class Command:
-    """A command that was forked; of a `subprocess.Popen` it has what tests use."""
+    """A forked command, with the methods of `subprocess.Popen` that tests use."""
 
     zygote: Zygote
     pid: int
@@ -66,7 +66,7 @@ class Command:
         return found
 
     def communicate(self) -> tuple[str, None]:
-        """Wait for its end, and return what it printed, on both streams."""
+        """Wait for its end and return its output of both streams."""
         self.wait()
         return self.log.read_text(), None
 
@@ -76,7 +76,7 @@ class Zygote:
 
     Args:
         server: where the server listens.
-        folder: of the outputs of commands that are given no other place.
+        folder: for the outputs of commands without a `log`.
     """
 
     def __init__(self, server: str, folder: Path) -> None:
@@ -99,7 +99,7 @@ class Zygote:
         """Fork a command and return its process id; see :func:`tests.faults.zygote.become`."""
         if not log.exists():
             log.touch()
-        if not alone:  # the server may have been started with another
+        if not alone:  # the server may have another value
             environment = {"HPSEARCH_HOME": os.environ.get("HPSEARCH_HOME", ""), **environment}
         command = {"start": arguments, "environment": environment, "puppet": puppet, "alone": alone}
         process = self._server.fork({**command, "log": str(log), "cwd": str(cwd), "input": str(input)})
@@ -108,20 +108,20 @@ class Zygote:
         return process.pid
 
     def command(self, arguments: list[str], *, cwd: Path = ROOT) -> Command:
-        """Start a command of the product's."""
+        """Start an hpsearch command."""
         log = self._folder / f"{next(self._numbers)}.log"
         return Command(self, self.start(arguments, {}, log, puppet=False, cwd=cwd), log)
 
     def python(self, program: str, *arguments: str | Path) -> Command:
-        """Start a program as `python -c` does, where torch and all else is loaded already."""
+        """Start a program as `python -c` does, in a fork that has all libraries loaded."""
         return self.command(["-c", program, *map(str, arguments)])
 
     def exit_code(self, pid: int) -> int | None:
-        """How a command ended; None while it runs."""
+        """Return the exit code of a command, or None while it runs."""
         return self._processes[pid].exitcode
 
     def undisturbed(self, n_trials: int, path: Path) -> list[list[float]]:
-        """Return the values of the first trials of any study, an epoch each, trained alone and without a service."""
+        """Return the values per epoch of the first trials of any study, trained without services."""
         said, _ = self.command(["undisturbed", str(n_trials), str(path)]).communicate()
         assert path.exists(), said
         return [[float.fromhex(value) for value in trial] for trial in json.loads(path.read_text())]
@@ -136,10 +136,10 @@ class Zygote:
 
 @contextmanager
 def zygotes(folder: Path) -> Iterator[Callable[[], str]]:
-    """Yield what returns where the server listens, and starts it first if need be; it ends with this block.
+    """Yield a function that returns the server's address and starts it if necessary; the server ends with this block.
 
     Args:
-        folder: whose other users are other processes of the same run of tests.
+        folder: shared with the other processes of the same test run.
     """
     folder.mkdir(exist_ok=True)
     os.mkfifo(folder / "alive")
@@ -151,7 +151,7 @@ def zygotes(folder: Path) -> Iterator[Callable[[], str]]:
 
 
 def server_in(folder: Path) -> str:
-    """Return where the server of this folder listens; start it unless somebody did."""
+    """Return the address of this folder's server; start the server unless another process did."""
     alive, known = folder / "alive", folder / "known"
     with FileLock(folder / "lock"):
         if not known.exists():
@@ -164,7 +164,7 @@ def server_in(folder: Path) -> str:
 
 @dataclass
 class Worker:
-    """A process of one of the study's workers."""
+    """The process of a worker of the study."""
 
     pid: int
     log: Path
@@ -185,7 +185,7 @@ class Arena:
     """One study and its workers.
 
     Attributes:
-        models: trials whose models are exported, which costs a trial most; None for all.
+        models: trials whose models are exported, which is the slowest step of a trial; None for all.
         settings: environment of every command.
     """
 
@@ -229,7 +229,7 @@ class Arena:
         urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}
         models = {} if self.models is None else {"MODELS_OF": json.dumps(self.models)}
         where = {"HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders)}
-        # An epoch is ended, however slow the machine is, unless a test is about what happens where it is not.
+        # Long times, so that an epoch completes on a slow machine too. Tests of shorter times override them.
         times = {"HPSEARCH_LEASE": str(LEASE), "HPSEARCH_GRACE": str(PATIENCE)}
         times["HPSEARCH_COLLECTIVE_TIMEOUT"] = str(PATIENCE)
         return {**urls, **models, **where, **times, **self.settings, **more}
@@ -250,7 +250,7 @@ class Arena:
         return process.log.read_text()
 
     def poll_workers(self) -> None:
-        """Look which workers have ended."""
+        """Update the exit codes of workers that have ended."""
         for worker in self.workers:
             if not worker.ended:
                 worker.exit_code = self.zygote.exit_code(worker.pid)
@@ -317,7 +317,7 @@ class Arena:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for a process's state; empty when it is gone."""
+    """Return the kernel's letter for the state of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -325,7 +325,7 @@ def state_of(pid: int) -> str:
 
 
 class Wire:
-    """A TCP connection to a server that can be cut and mended: to its clients the server goes away."""
+    """A TCP relay to a server that can be cut and mended, so that the server seems to be down."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -333,7 +333,7 @@ class Wire:
         self.port = self._listener.getsockname()[1]
         self.mended = threading.Event()
         self.mended.set()
-        self.refused = 0  # connections, while it was cut
+        self.refused = 0  # number of connections while it was cut
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -377,7 +377,7 @@ class Wire:
 
 @contextmanager
 def wire(url: str) -> Iterator[tuple[Wire, str]]:
-    """A wire to the server of a URL on this machine, and the URL through it."""
+    """Yield a wire to the server of a URL on this machine, and the URL through it."""
     port = urlsplit(url).port
     assert port is not None
     line = Wire(port)

@@ -1,4 +1,4 @@
-"""What must hold of a study whatever was done to its workers, read by plain SQL and from the disk."""
+"""Invariants of a study under any fault of its workers, checked with plain SQL and on the disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trial:
 
 
 def read_trials(url: str, study: str) -> list[Trial]:
-    """All trials of a study, by number."""
+    """Return all trials of a study, by number."""
     engine = sa.create_engine(url, poolclass=sa.NullPool)
     with engine.connect() as connection:
 
@@ -84,12 +84,12 @@ def assert_equals_undisturbed(
     """Assert that a study ended as without faults, and return its trials.
 
     Args:
-        url: of its database.
+        url: URL of its database.
         study: its name.
-        home: where its checkpoints and run directories are.
-        undisturbed: the values of each trial, an epoch each, when it is trained alone and without any service.
+        home: folder of its checkpoints and run directories.
+        undisturbed: the values of each trial per epoch, trained without services and faults.
         n_trials: its budget.
-        store: where its checkpoints are, when not in the home.
+        store: folder of its checkpoints, if not in the home.
     """
     trials = read_trials(url, study)
     assert [t.number for t in trials] == list(range(n_trials)), "exactly the budget, without gap or double"
@@ -112,7 +112,7 @@ _RUNGS = """
 
 
 def read_promotions(url: str, study: str, factor: int) -> list[tuple[int, int]]:
-    """Trial and rung of all promotions of a study that has ended, rung by rung in their order.
+    """Return trial and rung of all promotions of a study that has ended, rung by rung in their order.
 
     Asserts that the best trials of each rung were promoted, and that all promoted trials reached the next rung.
     """
@@ -129,7 +129,7 @@ def read_promotions(url: str, study: str, factor: int) -> list[tuple[int, int]]:
 
 
 def assert_attempts(trial: Trial) -> None:
-    """Each attempt ended before the next began, and the last one's end is the trial's."""
+    """Assert that each attempt ended before the next started, and that the last outcome is that of the trial."""
     attempts = trial.attempts
     assert [a.number for a in attempts] == list(range(1, len(attempts) + 1))
     assert all(a.ended is not None for a in attempts), f"trial {trial.number}: an attempt never ended"
@@ -153,9 +153,9 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
 
 
 def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models: Container[int] = ()) -> None:
-    """Each trial has one run in MLflow, however many attempts it took, with each of its epochs once.
+    """Assert that each trial has one run in MLflow for all its attempts, with each of its epochs once.
 
-    Of `models` each that is complete has one model as well, whole and linked to the metrics of its best epoch.
+    Each complete trial of `models` also has one complete model, linked to the metrics of its best epoch.
     """
     import mlflow
 
@@ -181,7 +181,7 @@ def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models
 
 
 def points_of(tracking_uri: str, runs: list[Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Step and value of each point of each metric of each run, asked for as the UI does: of all runs at once."""
+    """Return step and value of each point of each metric of each run, with the UI's query for all runs at once."""
     points: dict[str, dict[str, list[tuple[int, float]]]] = {run.info.run_id: {} for run in runs}
     for key in sorted({key for run in runs for key in run.data.metrics}):
         query = urlencode({"run_id": list(points), "metric_key": key, "max_results": 25000}, doseq=True)
@@ -192,7 +192,7 @@ def points_of(tracking_uri: str, runs: list[Any]) -> dict[str, dict[str, list[tu
 
 
 def assert_model(client: Any, run: Any, trial: Trial) -> None:
-    """The run has exactly one model, which is ready, and ranked by the value of the trial."""
+    """Assert that the run has exactly one model, which is ready and has the trial's value as metric."""
     found = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
     assert [m.status for m in found] == ["READY"], f"trial {trial.number} has {len(found)} models"
     assert [o.model_id for o in run.outputs.model_outputs] == [found[0].model_id]

@@ -1,4 +1,4 @@
-"""Orders from a file: at which point of which trial a worker is to die, freeze, raise or wait.
+"""Orders in a file: the points of trials at which a worker dies, freezes, raises or waits.
 
 ORDERS names a folder with `orders.json`. What was obeyed leaves a file `obeyed-N` there, and what the worker does is
 written to `log.jsonl`, a line an event, by CLOCK_MONOTONIC, which all processes of a machine share.
@@ -22,22 +22,22 @@ from typing import Any, ClassVar
 
 from hpsearch.kill_points import KILL_POINTS
 
-PLACES = {*KILL_POINTS, "training", "suggest", "loading"}  # the last three are in the objectives of the tests
+PLACES = {*KILL_POINTS, "training", "suggest", "loading"}  # the last three are places in the objectives of the tests
 OUTSIDE = -1  # no trial: for points of a command outside of trials
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to do at a point.
+    """An action at a point.
 
     Attributes:
         point: a name in `hpsearch.kill_points`, or a place in the objective's own code.
         action: a key of `ACTIONS`.
-        trial, attempt: in which attempt at which trial, `OUTSIDE` all of them; attempt 0 is any.
-        epoch: in which epoch; None is any.
+        trial, attempt: the attempt of the trial, or `OUTSIDE` of trials; attempt 0 is any.
+        epoch: the epoch; None is any.
         when: `before` or `after` the point.
-        nth: at which passing of the point, counted from 1 in each attempt.
-        rank: by which of the processes that train a trial together.
+        nth: the number of the passing of the point, counted from 1 in each attempt.
+        rank: the process among those that train a trial together.
     """
 
     point: str
@@ -54,7 +54,7 @@ class Order:
 
 
 class _Sending(threading.local):
-    """What the sender's thread is at; the attempt at a trial whose journal it ships."""
+    """The attempt whose journal the sender's thread sends now."""
 
     trial: int | None = None
     attempt: int | None = None
@@ -64,7 +64,7 @@ Sending = _Sending()
 
 
 class Here:
-    """Where this process is."""
+    """The trial, attempt and epoch of this process."""
 
     trial: int | None = None
     attempt: int | None = None
@@ -73,7 +73,7 @@ class Here:
 
 
 def rank() -> int:
-    """Of this process among those that train a trial together."""
+    """Return the rank of this process among those that train a trial together."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -93,18 +93,18 @@ def write(where: Path, orders: list[Order]) -> None:
 
 
 def arrive(trial: int | None, attempt: int | None) -> None:
-    """Begin an attempt; None ends it."""
+    """Start an attempt, or end it if `trial` is None."""
     if (trial, attempt) != (Here.trial, Here.attempt):
         Here.trial, Here.attempt, Here.epoch, Here.passed = trial, attempt, None, {}
 
 
 def in_epoch() -> bool:
-    """Whether an attempt trains."""
+    """Return whether an attempt trains."""
     return Here.trial is not None and Here.epoch is not None
 
 
 def obey(point: str, when: str = "before") -> None:
-    """Do what is ordered for this point, if anything is."""
+    """Execute the orders for this point."""
     at = Sending if Sending.trial is not None else Here
     for index, order in enumerate(read()):
         number, attempt = (at.trial, at.attempt) if at.trial is not None else (OUTSIDE, at.attempt)
@@ -119,7 +119,7 @@ def obey(point: str, when: str = "before") -> None:
             where = folder()
             assert where is not None
             if (order.attempt or at is Sending) and (where / f"obeyed-{index}").exists():
-                continue  # a claim that was never committed is made again
+                continue  # a claim that was not committed is repeated
             written = where / f"obeyed-{index}-{os.getpid()}"
             written.write_text(str(os.getpid()))
             written.rename(where / f"obeyed-{index}")  # atomic: a reader of this file finds the process id in it
@@ -136,7 +136,7 @@ def note(event: str, **values: Any) -> None:
         file.write(json.dumps({**line, **values}) + "\n")
 
 
-DISK = 12_000  # bytes in a file: a checkpoint of the scripted network has twice as many, all else less
+DISK = 12_000  # bytes in a file: checkpoints of the scripted network have twice as many, other files fewer
 
 
 def _raise(_: Path) -> None:
@@ -145,7 +145,7 @@ def _raise(_: Path) -> None:
 
 def _freeze(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.1)  # the signal may reach another thread first: this one must not get on meanwhile
+    time.sleep(0.1)  # the signal may reach another thread first; this one must not continue meanwhile
 
 
 def _allocate(_: Path) -> None:
@@ -164,7 +164,7 @@ def _fill_disk(_: Path) -> None:
 
 
 def _fill_outbox(_: Path) -> None:
-    """Leave no room for a record, nor for anything else: for a moment only, then."""
+    """Leave no disk space for any file. Other files need space too, so this is for a moment only."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 

@@ -1,4 +1,4 @@
-"""A real worker on strings: before or after any of its steps it can be made to die, freeze or wait.
+"""A real worker that can die, freeze or wait before or after any of its steps.
 
 The product names its steps in `hpsearch.kill_points`; a callback runs them here.
 """
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def wrap(module: str, attribute: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a wrapper around a function of a module or a method of a class."""
+    """Wrap a function of a module or a method of a class."""
     owner: Any = importlib.import_module(module)
     *path, name = attribute.split(".")
     for part in path:
@@ -73,7 +73,7 @@ def run_step(point: KillPoint, step: functools.partial[Any]) -> Any:
 
 
 def wants_model() -> bool:
-    """Whether the trial's model is exported: that costs most, and few tests need it."""
+    """Return whether the trial's model is exported. The export is slow, and few tests need it."""
     numbers = json.loads(os.environ.get("MODELS_OF", "null"))
     return numbers is None or orders.Here.trial in numbers
 
@@ -96,7 +96,7 @@ def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:
         return original
 
     def train_step(run: Any, *arguments: Any) -> Any:
-        if not orders.in_epoch():  # the objective is tried out
+        if not orders.in_epoch():  # the check of the objective before the first trial
             return original(run, *arguments)
         time.sleep(float(os.environ["STEP_PACE"]))
         result = original(run, *arguments)
@@ -133,7 +133,7 @@ def shift_clock(offset: float) -> None:
 
 
 def spare() -> None:
-    """Leave out what costs most and is nothing that a fault could harm: plots and the smoke test."""
+    """Skip plots and the smoke test, which are slow and not affected by faults."""
     from hpsearch.objectives.training.reports import run_dir
     from hpsearch.search.run import search
 

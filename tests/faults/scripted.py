@@ -1,4 +1,4 @@
-"""A small network that trains in a hundredth of a second an epoch, and obeys orders given to the user's code."""
+"""A small network with epochs of a hundredth of a second, which obeys orders for the objective's code."""
 
 from __future__ import annotations
 

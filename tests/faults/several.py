@@ -1,4 +1,4 @@
-"""The small network of :mod:`tests.faults.scripted`, judged by two metrics: what a configuration costs is made up."""
+"""The small network of :mod:`tests.faults.scripted` with two metrics; the second one is synthetic."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class Several(Scripted):
     directions = {"loss": "minimize", "cost": "minimize"}  # noqa: RUF012 as users write it
 
     def measures(self, model: Any, config: TrainConfig) -> dict[str, float]:
-        # Low for small learning rates, which are slow to learn: the two are at odds.
+        # Low for small learning rates, which train slowly, so that the metrics conflict.
         return {"cost": round(abs(math.log10(config.lr) + 2.5) + math.log10(config.weight_decay) / 10, 2)}

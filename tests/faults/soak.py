@@ -1,4 +1,4 @@
-"""Random faults, again and again, while a fleet works: `python tests/faults/soak.py --trials 200 --workers 8 --seed 1`.
+"""Random faults while a fleet works: `python tests/faults/soak.py --trials 200 --workers 8 --seed 1`.
 
 It starts a stack of its own and prints what was done and what came of it; it fails when anything was lost.
 """
@@ -25,7 +25,7 @@ from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, w
 from tests.faults.invariants import assert_equals_undisturbed, read_promotions
 from tests.waiting import wait_for
 
-# A fault, and how often it is chosen.
+# Faults with their relative frequencies.
 FAULTS = {"kill": 4, "freeze": 3, "terminate": 2, "cut connections": 2, "kill postgres": 1, "mlflow away": 1}
 
 # A worker that starts during an outage of a service exits with 2, and the test starts it again.
@@ -34,7 +34,7 @@ CODES = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, 2)
 
 @dataclass
 class Storm:
-    """Does one of `FAULTS` every `period` seconds, `most` times at the most.
+    """Inject one of `FAULTS` every `period` seconds, at most `most` times.
 
     It waits longer while no worker makes progress, as on a machine that is busy with something else.
     """
@@ -91,7 +91,7 @@ class Storm:
         self.later.append((time.monotonic() + seconds, what))
 
     def calm(self) -> None:
-        """Thaw and mend what was to be thawed and mended later."""
+        """Thaw the frozen workers and mend the connections."""
         for _, what in self.later:
             what()
 
@@ -108,7 +108,7 @@ def soak(
     most: int = sys.maxsize,
     asha: bool = False,
 ) -> str:
-    """Run the study in a storm of faults, assert that nothing was lost, and say what happened.
+    """Run the study under random faults, assert that nothing was lost, and return a summary.
 
     With `asha` trials are paused after their first and second epoch.
     """
@@ -121,7 +121,7 @@ def soak(
     finally:
         storm.calm()
     wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in arena.workers), "the last workers to leave")
-    # The last worker may have left while its line to MLflow was cut: what it could not send waits on its disk.
+    # The last worker may have exited while MLflow was unreachable. Its remaining records are on the disk.
     assert arena.run("sync", arena.name).endswith("nothing is left\n")
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed, len(undisturbed))
     assert {t.state for t in trials} == ({"COMPLETE", "PRUNED"} if asha else {"COMPLETE"})
@@ -137,7 +137,7 @@ def soak(
 
 
 def main() -> None:
-    """Soak by hand."""
+    """Run the soak test with options from the command line."""
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
 

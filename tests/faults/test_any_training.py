@@ -1,4 +1,4 @@
-"""Whatever is trained, a killed worker changes no bit of it: the recipes, searched, shot at, confirmed, tested."""
+"""A killed worker changes no bit of any training: the recipes with search, kills, finalists and test set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("trainings")]
 
 NAME, TRIALS, EPOCHS = "any", 6, 4
 
-# Of these another one is a harder case.
+# Another recipe is a harder case of these.
 LIKE_OTHERS = (
     *("Regression", "Imbalanced binary classification", "Images from a folder"),
     *("Fine-tuning: freeze and unfreeze layers", "Existing training script"),
@@ -35,7 +35,7 @@ CASES = {
     "2,000 images, two processes": _IMAGES.replace("range(120)", "range(2000)").replace("workers=1", "workers=2"),
 }
 
-# The others go the same ways: they are shot at in the soaks.
+# The others use the same code paths, so only soak tests run them.
 OFTEN = ("Variable-length sequences", "Custom training loop (GAN)")
 
 
@@ -90,7 +90,7 @@ def assert_as_undisturbed(study: StoredStudy, reference: str) -> None:
 
 
 def assert_confirmed(arena: Arena, study: StoredStudy, reference: str) -> None:
-    """Finalists on fresh seeds, and the test set, or in one line what is missing for it."""
+    """Train the finalists and open the test set, or check the error of one line."""
     write(arena.orders, [])
     arena.run("finalists", NAME, "--top", "1", "--seeds", "1", "--workers", "0")
     arena.name = f"{NAME}.finalists"

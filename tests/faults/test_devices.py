@@ -19,20 +19,20 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("devices")]
 
-AWAY = 1  # the exit code of a worker one of whose processes is gone
+AWAY = 1  # the exit code of a worker that lost one of its processes
 
 Values = list[list[float]]
 
 
 @pytest.fixture(scope="module")
 def together() -> dict[int, Values]:
-    """The values of trials that two processes trained undisturbed, once they are known."""
+    """Return a cache for the values of trials that two processes trained without faults."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def together_in_parts() -> dict[int, Values]:
-    """The same of trials whose checkpoints are in parts."""
+    """Return such a cache for trials with sharded checkpoints."""
     return {}
 
 
@@ -42,13 +42,13 @@ def work(arena: Arena, slots: int = 1, *, codes: tuple[int, ...] = (AWAY, -signa
 
 
 def assert_no_process_left(arena: Arena) -> None:
-    """No process of a worker outlives it."""
+    """Assert that no process of a worker outlives it."""
     seen = {event["pid"] for event in arena.events("training")} | {worker.pid for worker in arena.workers}
     wait_for(lambda: not [pid for pid in seen if psutil.pid_exists(pid)], "the processes of the workers to be gone")
 
 
 def leader(arena: Arena) -> int:
-    """The process id of rank 0 of some worker."""
+    """Return the process id of rank 0 of a worker."""
     engine = sa.create_engine(arena.storage_url, poolclass=sa.NullPool)
     with engine.connect() as connection:
         return int(
@@ -91,7 +91,7 @@ IN_PARTS = {"STRATEGY": "fsdp"}
 KILLS_IN_PARTS = [
     Order("write shards", "kill", trial=0, nth=2, rank=1),
     Order("write shards", "kill", trial=1, nth=2, when="after"),
-    # Two of the three parts of the second epoch are uploaded, and not their file.
+    # Two of the three shards of the second epoch are uploaded, but not the checkpoint file.
     Order("upload checkpoint", "kill", trial=2, nth=7),
 ]
 
@@ -221,7 +221,7 @@ def test_a_verdict_reaches_all_ranks_after_the_same_epoch(arena: Arena) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_a_trial_resumes_on_another_number_of_devices(arena: Arena, strategy: str) -> None:
     """Released in mid-epoch by two devices, killed on one, completed on four: equal to one device up to rounding."""
-    more = {"DROPOUT": "0", "STRATEGY": strategy}  # dropout is drawn on each device apart
+    more = {"DROPOUT": "0", "STRATEGY": strategy}  # dropout draws different random numbers on each device
     arena.create(1, [Order("training", "kill", trial=0, attempt=2, epoch=2)])
     two = arena.start(HPSEARCH_DEVICES="2", STEP_PACE="0.5", HPSEARCH_GRACE="2", **more)
     wait_for(lambda: any(e["step"] == 4 for e in arena.events("step")), "a step of the second epoch")
@@ -250,7 +250,7 @@ def test_a_trial_resumes_on_another_number_of_devices(arena: Arena, strategy: st
 
 @pytest.mark.soak
 def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: dict[int, Values]) -> None:
-    """As a person types it: two workers, one of which loses a process."""
+    """With the command line: two workers, one of which loses a process."""
     arena.create(8, [])
     how = ("--workers", "2", "--devices", "2")
     search = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "8", "--retries", "2",
@@ -272,7 +272,7 @@ def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: 
 
 @pytest.mark.soak
 def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) -> None:
-    """Each with a worker of one device; one of them is killed, and both are started again."""
+    """Each machine has a worker with one device. One of them is killed, and both are restarted."""
     arena.create(2, [Order("training", "kill", trial=1, epoch=1, nth=2, rank=1)])
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     both = ("worker", "--study", arena.name, "--nodes", "2")

@@ -1,4 +1,4 @@
-"""Checkpoints whose disk is full, or that are torn on it."""
+"""Checkpoints on a full disk, and torn checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 def test_a_full_disk_costs_checkpoints_but_no_trial(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """Trial 0 never has room again; trial 1 has in its third epoch, and is killed in its fourth."""
+    """Trial 0 never has disk space again; trial 1 has it in its third epoch, and is killed in its fourth."""
     orders = [
         Order("save checkpoint", "fill the disk", trial=0, epoch=1),
         Order("publish run", "free the disk", trial=0),
@@ -44,7 +44,7 @@ def test_a_full_disk_costs_checkpoints_but_no_trial(
 def test_a_trial_resumes_on_another_machine(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], tmp_path: Path
 ) -> None:
-    """Another home, with nothing in common but the URL that the study names; with the study, its checkpoints go."""
+    """The homes share only the study's checkpoint URL. Deleting the study deletes its checkpoints."""
     shared = arena.folder / "shared"
     arena.create(1, [Order("training", "kill", trial=0, epoch=3)], settings=f"--checkpoint-url {shared}")
     first = arena.start()

@@ -1,4 +1,4 @@
-"""Workers that are frozen past their lease and wake up when somebody else has their trial."""
+"""Workers that are frozen past their lease and wake up when another worker has their trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
-# Where a worker freezes: what it does first when it wakes up is what must not get through.
+# The points where a worker freezes. The database must reject its first write after it wakes up.
 POINTS = [
     ("training", "before", 1),
     ("write checkpoint file", "after", 1),
@@ -29,7 +29,7 @@ POINTS = [
 def test_frozen_workers_write_nothing_after_they_wake_up(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """Some wake up while the trial's next attempt is in mid-run, the others when the study is over."""
+    """Some wake up while the trial's next attempt runs, the others after the end of the study."""
     early = len(POINTS)
     orders = [
         Order(point, "freeze", trial=number, when=when, epoch=epoch)
@@ -70,7 +70,7 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
 def test_a_worker_that_freezes_during_a_claim_blocks_no_other(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """It has the lock that every claim takes: the server ends its transaction, and it claims again when it wakes up."""
+    """It holds the lock of all claims. The server ends its transaction, and it claims again when it wakes up."""
     arena.create(3, [Order("write claim", "freeze", trial=1, when="after")])
 
     def replace(running: list[Worker]) -> None:
@@ -99,9 +99,9 @@ def test_a_lease_is_renewed_during_an_epoch_longer_than_the_lease(
 
 
 def test_a_wrong_clock_of_a_worker_is_harmless(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
-    """Leases, and the times of attempts, are the database's: a clock that is off takes no trial from anybody.
+    """Leases and times of attempts use the database's clock, so that a wrong local clock takes no trial.
 
-    One worker is an hour behind, one an hour ahead, one has the time; each has a trial whose epoch outlasts a lease.
+    One worker's clock is an hour behind, one an hour ahead, one correct. Each trains an epoch longer than a lease.
     """
     arena.create(4, [Order("training", "sleep", trial=number, epoch=1) for number in range(3)])
     wrong = [arena.start(CLOCK_OFFSET=str(offset)) for offset in (-3600, 3600)]

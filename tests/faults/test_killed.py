@@ -1,4 +1,4 @@
-"""Workers that are killed between any two steps: each trial is taken up again, and nothing of it is lost or doubled."""
+"""Workers that are killed between any two steps: each trial is resumed, and nothing is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST: list[list[Point]] = [
         ("train epoch", "before", None),
     ],
 ]
-# Where that costs no attempt: in a transaction there is no trial yet, and what is settled stays so.
+# Kills that cost no attempt: before the claim commits, and after the trial is completed.
 FREE: list[Point] = [
     ("write claim", "after", None),
     ("record outcome", "after", None),
@@ -34,7 +34,7 @@ FREE: list[Point] = [
     ("remove checkpoints", "after", None),
 ]
 
-# Where the sender, a thread of the same process, is killed with it; the trial that is trained meanwhile is lost too.
+# The points where the sender's process is killed. The trial that the process trains meanwhile is lost too.
 SENDING = [
     ("send records", "after"),
     ("create run", "before"),
@@ -49,7 +49,7 @@ SENDING = [
     ("end run", "after"),
     ("record delivery", "after"),
 ]
-# The same of trials that have a model, which costs them most.
+# The same for trials with a model, which is the slowest part of a trial.
 SENDING_MODELS = [
     ("create model", "before"),
     ("create model", "after"),
@@ -108,7 +108,7 @@ def test_a_kill_of_the_sender_at_every_step_loses_and_duplicates_nothing(
 
 
 def assert_resumed(arena: Arena, trials: list[Trial]) -> None:
-    """A committed epoch is never trained again."""
+    """Assert that no committed epoch is trained again."""
     committed = {(e["trial"], e["epoch"]): e["at"] for e in reversed(arena.events("reported"))}
     again = [
         (e["trial"], e["attempt"], e["epoch"])

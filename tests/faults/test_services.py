@@ -1,4 +1,4 @@
-"""Services that go away under a running search: it waits for its database, and never for MLflow."""
+"""Outages of services during a search: workers wait for the database, but never for MLflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 def test_an_outage_of_postgres_longer_than_a_lease_changes_no_result(
     broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """One worker is in mid-epoch, one about to settle; no attempt is lost over it."""
+    """One worker is in the middle of an epoch, one completes its trial. No attempt is lost."""
     arena = broken_arena
     arena.create(4, [Order("training", "hang", trial=0, epoch=1), Order("record outcome", "hang", trial=1)])
     workers = [arena.start() for _ in range(2)]
@@ -45,7 +45,7 @@ def test_repeatedly_lost_connections_lose_nothing(
             pause = time.monotonic() + 0.1
 
     arena.work(2, meanwhile=meanwhile, PACE="0.1")
-    arena.run("sync", arena.name)  # MLflow's side has no patience with a database that is cut off all the time
+    arena.run("sync", arena.name)  # the MLflow server does not tolerate so many lost connections
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert [t.outcomes for t in trials] == [["complete"]] * 4
     assert cut > 8, "two for each trial, at the least"

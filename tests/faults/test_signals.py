@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 def test_a_worker_completes_its_epoch_after_sigterm_or_is_killed_in_it(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """Trial 0's worker has the time to end its epoch, trial 1's is killed before it is over."""
+    """Trial 0's worker can complete its epoch. Trial 1's worker is killed before its epoch ends."""
     arena.create(2, [Order("training", "hang", trial=number, epoch=1) for number in range(2)])
     workers = []
     for number in range(2):

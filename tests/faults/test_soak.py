@@ -1,4 +1,4 @@
-"""A small storm in every run of CI; the large ones are made by hand with soak.py."""
+"""A small soak test for CI. Run larger ones manually with soak.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow away, killed or deleted under a search, and machines that never come back to tell it of their trials."""
+"""Outages of MLflow and deleted runs during a search, and lost machines that did not send their trials."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Server:
 
 @pytest.fixture
 def server(own_stack: embedded.StackInfo, arena: Arena) -> Iterator[Server]:
-    """The server of the arena."""
+    """The MLflow server of the arena."""
     found = Server(own_stack)
     arena.tracking_uri = found.uri
     yield found
     found.start()
 
 
-@pytest.mark.soak  # by a cut line in test_services.py, killed in e2e/test_interruptions.py
+@pytest.mark.soak  # test_services.py cuts the connection, e2e/test_interruptions.py kills the server
 def test_an_outage_of_mlflow_during_half_of_a_search_loses_nothing(
     arena: Arena, server: Server, undisturbed: Undisturbed
 ) -> None:
-    """Every metric of every epoch is there once, and each trial has its model."""
+    """MLflow has every metric of every epoch once, and each trial has its model."""
     arena.models = None
     arena.create(6, [])
 
@@ -97,10 +97,10 @@ def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
     assert_tracked(arena.tracking_uri, arena.name, trials, models=range(1))
 
 
-# By `sync` too where a search began without MLflow, below; what both call is the same.
+# `sync` calls the same code; a test below runs it after a search that started without MLflow.
 @pytest.mark.parametrize("by", [pytest.param("sync", marks=pytest.mark.soak), "worker"])
 def test_the_best_trial_of_a_lost_machine_gets_a_model(arena: Arena, undisturbed: Undisturbed, by: str) -> None:
-    """Its worker dies with its trial settled and nothing sent; the machine and its outbox are never seen again."""
+    """Its worker dies after the trial is completed and before anything is sent. The machine and its outbox are lost."""
     arena.models = None
     orders = [
         Order("finish run", "kill", trial=0, when="after"),
@@ -148,7 +148,7 @@ def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Aren
 
 
 def test_workers_that_start_together_create_one_parent_run(arena: Arena, undisturbed: Undisturbed) -> None:
-    """Their study was made while MLflow was away, and so has no run yet."""
+    """Their study was created during an outage of MLflow, so it has no run yet."""
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
         line.cut()
@@ -163,9 +163,9 @@ def test_workers_that_start_together_create_one_parent_run(arena: Arena, undistu
 
 
 def test_a_full_outbox_costs_no_trial(arena: Arena, undisturbed: Undisturbed) -> None:
-    """Its disk is full when two of the epochs are logged: they arrive all the same, by way of memory."""
+    """Its disk is full when two epochs are logged. They are sent from memory."""
     orders = []
-    for nth in (3, 5):  # after the journal's head and the parameters come the epochs
+    for nth in (3, 5):  # the epochs follow the journal's head and the parameters
         orders.append(Order("append to journal", "fill the outbox", trial=0, nth=nth))
         orders.append(Order("append to journal", "free the disk", trial=0, nth=nth, when="after"))
     arena.create(1, orders)

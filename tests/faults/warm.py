@@ -24,7 +24,7 @@ for _name in (
 ):
     importlib.import_module(_name)
 
-# The command line, the fonts of a plot, and the formulas of its powers of ten.
+# Load the command line, the fonts of plots, and the math text of powers of ten.
 typer.main.get_command(app)
 _figure = Figure()
 FigureCanvasAgg(_figure)
@@ -33,4 +33,4 @@ _axes.semilogy([1.0, 1000.0], label="a")
 _axes.legend(fontsize="small")
 _figure.savefig(io.BytesIO())
 
-gc.freeze()  # a collection in a child would copy every page
+gc.freeze()  # a garbage collection in a child would copy every memory page

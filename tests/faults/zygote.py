@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks commands: a command costs milliseconds, not seconds, to start.
+"""A process that has imported all libraries and forks commands, so that a command starts in milliseconds.
 
 It is the server of :mod:`multiprocessing` that a fleet forks its workers from, with more loaded, and all processes of a
 run of tests share it, and so do the fleets of the commands: to load it takes 10 s of a core, and a fleet 10 s more.
@@ -80,7 +80,7 @@ def become(command: dict[str, Any]) -> None:
     """
     try:
         os.setsid()
-        logging.getLogger().handlers.clear()  # a library that is loaded sets some up, which a fresh interpreter has not
+        logging.getLogger().handlers.clear()  # a loaded library adds handlers, which a new interpreter does not have
         if sys.platform == "linux":  # the process that started it may be killed, and this one must end with the tests
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if command["alone"]:
@@ -91,7 +91,7 @@ def become(command: dict[str, Any]) -> None:
         os.dup2(log, 2)
         sys.stdin = Path(command["input"]).open()  # noqa: SIM115 for as long as the process lives
         multiprocessing.set_start_method(None, force=True)  # for the processes that the command starts
-        server = Server(command["server"])  # its fleet's as well
+        server = Server(command["server"])  # also for fleets that the command starts
         forkserver.ensure_running = server.ensure_running
         forkserver.connect_to_new_process = server.connect_to_new_process
         os.chdir(command["cwd"])
@@ -105,7 +105,7 @@ def become(command: dict[str, Any]) -> None:
 
 
 def run(start: list[str], *, puppet: bool) -> int:
-    """Run what is to be started, and return its exit code."""
+    """Run the command and return its exit code."""
     if start[0] == "undisturbed":
         return undisturbed(int(start[1]), Path(start[2]))
     if start[0] == "-c":
@@ -129,7 +129,7 @@ def leave(code: int) -> None:
 
 
 def command_line(arguments: list[str]) -> int:
-    """Run the product's command line as it is."""
+    """Run the hpsearch command line."""
     from hpsearch.__main__ import main
 
     sys.argv[1:] = arguments
@@ -146,7 +146,7 @@ def program(arguments: list[str]) -> int:
 
 
 def script(arguments: list[str]) -> int:
-    """Run a file as `python file.py` does: it is the main module, and its folder the first that modules come from."""
+    """Run a file as `python file.py` does: as the main module, with its folder first in `sys.path`."""
     sys.argv[:] = arguments
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
@@ -154,7 +154,7 @@ def script(arguments: list[str]) -> int:
 
 
 def undisturbed(n_trials: int, path: Path) -> int:
-    """Train the trials of a study one after another, without any service, and write their values."""
+    """Train trials one after another without any service, and write their values."""
     import optuna
 
     from hpsearch import Trainer

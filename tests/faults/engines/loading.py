@@ -1,4 +1,4 @@
-"""The scripted network, and a loop of one's own, with processes that load; those obey orders too."""
+"""The scripted network and a custom loop, both with loader processes, which obey orders too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Loading(Scripted):
 
 
 class Longer(Scripted):
-    """With 26 steps an epoch."""
+    """The same with 26 steps per epoch."""
 
     def suggest(self, trial: Any) -> TrainConfig:
         return dataclasses.replace(super().suggest(trial), batch_size=4)

@@ -1,4 +1,4 @@
-"""What engines do to workers (Slurm, Kubernetes, Ray): signals to all processes of a job, once and again."""
+"""Engines (Slurm, Kubernetes, Ray) send signals to all processes of a job, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_loaders_of_a_killed_worker_exit(arena: Arena) -> None:
 def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    """Trial 0 is preempted in each of its epochs, and once more; trial 1 never gets beyond its second."""
+    """Trial 0 is preempted in each of its epochs, and once more; trial 1 never completes its second epoch."""
     preempted = [
         Order("training", action, trial=0, attempt=attempt, epoch=min(attempt, 3), nth=nth)
         for attempt in range(1, 5)
@@ -86,7 +86,7 @@ def test_repeated_sigterm_is_harmless(
     wait_for(lambda: arena.has_obeyed(0), "the worker to be in mid-epoch")
     for _ in range(5):
         worker.send(signal.SIGTERM)
-        time.sleep(apart)  # what is asked is whether they may come this far apart
+        time.sleep(apart)  # the test is about signals at this distance
     wait_for(lambda: "finishing the epoch" in worker.log.read_text(), "the worker to handle the signal")
     worker.send(signal.SIGTERM)
     (arena.orders / "open").touch()
@@ -183,7 +183,7 @@ sys.exit(codes[0])
 
 
 def test_a_worker_can_run_in_a_thread(arena: Arena, zygote: Zygote) -> None:
-    """As in an actor of Ray, which leaves no signals to it."""
+    """As in an actor of Ray, where a worker cannot handle signals."""
     arena.create(1, [])
     where = [arena.name, arena.storage_url, arena.tracking_uri, "", str(arena.home)]
     stopped = zygote.python(_IN_A_THREAD, "stopped", *where)
@@ -242,7 +242,7 @@ def open_for_a_reader(pipe: Path, writers: list[int]) -> bool:
 
 
 def test_a_command_tolerates_lost_connections_while_it_opens_a_study(arena: Arena) -> None:
-    """At its first word, and in the middle of making a study."""
+    """When it connects, and while it creates the study."""
     with wire(arena.storage_url) as (line, through):
         arena.storage_url, there = through, arena.storage_url
         write(arena.orders, [Order("rehearse", "hang", trial=OUTSIDE, attempt=0)])

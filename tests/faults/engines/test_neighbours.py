@@ -1,4 +1,4 @@
-"""Workers that share machines with others: they leave when there is nothing for them, and end when they hang."""
+"""Workers that share machines with others: they exit if there is no work for them, and if they hang."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_worker_claims_no_trial_after_its_time_limit(arena: Arena) -> None:
 def test_a_hanging_worker_logs_its_stack_and_exits_and_its_trial_is_resumed(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:
-    """Its lease is given up with it, and the attempt counts as lost: a trial that hangs each time fails at last."""
+    """The worker releases the lease, and the attempt counts as lost, so that a trial that always hangs fails."""
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)], retries=1)
     first = arena.start(*worker(arena, "--stall-factor", "3"), STALL_LEAST="1", HPSEARCH_LEASE="600")
     wait_for(lambda: arena.poll_workers() or first.ended, "the worker to end itself")
@@ -89,7 +89,7 @@ def test_impossible_worker_options_are_rejected(arena: Arena, options: tuple[str
 
 
 def test_the_final_exit_code_is_configurable(arena: Arena) -> None:
-    """For engines that start again on all but one; what is no final code stays."""
+    """For engines that restart a worker on every code except one. Codes that are not final stay the same."""
     arena.create(3, [])
     final = ("--final-exit-code", "0")
     assert "no study 'nosuch'" in arena.run("worker", "--study", "nosuch", *final)

@@ -1,4 +1,4 @@
-"""The register of workers, as `hpsearch top` shows it."""
+"""The table of workers in `hpsearch top`."""
 
 from __future__ import annotations
 

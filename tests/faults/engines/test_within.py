@@ -25,14 +25,14 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 Undisturbed = Callable[[int], list[list[float]]]
-STEPS = 12  # of a trial, three in an epoch
+STEPS = 12  # per trial; three per epoch
 NO_TIME = {"HPSEARCH_GRACE": "0"}
-OFTEN = {"HPSEARCH_SAVE_EVERY": "1e-6"}  # minutes: after each step that is asked about
-SLOW = {"STEP_PACE": "0.06"}  # seconds: longer than the session waits before it asks again
+OFTEN = {"HPSEARCH_SAVE_EVERY": "1e-6"}  # minutes: a checkpoint is due after each step
+SLOW = {"STEP_PACE": "0.06"}  # seconds: longer than the session's polling interval
 
 
 def steps_of(arena: Arena) -> Counter[tuple[int, int]]:
-    """How often each step of each trial was trained."""
+    """Return how often each step of each trial was trained."""
     return Counter((event["trial"], event["step"]) for event in arena.events("step"))
 
 
@@ -92,7 +92,7 @@ def test_a_fleet_that_is_stopped_three_times_trains_no_step_twice(arena: Arena, 
 
 
 def test_a_long_epoch_has_periodic_mid_epoch_checkpoints(arena: Arena, undisturbed: Undisturbed) -> None:
-    """Each attempt but the last is killed at its second step, where one death is borne: each got on by a step."""
+    """Each attempt except the last is killed at its second step. `retries` 1 suffices, because each makes progress."""
     kills = [Order("training", "kill", trial=0, attempt=attempt, nth=2) for attempt in range(1, 6)]
     arena.create(1, kills, retries=1)
     arena.work(1, **OFTEN, **SLOW)

@@ -1,4 +1,4 @@
-"""How the attempts at the trials of a study ended."""
+"""Read the outcomes of a study's attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpsearch.search.study.study import StoredStudy
 
 
 def outcomes(study: StoredStudy, name: str) -> list[str]:
-    """The outcomes of all attempts of the study of that name, in alphabetical order."""
+    """Return the outcomes of all attempts of a study, in alphabetical order."""
     query = sa.text("""
         SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
          WHERE s.study_name = :name

@@ -1,4 +1,4 @@
-"""Finalists and the sealed test set on real services: what a person types after a search, with a worker that dies."""
+"""Finalists and the sealed test set on real services: the commands after a search, with a worker that dies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def table(study: StoredStudy) -> Finalists:
 
 
 def train(arena: Arena, *orders: Order) -> None:
-    """Choose the finalists and train them by two workers, which join by the study's name."""
+    """Create the finalists and train them with two workers, which join by the study's name."""
     write(arena.orders, list(orders))
     said = arena.run(*CHOICE, "--workers", "0")
     assert f"hpsearch worker --study {HELD}" in said

@@ -1,4 +1,4 @@
-"""A refit on real services: search, finalists, a refit whose worker dies, its promotion, and what is served."""
+"""A refit on real services: search, finalists, a refit whose worker dies, its promotion and the served model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MADE = f"{NAME}.refit"
 
 @pytest.fixture
 def study(arena: Arena) -> Iterator[StoredStudy]:
-    """A search of two trials of digits, whose finalists have a winner."""
+    """A search of two trials of digits whose finalists have a winner."""
     arena.name, arena.models = NAME, None
     write(arena.orders, [])
     arena.home.mkdir()
@@ -42,7 +42,7 @@ def study(arena: Arena) -> Iterator[StoredStudy]:
 
 
 def train(arena: Arena, *orders: Order) -> None:
-    """Make the refit and train it by two workers, which join by the study's name."""
+    """Create the refit and train it with two workers, which join by the study's name."""
     write(arena.orders, list(orders))
     assert f"hpsearch worker --study {MADE}" in arena.run("promote", NAME, "--refit", "--workers", "0")
     arena.name = MADE

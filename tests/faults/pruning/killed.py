@@ -1,4 +1,4 @@
-"""A worker is killed in each attempt of each trial: where it comes to a rung, and where it was promoted from one."""
+"""Kill a worker in each attempt of each trial: when it reaches a rung, and after its promotion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.faults.harness import Arena
 from tests.faults.invariants import Trial
 from tests.faults.orders import Order
 
-# Where a worker is killed in the attempt that comes to the first rung, and in the one that was promoted from it.
+# The points where a worker is killed in the attempt that reaches the first rung, and in the one after the promotion.
 COMING = [
     ("report", "before", 0),
     ("report", "after", 0),
@@ -35,7 +35,7 @@ def kills(quiet: Arena, expected: Sequence[Trial]) -> tuple[list[Order], list[li
         point, when, epoch = COMING[trial.number % len(COMING)]
         orders.append(Order(point, "kill", trial=trial.number, when=when, epoch=epoch))
         story = ["lost", *trial.outcomes]
-        if trial.outcomes[0] == "paused":  # what is settled costs nothing
+        if trial.outcomes[0] == "paused":  # a completed step costs no attempt
             orders.append(
                 Order("reach rung", "kill", trial=trial.number, attempt=2, when="after", nth=1 + first[trial.number])
             )

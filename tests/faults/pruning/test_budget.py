@@ -1,4 +1,4 @@
-"""Budgets in epochs and seconds, while workers die: what is counted is what was reported, to the epoch."""
+"""Budgets in epochs and seconds while workers die: the counts equal the reported epochs exactly."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_kills_keep_an_epoch_budget_exact_also_after_an_extension(arena: Arena, 
         Order("report", "kill", trial=1, when="after", epoch=0),
         Order(
             "report", "kill", trial=1, attempt=2, when="after", epoch=EPOCHS - 1
-        ),  # reported in full, and not settled
-        Order("report", "kill", trial=2, epoch=1),  # the last that is left
+        ),  # all epochs reported, and not completed
+        Order("report", "kill", trial=2, epoch=1),  # the last epoch of the budget
         Order("report", "kill", trial=2, attempt=2, when="after", epoch=1),
     ]
     arena.create(N_TRIALS, orders, settings=f"--budget-epochs {budget}", retries=5)
@@ -77,7 +77,7 @@ def test_kills_keep_an_epoch_budget_exact_also_after_an_extension(arena: Arena, 
 
 
 def test_several_workers_spend_an_epoch_budget_exactly(arena: Arena, undisturbed: Undisturbed) -> None:
-    """With the pruner that pauses, too: who waits when the budget is spent is pruned."""
+    """Also with `asha`: trials that wait when the budget is spent are pruned."""
     budget = 3 * EPOCHS + 1
     settings = f"--budget-epochs {budget} --pruner asha --pruner-option reduction_factor=2"
     arena.create(20, [Order("report", "kill", trial=1), Order("report", "kill", trial=3)], settings=settings, retries=5)

@@ -1,4 +1,4 @@
-"""Trials of several metrics that wait at rungs, while workers die: values, places and front are as if none had."""
+"""Multi-objective trials wait at rungs while workers die: values, ranks and Pareto front are as without faults."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _EPOCHS = """
 
 
 def epoch_values(url: str, study: str) -> list[tuple[int, int, list[float]]]:
-    """Trial, epoch and values of all that was reported."""
+    """Return trial, epoch and values of all reports."""
     engine = sa.create_engine(url, poolclass=sa.NullPool)
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(sa.text(_EPOCHS), {"study": study})]
 
 
 def ends(url: str, study: str) -> list[tuple[int, str, list[float] | None]]:
-    """State and values of each trial, as plain Optuna has them."""
+    """Return state and values of each trial, read with plain Optuna."""
     trials = optuna.load_study(study_name=study, storage=url).trials
     return [(trial.number, trial.state.name, trial.values) for trial in trials]
 
 
 def front(url: str, study: str) -> list[int]:
-    """The front, as plain Optuna has it."""
+    """Return the Pareto front, read with plain Optuna."""
     return sorted(trial.number for trial in optuna.load_study(study_name=study, storage=url).best_trials)
 
 
 def tagged_front(arena: Arena) -> dict[int, dict[str, float]]:
-    """The front, as the study's run in MLflow has it."""
+    """Return the Pareto front, read from the study's run in MLflow."""
     client = mlflow.MlflowClient(arena.tracking_uri)
     experiment = client.get_experiment_by_name("hpsearch")
     assert experiment is not None
@@ -67,7 +67,7 @@ def tagged_front(arena: Arena) -> dict[int, dict[str, float]]:
 
 
 def assert_values(arena: Arena, losses: list[list[float]]) -> None:
-    """Each epoch that was reported has both metrics, once; the first is what it is when a trial is trained alone."""
+    """Assert that each reported epoch has both metrics once, and that the first equals the value without faults."""
     trials = read_trials(arena.storage_url, arena.name)
     found = epoch_values(arena.storage_url, arena.name)
     assert [(number, step) for number, step, _ in found] == [

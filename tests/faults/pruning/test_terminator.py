@@ -1,4 +1,4 @@
-"""A worker dies as it gives the rest of a budget up, while trials wait at rungs: the next comes to the same end."""
+"""A worker dies during early termination while trials wait at rungs: the next worker makes the same decision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 BUDGET = 60
-ADDED = FIRST - 3  # that somebody had run before: a few more have to end
+ADDED = FIRST - 3  # imported trials: a few more have to end
 SETTINGS = "--pruner asha --pruner-option reduction_factor=2 --min-expected-gain 1000"
 SPACE = {"lr": FloatDistribution(1e-3, 1e-1, log=True), "weight_decay": FloatDistribution(1e-5, 1e-1, log=True)}
 
@@ -33,7 +33,7 @@ _ATTRS = "SELECT key, value_json FROM study_user_attributes JOIN studies USING (
 
 
 def begin(arena: Arena) -> None:
-    """A study to which trials were added that had been run elsewhere."""
+    """Create a study and import trials into it."""
     arena.create(BUDGET, [], settings=SETTINGS)
     study = optuna.load_study(study_name=arena.name, storage=open_storage(arena.storage_url, application_name="test"))
     for number in range(ADDED):
@@ -52,7 +52,7 @@ def attrs_of(arena: Arena) -> dict[str, Any]:
 
 
 def killed(arena: Arena, when: str) -> None:
-    """Let a worker come so far, and die there."""
+    """Let a worker run until it is killed before or after its decision is written."""
     write(arena.orders, [Order("stop early", "kill", trial=OUTSIDE, attempt=0, when=when)])
     worker = arena.start()
     wait_for(lambda: arena.poll_workers() or worker.ended, "a worker to be killed")

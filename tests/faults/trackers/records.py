@@ -8,7 +8,7 @@ from tests.faults.invariants import Trial
 
 
 def event_points(folder: Path, number: int, tag: str = "loss/val") -> list[tuple[int, float]]:
-    """Step and value of all points that TensorBoard shows of a trial; none before it has a file."""
+    """Return step and value of all points of a trial in TensorBoard; empty if it has no file yet."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trial = folder / f"{number:04d}"
@@ -19,7 +19,7 @@ def event_points(folder: Path, number: int, tag: str = "loss/val") -> list[tuple
 
 
 def wandb_rows(home: Path, number: int) -> list[tuple[int, float]]:
-    """Step and value of all rows in the offline files of a trial's run."""
+    """Return step and value of all rows in the offline files of a trial's run."""
     from tests.storage.trackers.wandb_runs.history import rows
 
     files = sorted(home.glob(f"wandb/*/wandb/offline-run-*/run-*-{number:04d}.wandb"))
@@ -27,12 +27,12 @@ def wandb_rows(home: Path, number: int) -> list[tuple[int, float]]:
 
 
 def wandb_ids(home: Path) -> set[str]:
-    """The ids of all runs."""
+    """Return the ids of all runs."""
     return {path.stem for path in home.glob("wandb/*/wandb/offline-run-*/*.wandb")}
 
 
 def assert_sent(trials: list[Trial], events: Path, home: Path) -> None:
-    """Assert that each tracker has a run a trial, with each of its epochs once."""
+    """Assert that each tracker has one run per trial, with each of its epochs once."""
     assert sorted(path.name for path in events.iterdir() if path.is_dir()) == [f"{t.number:04d}" for t in trials]
     assert len(wandb_ids(home)) == len(trials)
     for trial in trials:

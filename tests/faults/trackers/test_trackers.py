@@ -28,7 +28,7 @@ Undisturbed = Callable[[int], list[list[float]]]
 
 @pytest.fixture
 def events(arena: Arena) -> Path:
-    """The folder of the study's event files; its runs of Weights & Biases are kept in files."""
+    """Return the folder of the study's event files; runs of Weights & Biases are in offline files."""
     arena.settings = {"WANDB_MODE": "offline", "HOME": str(arena.folder)}
     return arena.folder / "events" / arena.name
 
@@ -40,7 +40,7 @@ def settings(events: Path) -> str:
 def test_a_trial_killed_three_times_has_one_run_and_one_history_in_each_tracker(
     arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:
-    """In training, and at the one moment when a reader has the events and its note of them is not written."""
+    """It is killed during training, and after a reader wrote the events but before it stored its position."""
     orders = [
         Order("training", "kill", trial=0, attempt=1, epoch=1),
         Order("write events", "kill", trial=0, attempt=2, when="after", nth=2),
@@ -80,7 +80,7 @@ def test_an_outage_of_mlflow_does_not_affect_other_trackers(
     assert_sent(trials, events, arena.home)
 
 
-@pytest.mark.soak  # as above, by a server that is killed
+@pytest.mark.soak  # the same as above with a killed server
 def test_all_trackers_are_complete_after_mlflow_is_killed_for_half_of_a_search(
     own_stack: embedded.StackInfo, arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:
@@ -117,7 +117,7 @@ def test_all_trackers_are_complete_after_mlflow_is_killed_for_half_of_a_search(
 def test_records_for_unreachable_weights_and_biases_are_sent_later(
     arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:
-    """Nothing listens on port 9 of this machine."""
+    """Port 9 of this machine is closed."""
     arena.create(1, [], settings=settings(events))
     arena.settings |= {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     worker = arena.start()
@@ -135,7 +135,7 @@ def test_records_for_unreachable_weights_and_biases_are_sent_later(
 
 
 def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena, events: Path) -> None:
-    """One line for each: it names the setting, its value and what would do."""
+    """Each error is one line with the setting, its value and a remedy."""
     arena.settings |= {"WANDB_MODE": "online", "NETRC": str(arena.folder / "netrc")}
     with pytest.raises(
         AssertionError, match=r"hpsearch: --wandb me/faults: no key of Weights & Biases: set WANDB_API_"
