@@ -1,4 +1,4 @@
-"""The wrapper ./hpsearch, as it is, with the real uv and pip, in clones small enough to install many times."""
+"""The wrapper ./hpsearch with the real uv and pip, in small clones that install quickly."""
 
 import ast
 import fcntl

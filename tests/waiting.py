@@ -1,4 +1,4 @@
-"""Waiting for a condition, with the patience that a machine with much other work needs."""
+"""Wait for a condition, with a long limit for busy machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docker-compose.s3.yml: valid, and its commands on an S3 server; SeaweedFS itself is none that a test can start."""
+"""docker-compose.s3.yml is valid, and its commands work with an S3 server. Tests cannot start SeaweedFS itself."""
 
 import json
 import re

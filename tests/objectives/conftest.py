@@ -1,4 +1,4 @@
-"""A small real objective, and ways to change one part of it."""
+"""A small real objective, and a fixture to change parts of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`objectives` runs where there is nothing but torch, numpy, scikit-learn, pydantic and what these need themselves."""
+"""`objectives` needs only torch, numpy, scikit-learn, pydantic and their dependencies."""
 
 import importlib.metadata
 import re

@@ -1,4 +1,4 @@
-"""The built-in objectives that show a kind of problem each: no split leaks, and each learns and exports."""
+"""The built-in objectives for one kind of problem each: splits do not leak, and models learn and export."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What an objective trains with where nothing is searched."""
+"""The default configuration of an objective."""
 
 import optuna
 import pytest

@@ -1,4 +1,4 @@
-"""An objective that names several metrics: what it may say, and what is refused in a line."""
+"""Objectives with several metrics: valid declarations, and errors of one line for invalid ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Verbs leave the tests' own process as it was; and a study with runs and models on the MLflow server of the tests."""
+"""Restore the process state after commands, and create a study with runs and models on the MLflow server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TPE where trials of several metrics were pruned: by those that came to their end, and some at random."""
+"""BOHB for several metrics with pruned trials: TPE on complete trials, and some random suggestions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials by all kinds of calls, and whether all of them are there."""
+"""Run trials with all kinds of calls, and check that all are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a storage sends to its database."""
+"""Record the statements that a storage sends to its database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Appends that are whole or absent, locks of files, and sizes of folders that change."""
+"""Atomic appends, file locks, and sizes of changing folders."""
 
 from __future__ import annotations
 

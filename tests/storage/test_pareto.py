@@ -1,4 +1,4 @@
-"""Fronts, crowding and hypervolume, against their definitions."""
+"""Pareto fronts, crowding distance and hypervolume, compared with their definitions."""
 
 import numpy as np
 import pytest

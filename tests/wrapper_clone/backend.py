@@ -1,4 +1,4 @@
-"""A build backend that needs nothing: it counts its builds and, while a file `hold` exists, keeps them waiting."""
+"""A build backend without dependencies. It counts its builds, and delays them while a file `hold` exists."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Lightning within a trial: what the trial guarantees holds for Lightning's own loop."""
+"""Lightning in a trial: the guarantees of trials hold for Lightning's loop."""
 
 import os
 import signal

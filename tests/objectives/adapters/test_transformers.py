@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer within a trial: what the trial guarantees holds for its loop."""
+"""Hugging Face's Trainer in a trial: the guarantees of trials hold for its loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Own loops: what a trial guarantees holds for a loop that an objective runs itself."""
+"""Custom loops: the guarantees of trials hold for a loop that an objective runs itself."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Several metrics of an own loop: what it is asked to report, and what `trial.measure` gives it."""
+"""Several metrics of a custom loop: requested metrics, and model metrics from `trial.measure`."""
 
 import json
 import math

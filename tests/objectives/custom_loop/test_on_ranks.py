@@ -1,4 +1,4 @@
-"""Own loops on two ranks: reports are made by both and counted once, and neither waits for the other in vain."""
+"""Custom loops on two ranks: both report, reports count once, and no rank waits forever for the other."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What several tests of the training loop share."""
+"""Helpers for tests of the training loop."""
 
 import itertools
 

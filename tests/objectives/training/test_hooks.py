@@ -1,4 +1,4 @@
-"""What an objective may decide besides data, model and loss: groups, order, thawing, preparation."""
+"""Optional hooks of an objective: parameter groups, samplers, `on_epoch` and `prepare`."""
 
 import multiprocessing
 import os

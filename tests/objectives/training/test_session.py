@@ -1,4 +1,4 @@
-"""What a session in a directory keeps: how many states, how often, and those that stay."""
+"""Checkpoints of a local session: their number, interval and snapshots."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Trainings whose batches are more than a tensor, or whose step is more than a loss of outputs."""
+"""Objectives with structured batches or a custom training step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Programs that a user writes, run as a user runs them: in a process of their own."""
+"""Run users' programs in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method's example, run in the order in which they stand, against one small study."""
+"""The examples of all methods, run in their order on one small study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importing the API costs, and what it has."""
+"""The public names of the package, and the cost of its import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script of the tutorial, run for real: a search, stopped, extended, its winner confirmed and promoted."""
+"""The notebook script of the tutorial: a search that is stopped and extended, with finalists and a promotion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study of several metrics as a program sees it."""
+"""A multi-objective study in the Python API."""
 
 from __future__ import annotations
 

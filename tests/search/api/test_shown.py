@@ -1,4 +1,4 @@
-"""How a run shows itself in a notebook and in a file, and whose signals it handles."""
+"""The view of a run in a notebook and in a file, and its signal handling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NAME_FILE names a file whose content stands for NAME."""
+"""The variable NAME_FILE is a file with the value of NAME."""
 
 from __future__ import annotations
 

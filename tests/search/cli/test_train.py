@@ -1,4 +1,4 @@
-"""The verbs that need no study: train, smoke, lr-range, objective show. No database is in reach of these tests."""
+"""The commands that need no study: train, smoke, lr-range, objective show. These tests have no database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of the machine, and what becomes of a check that breaks."""
+"""The checks of the machine, and failures of a check itself."""
 
 from __future__ import annotations
 

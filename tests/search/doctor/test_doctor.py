@@ -1,4 +1,4 @@
-"""``hpsearch doctor`` on real services: what works, and each thing that does not."""
+"""``hpsearch doctor`` on real services: a working setup, and each kind of failure."""
 
 from __future__ import annotations
 

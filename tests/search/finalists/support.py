@@ -1,4 +1,4 @@
-"""A search that was never trained, and its finalists, trained as a worker does it, with made-up values."""
+"""A search without training, and finalists that a simulated worker trains with synthetic values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What new data will show of a winner."""
+"""The expected test score of a winner."""
 
 from __future__ import annotations
 

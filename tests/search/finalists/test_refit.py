@@ -1,4 +1,4 @@
-"""The refit of a winner: for how many epochs, on which seeds, and which of its runs is taken."""
+"""The refit of a winner: the number of epochs, the seeds, and the selected run."""
 
 from __future__ import annotations
 

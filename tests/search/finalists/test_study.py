@@ -1,4 +1,4 @@
-"""The study of the finalists: who is chosen, on which seeds, once."""
+"""The study of the finalists: selected trials, seeds, and creation exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of the finalists: who wins on new seeds, and what is said of it."""
+"""The table of the finalists: the winner on new seeds, and the text about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs make of finalists, and for whom the test set is opened."""
+"""Commands on finalists, and the evaluation of the test set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice among finalists: by the mean on new seeds, and a tie where that is no more than chance."""
+"""The selection of the winner by the mean on new seeds; a difference within the error is a tie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processors there are: an engine gives a part of a machine's."""
+"""The number of available cores, which an engine can limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a worker has, where its processes meet, and what is refused before any of them is started."""
+"""The devices of a worker, the rendezvous of its processes, and errors before they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet's workers: started again when they die, until that leads nowhere."""
+"""The workers of a fleet restart when they die, until there are too many deaths without a result."""
 
 from __future__ import annotations
 

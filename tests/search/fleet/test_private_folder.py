@@ -1,4 +1,4 @@
-"""A launcher's folder goes with it, or with the next launcher where it was killed."""
+"""A launcher removes its private folder; if it was killed, the next launcher removes it."""
 
 from __future__ import annotations
 

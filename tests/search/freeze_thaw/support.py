@@ -1,4 +1,4 @@
-"""Studies of curves that were never trained."""
+"""Studies with synthetic learning curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler on two metrics: it widens the front, keeps to constraints, and is a function of study and seed."""
+"""The sampler on two metrics: it improves the Pareto front, satisfies constraints, and is deterministic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial of several metrics is worth: all values of the epoch that the first metric finds best."""
+"""The objective vector of a multi-objective trial: all values of the best epoch by the first metric."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A process learns from few points of each trial: the last on the grid, the best so far, scored by their ranks."""
+"""The Gaussian process uses few points per trial: the best values at grid epochs, converted to rank scores."""
 
 from __future__ import annotations
 

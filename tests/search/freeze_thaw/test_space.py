@@ -1,4 +1,4 @@
-"""A space's numbers are its configurations: there and back, rounded, and with the parameters that each one has."""
+"""The encoding of configurations as numbers and back, with rounding and conditional parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Earlier studies tell a new one where to begin, as much as they are alike, and nothing that is not in its space."""
+"""A new study uses earlier ones as far as they are similar, for parameters in its space."""
 
 from __future__ import annotations
 

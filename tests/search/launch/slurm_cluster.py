@@ -1,4 +1,4 @@
-"""A Slurm of our own on this machine: a controller and three nodes on loopback, with a munge of their own."""
+"""A private Slurm cluster on this machine: a controller and three nodes on loopback, with their own munge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet to print, and what would trip over bad quoting."""
+"""A fleet to print, and values that break with bad quoting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest for Kubernetes: every field by its name, and the same fields once the real types have read it."""
+"""The manifest for Kubernetes: all fields, also after parsing with the real types."""
 
 from __future__ import annotations
 

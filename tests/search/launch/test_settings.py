@@ -1,4 +1,4 @@
-"""What may be asked of a fleet: each mistake is one line, with exit code 2, and no password is printed."""
+"""The settings of a fleet: each mistake is an error of one line with exit code 2, without passwords."""
 
 from __future__ import annotations
 

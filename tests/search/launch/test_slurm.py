@@ -1,4 +1,4 @@
-"""The script for Slurm, run by a real bash: which codes queue it again, signals, quoting; engines' commands stand in.
+"""The script for Slurm in a real bash, with fake engine commands: requeue codes, signals and quoting.
 
 What a real Slurm makes of it is in test_slurm_engine.py.
 """

@@ -1,4 +1,4 @@
-"""The printed script under a real Slurm: a notice, a node that is lost, and scancel."""
+"""The printed script under a real Slurm: preemption signals, lost nodes, and scancel."""
 
 from __future__ import annotations
 

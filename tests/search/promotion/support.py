@@ -1,4 +1,4 @@
-"""A study whose trials have runs and models on a real MLflow server, made without any training."""
+"""A study whose trials have runs and models on a real MLflow server, without any training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promotion by our own command, and promotions that are made in the MLflow UI, on a real model registry."""
+"""Promotions by the command and in the MLflow UI, on a real model registry."""
 
 from __future__ import annotations
 

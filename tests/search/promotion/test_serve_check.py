@@ -1,4 +1,4 @@
-"""What a model needs where it is served: none of our packages, and a name that can be found."""
+"""Serving needs no packages of hpsearch, and finds the model by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optuna's own pruners, as twins of ours."""
+"""Optuna's pruners that correspond to those of hpsearch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Successive halving and Hyperband on Postgres: the rungs of all trials, one query at each."""
+"""Successive halving and Hyperband on Postgres: the rungs of all trials, with one query per rung."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our verdicts are those of Optuna's own pruners, on studies that hypothesis makes up."""
+"""The pruners decide like those of Optuna, on studies from hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning where several metrics are optimised, or have bounds: by fronts, by a bound on one, and out of bounds."""
+"""Pruning with several metrics or constraints: by Pareto fronts, by a threshold, and of infeasible trials."""
 
 from __future__ import annotations
 

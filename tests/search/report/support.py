@@ -1,4 +1,4 @@
-"""Studies of several metrics, or with bounds, that were never trained."""
+"""Studies with several metrics or constraints, without any training."""
 
 from __future__ import annotations
 

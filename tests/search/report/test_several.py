@@ -1,4 +1,4 @@
-"""What the verbs print of a study of several metrics, in a terminal of 80 columns, and give to scripts."""
+"""The output of commands for a multi-objective study, in 80 columns and as JSON."""
 
 from __future__ import annotations
 

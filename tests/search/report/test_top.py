@@ -1,4 +1,4 @@
-"""The view of a study that is redrawn: whatever its reasons are long, no column is lost."""
+"""The live view of a study: no column is lost with long reasons."""
 
 from __future__ import annotations
 

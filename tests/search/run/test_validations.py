@@ -1,4 +1,4 @@
-"""How often a command validates the settings of a study before its first worker starts."""
+"""The number of validations of a study's settings before its first worker starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler learns from trials that wait, as from those that were pruned where these stand."""
+"""A sampler uses a waiting trial like one that was pruned at its epoch."""
 
 from __future__ import annotations
 

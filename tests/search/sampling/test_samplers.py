@@ -1,4 +1,4 @@
-"""Samplers that keep something of a study: what they learn from, that processes agree, that nothing is run twice."""
+"""Samplers with state: their data, equal suggestions in all processes, and no repeated configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers of Optuna's on a study of two metrics with trials in every state."""
+"""Optuna's samplers on a study of two metrics with trials in every state."""
 
 from __future__ import annotations
 

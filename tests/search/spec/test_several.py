@@ -1,4 +1,4 @@
-"""Directions and constraints: how they are given, and what is refused."""
+"""Directions and constraints: valid and invalid settings."""
 
 from __future__ import annotations
 

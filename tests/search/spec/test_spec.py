@@ -1,4 +1,4 @@
-"""The study spec: what it accepts, what it refuses, and in which words."""
+"""The study spec: valid settings, and the errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go is shown, and goes; what somebody needs stays, also when it becomes needed after it was shown."""
+"""Cleanup lists and removes superfluous files. It keeps needed ones, also if they become needed after the listing."""
 
 from __future__ import annotations
 

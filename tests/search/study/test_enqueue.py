@@ -1,4 +1,4 @@
-"""Configurations of somebody's own are checked whole, come first, and are run once."""
+"""Enqueued configurations are validated completely, run first, and run once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study of several metrics: how it is made, joined, extended and deleted."""
+"""Multi-objective studies are created, joined, extended and deleted."""
 
 from __future__ import annotations
 

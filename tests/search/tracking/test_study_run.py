@@ -1,4 +1,4 @@
-"""The parent run of a study, which all of its processes ask for."""
+"""The parent run of a study, which all processes share."""
 
 from __future__ import annotations
 

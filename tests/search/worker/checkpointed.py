@@ -1,4 +1,4 @@
-"""A study whose trials leave checkpoints, and the machines that attempts at them run on."""
+"""A study whose trials write checkpoints, and simulated attempts on several machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial's checkpoints: what was committed is resumed from, on any machine; what was not is removed."""
+"""Checkpoints of a trial: any machine can resume from committed ones, and others are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks wrote in parts: these come and go with them, and are never taken for whole."""
+"""Sharded checkpoints: shards are stored and removed with their checkpoint, and incomplete ones are rejected."""
 
 from __future__ import annotations
 

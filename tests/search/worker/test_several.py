@@ -1,4 +1,4 @@
-"""A worker's trials of several metrics: what they must report, and what breaks a constraint."""
+"""Multi-objective trials in a worker: required reports and violated constraints."""
 
 from __future__ import annotations
 

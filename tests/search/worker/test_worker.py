@@ -1,4 +1,4 @@
-"""What a worker makes of errors."""
+"""Texts of errors, names and signals of a worker."""
 
 from __future__ import annotations
 

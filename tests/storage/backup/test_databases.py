@@ -1,4 +1,4 @@
-"""Databases that go into a backup and come out: of one's own services, older, newer, not empty; and what is adapted."""
+"""Backup and restore of databases: embedded and external, older, newer and non-empty, and adapted content."""
 
 from __future__ import annotations
 

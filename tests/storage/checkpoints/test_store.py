@@ -1,4 +1,4 @@
-"""The place where checkpoints are kept: what is put there comes back the same, or is refused."""
+"""The checkpoint store: a stored file comes back unchanged or is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behind PgBouncer in transaction mode: each statement on whichever connection is free."""
+"""PgBouncer in transaction mode, where each transaction can use another connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a service of the stack that speaks HTTP, seen at one that starts in a moment."""
+"""The life cycle of an HTTP service of the stack, tested with a small service that starts fast."""
 
 from __future__ import annotations
 

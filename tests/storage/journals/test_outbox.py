@@ -1,4 +1,4 @@
-"""Journals on disk: what is appended survives the process, and one process at a time has it."""
+"""Journals on disk: appended records survive the process, and one process at a time owns a journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several readers of one journal: each at its own pace, and the journal stays until all have it."""
+"""Several readers of one journal: each has its own position, and the journal is kept until all have it."""
 
 from __future__ import annotations
 

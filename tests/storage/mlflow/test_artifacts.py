@@ -1,4 +1,4 @@
-"""A trial's MLflow artifacts in the Optuna dashboard: listed, shown, and nothing else shown."""
+"""The MLflow artifacts of a trial in the Optuna dashboard, and requests for other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a journal to a real MLflow server: what arrives there, and what it refuses."""
+"""From a journal to a real MLflow server: sent records and rejected ones."""
 
 from __future__ import annotations
 

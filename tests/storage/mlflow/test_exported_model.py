@@ -1,4 +1,4 @@
-"""A model that serves the sizes of its example alone is none to serve."""
+"""An exported model must accept other sizes than those of its example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before MLflow is asked, and which aliases say what another named before."""
+"""Aliases and model names that are rejected without a request to MLflow, and reserved aliases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study of the trials' tests, with rungs."""
+"""The study of tests/storage/trials, with rungs."""
 
 from tests.storage.trials.conftest import engine, storage, study_id
 

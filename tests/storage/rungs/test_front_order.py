@@ -1,4 +1,4 @@
-"""The order at a rung of several metrics: fronts first, and those of one front apart from each other."""
+"""The order of multi-objective trials at a rung: by Pareto front, then by distance within a front."""
 
 import numpy as np
 from hypothesis import given

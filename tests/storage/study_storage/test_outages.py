@@ -1,4 +1,4 @@
-"""The database goes away in the middle of things: calls wait, nothing is lost, nothing is done twice."""
+"""Outages of the database during calls: calls wait, nothing is lost, nothing is executed twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of one's own: fenced writes, reads without the database, writes together."""
+"""Trials that a process owns: fenced writes, cached reads, batched writes."""
 
 from __future__ import annotations
 

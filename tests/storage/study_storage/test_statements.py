@@ -1,4 +1,4 @@
-"""How little is asked of the database: the statements of each call, and of a whole trial."""
+"""The number of SQL statements of each call and of a whole trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one storage writes every other sees: ours, Optuna's RDBStorage, the dashboard and the `optuna` CLI."""
+"""All readers see the writes of a storage: PostgresStorage, RDBStorage, the dashboard and the `optuna` CLI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims as a test makes them and looks at them."""
+"""Helpers to claim trials and to inspect claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: the budget is exact, a trial has one worker at a time, and no death loses one."""
+"""Claims: the budget is exact, a trial has one worker at a time, and no trial is lost with its worker."""
 
 from __future__ import annotations
 

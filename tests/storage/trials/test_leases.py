@@ -1,4 +1,4 @@
-"""Leases: a worker that gives no sign of life loses its trial, and one that was cut off has time to come back."""
+"""Leases: a silent worker loses its trial, and a disconnected one has time to come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a worker has ended, as another process of its machine can tell."""
+"""Detect from another process of the same machine whether a worker has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many worker processes at once run exactly the budget."""
+"""Many concurrent worker processes run exactly the budget."""
 
 from __future__ import annotations
 

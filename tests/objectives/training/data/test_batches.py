@@ -1,4 +1,4 @@
-"""The DataLoader path: the same run as from memory, whatever the number of its processes."""
+"""Training with a DataLoader equals training from memory, for any number of loader processes."""
 
 import numpy as np
 import pytest

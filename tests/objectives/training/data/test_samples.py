@@ -1,4 +1,4 @@
-"""Data that are made sample by sample: torch datasets, ragged lists, arrays mapped to memory."""
+"""Data that are loaded sample by sample: torch datasets, ragged lists, memory-mapped arrays."""
 
 import re
 from pathlib import Path

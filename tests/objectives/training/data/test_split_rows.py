@@ -1,4 +1,4 @@
-"""Fresh divisions: the test split stays, no group is in two parts, nothing is trained on after what is validated."""
+"""Resplitting: the test split is kept, no group is in two splits, and training data precede validation data."""
 
 import numpy as np
 import pytest

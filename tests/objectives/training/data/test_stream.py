@@ -1,4 +1,4 @@
-"""Samples that come one after the other, as a torch `IterableDataset` gives them."""
+"""Streams of samples from a torch `IterableDataset`."""
 
 import pytest
 import torch

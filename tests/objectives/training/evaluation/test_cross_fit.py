@@ -1,4 +1,4 @@
-"""The cross-fitted score of a run, and its error by the samples."""
+"""The cross-fitted score of a run, and its standard error from resampling."""
 
 import math
 

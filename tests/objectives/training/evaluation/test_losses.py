@@ -1,4 +1,4 @@
-"""Losses: the usual one of a metric, and means that add up whatever the batches."""
+"""Losses: the default of each metric, and means that do not depend on the batches."""
 
 import numpy as np
 import pytest

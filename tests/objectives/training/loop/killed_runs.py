@@ -1,4 +1,4 @@
-"""A process of its own for test_kill: trains a configuration in processes that are each killed an epoch further.
+"""A separate process for test_kill: it trains a configuration in child processes, each killed one epoch later.
 
 Each is a child of this process, forked after torch was imported, so that all of them start in no time.
 """

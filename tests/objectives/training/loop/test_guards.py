@@ -1,4 +1,4 @@
-"""What ends a run at once: numbers that are not finite, and too little memory."""
+"""Errors that end a run at once: non-finite numbers, and too little memory."""
 
 import math
 

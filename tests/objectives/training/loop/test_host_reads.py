@@ -1,4 +1,4 @@
-"""How often the process waits for the device: a number of times that does not grow with the data."""
+"""The number of device synchronizations does not grow with the data."""
 
 import pytest
 import torch

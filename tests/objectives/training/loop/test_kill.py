@@ -1,4 +1,4 @@
-"""A real process, killed after its first epoch and resumed by another, which is killed after its, comes to the same."""
+"""A chain of processes, each killed after one epoch and resumed by the next, gives the result of one process."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What is to make the same numbers come sooner gives the same numbers."""
+"""Performance settings do not change the results."""
 
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run that was never killed, to the last bit."""
+"""A killed and resumed run is bit-identical to an uninterrupted one."""
 
 import signal
 

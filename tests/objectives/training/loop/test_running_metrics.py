@@ -1,4 +1,4 @@
-"""The metrics of training outputs are gathered in chunks that are bounded, whatever a row is."""
+"""Training metrics are updated in chunks of bounded size, for any size of a row."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What is noted within an epoch."""
+"""The log of steps within an epoch."""
 
 import math
 

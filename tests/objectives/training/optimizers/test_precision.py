@@ -1,4 +1,4 @@
-"""Mixed precision: what is computed in which type, and what a step that overflows leaves alone."""
+"""Mixed precision: the types of computations, and the state after a skipped step."""
 
 import math
 

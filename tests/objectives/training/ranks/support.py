@@ -1,4 +1,4 @@
-"""A function on several ranks: real processes that gloo joins, on one machine."""
+"""Run a function on several ranks: real processes on one machine, connected by gloo."""
 
 import dataclasses
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Several ranks train what one process does: numbers within 1e-6, weights within 1e-5."""
+"""Training on several ranks equals one process: metrics within 1e-6, weights within 1e-5."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A model of which each rank has a part trains, resumes and is served as that of one process."""
+"""FSDP: a sharded model trains, resumes and is served like that of one process."""
 
 import contextlib
 import dataclasses

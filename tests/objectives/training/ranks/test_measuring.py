@@ -1,4 +1,4 @@
-"""What is measured of a model that several ranks train: by rank 0, the same on all, of the whole model."""
+"""Model metrics on several ranks: rank 0 measures the whole model, and all ranks have the same values."""
 
 import pytest
 

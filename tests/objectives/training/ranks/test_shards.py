@@ -1,4 +1,4 @@
-"""A checkpoint in parts, of which each rank wrote its own: resumed on any number of ranks, and trusted only whole."""
+"""Sharded checkpoints: resume on any number of ranks, and rejection of incomplete ones."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""A run keeps what it takes to repeat it: the source's commit, and how the source differs from it."""
+"""A run records its environment: the commit of the source code and the uncommitted changes."""
 
 import hashlib
 import inspect

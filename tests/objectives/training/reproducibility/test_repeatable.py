@@ -1,4 +1,4 @@
-"""The same seed gives the same run, and leaves the process as it was."""
+"""Equal seeds give equal runs, and a run does not change global state of the process."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A study of three trials, its claims, and the verbs on its database."""
+"""A study of three trials, its claims, and commands on its database."""
 
 from __future__ import annotations
 

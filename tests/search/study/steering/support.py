@@ -1,4 +1,4 @@
-"""What tests of the verbs that steer a study share."""
+"""Helpers for tests of the commands that steer a study."""
 
 from __future__ import annotations
 

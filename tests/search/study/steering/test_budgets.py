@@ -1,4 +1,4 @@
-"""Budgets in epochs and seconds as a person gives, changes and reads them."""
+"""Budgets in epochs and seconds in the commands that set, change and show them."""
 
 from __future__ import annotations
 

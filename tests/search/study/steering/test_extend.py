@@ -1,4 +1,4 @@
-"""A larger or smaller budget, while workers claim."""
+"""Changes of the budget while workers claim trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs print fits a terminal of 80 columns."""
+"""The output of commands fits a terminal of 80 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failed or infeasible trial is tried again, under its number."""
+"""A failed or infeasible trial is retried with the same number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a study whose trials wait at rungs is shown."""
+"""`show` for a study whose trials wait at rungs."""
 
 from __future__ import annotations
 

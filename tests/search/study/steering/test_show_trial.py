@@ -1,4 +1,4 @@
-"""One trial on a page."""
+"""The page of one trial in `show`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server of Weights & Biases does with runs, as far as its package asks: it keeps them by their ids."""
+"""A fake Weights & Biases server: it stores runs by id and answers the requests of the wandb package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a journal to Weights & Biases, in its offline mode: the files that it keeps are read back."""
+"""From a journal to Weights & Biases in offline mode: the tests read its files back."""
 
 from __future__ import annotations
 
