@@ -17,7 +17,7 @@ from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.production import Production
 from benchmarks.search_quality.simulation import History, Simulation, Work
 from benchmarks.search_quality.surrogates import surrogate
-from hpsearch.search.study.terminator import AGAIN, FIRST, RemainingBudget, expected_gain
+from hpsearch.search.study.terminator import AGAIN, FIRST, RemainingBudget, compute_expected_gain
 
 THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
@@ -47,7 +47,7 @@ class Judged:
             self.judged = ended
             trials.study._thread_local.cached_all_trials = None
             left = RemainingBudget(begun * (self.budget - spent) / spent, self.epochs)
-            gain = expected_gain(trials.study, left, seed=ended)
+            gain = compute_expected_gain(trials.study, left, seed=ended)
             self.gains += [] if gain is None else [(spent, gain)]
         return self.way.next_work()
 

@@ -212,7 +212,7 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
         folders = get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)
         checkpoints = open_checkpoints(each, services.home, services.checkpoint_url)
         each.storage.delete_study(each.study_id)
-        checkpoints.forget()
+        checkpoints.delete()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return [each.spec.name for each in gone]

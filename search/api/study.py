@@ -84,7 +84,7 @@ class Study:
             assert Study.create(spec={"objective": "wine.py", "name": "example"}).name == study.name
         """
         from hpsearch.search.spec import spec as specs
-        from hpsearch.search.spec.settings import check_settings, keys_in_errors, named, read_spec_file
+        from hpsearch.search.spec.settings import check_settings, expand_names, keys_in_errors, read_spec_file
 
         _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
@@ -96,7 +96,7 @@ class Study:
                 from hpsearch.search.api.actions import find_objective_reference
 
                 given["objective"] = find_objective_reference(objective)
-            given = named(given)
+            given = expand_names(given)
             check_settings(given)
 
             from hpsearch.search.console import PlainConsole
@@ -344,11 +344,14 @@ class Study:
         Example:
             assert study.urls.keys() <= {"dashboard", "mlflow"}
         """
-        from hpsearch.search.study.summary import study_page
+        from hpsearch.search.study.summary import get_study_page
         from hpsearch.storage.attributes import RUN_URL
 
         stored, dashboard = self._stored, self._services.dashboard_url
-        found = {"dashboard": dashboard and study_page(dashboard, stored.study_id), "mlflow": stored.attrs.get(RUN_URL)}
+        found = {
+            "dashboard": dashboard and get_study_page(dashboard, stored.study_id),
+            "mlflow": stored.attrs.get(RUN_URL),
+        }
         return {name: url for name, url in found.items() if url}
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from hpsearch.search.process import (
     report_errors,
 )
 from hpsearch.search.secret_files import read_secret_files
-from hpsearch.search.spec.kinds import must
+from hpsearch.search.spec.kinds import rephrase
 
 COMMANDS = (run, look, steer, confirm, objective, services)  # each registers its own on the app
 
@@ -65,4 +65,4 @@ def _with_value(error: typer.TyperException, message: str, given: list[str]) -> 
         close = suggest_names(error.option_name, near) if near else ""
         message = f"unknown option {error.option_name}{close}"
     context = getattr(error, "ctx", None)
-    return f"{must(message)} (see '{context.command_path} --help')" if context else must(message)
+    return f"{rephrase(message)} (see '{context.command_path} --help')" if context else rephrase(message)

@@ -288,11 +288,11 @@ def show(objective: Objective_, settings: Set = None) -> None:
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.reports import report
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.study.create import search_space
+    from hpsearch.search.study.create import sample_search_space
 
     found = load_objective(objective)
     config = configured(found, settings)
-    space = {name: _format_range(values) for name, values in search_space(found)[0].items()}
+    space = {name: _format_range(values) for name, values in sample_search_space(found)[0].items()}
     console = PlainConsole()
     console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
     if found.directions:

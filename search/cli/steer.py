@@ -205,7 +205,7 @@ def _table(found: list[Garbage]) -> Table:
 
     table = plain_table("study", "what can go", "trials", "where", "size", right=("size",))
     for garbage in found:
-        table.add_row(garbage.study, garbage.what, _numbers(garbage.trials), garbage.where, decimal(garbage.size))
+        table.add_row(garbage.study, garbage.kind, _numbers(garbage.trials), garbage.where, decimal(garbage.size))
     return table
 
 

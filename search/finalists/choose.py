@@ -19,7 +19,7 @@ from hpsearch.search.pruners.stopping import NoPruning
 from hpsearch.search.samplers.optuna import Random
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
-from hpsearch.search.study.create import name_metric, study_directions
+from hpsearch.search.study.create import get_study_directions, set_metric_names
 from hpsearch.search.study.ranking import get_first_value, is_feasible, rank_trials
 from hpsearch.search.study.steering import count_running
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -41,7 +41,7 @@ from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 
-_LONGEST_NAME = 100  # of the spec
+_MAX_NAME_LENGTH = 100  # of `StudySpec.name`
 
 
 def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
@@ -56,22 +56,22 @@ def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[i
         spec = _make_spec(study.spec, of, number)
         try:
             made = study.storage.create_filled_study(
-                study_directions(spec),
+                get_study_directions(spec),
                 spec.name,
                 user_attrs=_make_attrs(study, spec),
                 trials=_make_trials(of, chosen),
             )
         except DuplicatedStudyError:
             continue  # an earlier set, or an unrelated study
-        name_metric(study.storage, spec)
+        set_metric_names(study.storage, spec)
         return StoredStudy(spec, study.storage, made)
-    raise AssertionError("names do not run out")
+    raise AssertionError("unreachable: the numbers are unbounded")
 
 
 def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     suffix = (FINALISTS if of.refit is None else REFIT) + (f"-{number}" if number > 1 else "")
     own = {
-        "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
+        "name": searched.name[: _MAX_NAME_LENGTH - len(suffix)] + suffix,
         "n_trials": len(of.trials) * len(of.seeds),
         "sampler": Random().model_dump(),
         "warm_start": None,
@@ -80,7 +80,7 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "timeout": None,
         "budget_epochs": None,
         "budget_seconds": None,
-        # `promote` uses the model of the trial in the search. Of a refit it uses one run, and exports the model then.
+        # `promote` uses the model of the trial in the search. For a refit it exports the model of the selected run.
         "models": "none",
         "finalists_of": of.model_dump(),
     }
@@ -119,14 +119,14 @@ def create_or_join(
         top: number of best configurations; None stands for `TOP` or the existing set's. With several metrics, None
             takes the whole Pareto front, and a number takes its members with the largest crowding distance.
         seeds: number of new seeds, common to all; None stands for `SEEDS` or the existing set's.
-        new_set: choose again by the current search, on seeds that no other set has.
+        new_set: whether to choose a new set from the current results, on seeds that no other set uses.
         infeasible: whether to include trials that violate a constraint.
 
     Returns:
         The study of the finalists, and whether it was created by this call.
 
     Raises:
-        SearchError: the search is not over, it has no complete trial, or the set has another `top` or `seeds`.
+        SearchError: the search has not ended, it has no COMPLETE trial, or the set has another `top` or `seeds`.
     """
     with name_lock(study.engine, study.spec.name):
         chosen = None if new_set else find_newest_set(study)
@@ -134,14 +134,14 @@ def create_or_join(
             _check_same_settings(study, chosen, top=top, seeds=seeds)
             return chosen, False
         _check_search_ended(study)
-        usual = None if study.spec.is_multi_objective else TOP
-        best = select_finalists(study, top or usual or sys.maxsize, infeasible=infeasible)
+        default = None if study.spec.is_multi_objective else TOP
+        best = select_finalists(study, top or default or sys.maxsize, infeasible=infeasible)
         if not best:
             raise SearchError(f"study {study.spec.name!r} has {_describe_no_finalist(study)}")
         of = FinalistsOf(
             study=study.spec.name,
             study_id=study.study_id,
-            top=top or usual or len(best),
+            top=top or default or len(best),
             trials=[trial.number for trial in best],
             seeds=derive_new_seeds(study, seeds or SEEDS),
             divisions=True,
@@ -152,16 +152,17 @@ def create_or_join(
 def _describe_no_finalist(study: StoredStudy) -> str:
     if any(not is_feasible(trial) for trial in study.trials(TrialState.COMPLETE)):
         again = format_command("finalists", study.spec.name, "--infeasible")
-        return f"no complete trial within its constraints: train those that break them with {again}"
-    return "no complete trial: there is no finalist to choose"
+        return f"no complete trial within its constraints; retrain infeasible trials with {again}"
+    return "no complete trial; extend it, or start a new one"
 
 
 def select_finalists(
     study: StoredStudy, top: int, *, removed: bool = False, infeasible: bool = False
 ) -> list[FrozenTrial]:
-    """Return the best COMPLETE trials, best first. Ties and equal configurations give the trial with the lowest number.
+    """Return the best COMPLETE trials, best first.
 
-    With several metrics, only trials of the Pareto front are returned.
+    Among equal values, and equal configurations, the lowest trial number comes first. With several metrics, only trials
+    of the Pareto front are returned.
 
     Args:
         study: the study.
@@ -197,15 +198,15 @@ def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists")
         for name in names(study.engine, study.study_id):
             of = load_study(study.storage, name).spec.finalists_of
             taken.update(of.seeds if of is not None else [])
-    fresh: list[int] = []
+    new: list[int] = []
     for index in itertools.count():
-        if len(fresh) == count:
+        if len(new) == count:
             break
         seed = derive_seed(study.spec.seed, purpose, index)
         if seed not in taken:
             taken.add(seed)
-            fresh.append(seed)
-    return fresh
+            new.append(seed)
+    return new
 
 
 def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
@@ -215,8 +216,8 @@ def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | 
     differ = [f"{flag}: {before} -> {now}" for flag, before, now in pairs if now is not None and now != before]
     if differ:
         raise SearchError(
-            f"the finalists of {study.spec.name!r} were chosen with another setting ({'; '.join(differ)}): leave it "
-            "out to go on with them, or choose others, on other seeds, with --new-set"
+            f"the finalists of {study.spec.name!r} were chosen with another setting ({'; '.join(differ)}); remove it "
+            "to continue them, or choose a new set on other seeds with --new-set"
         )
 
 
@@ -228,9 +229,9 @@ def _check_search_ended(study: StoredStudy) -> None:
     ended = study.attrs.get(STOPPED) is not None or study.is_timed_out
     if ended and (running := count_running(study)):
         wait = format_command("stop", name, "--wait")
-        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}: wait for the end: {wait}")
+        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; wait for their end with {wait}")
     if not ended:
         raise SearchError(
-            f"study {name!r} is not over, {study.format_progress(finished)} are done: let it end, or stop it first: "
+            f"study {name!r} has not ended, with {study.format_progress(finished)} done; let it end, or stop it with "
             f"{format_command('stop', name)}"
         )

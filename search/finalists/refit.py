@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import format_command
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_finalist_study, derive_new_seeds
 from hpsearch.search.finalists.table import describe_missing_value, find_winner
@@ -57,7 +57,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
     Args:
         study: the search.
         seeds: number of runs, odd; None stands for `SEEDS` or the existing refit's.
-        trial: number of the expected winner; None takes the winner.
+        trial: number of the expected winner; None accepts any winner.
 
     Returns:
         The study of the refit, and whether it was created by this call.
@@ -67,7 +67,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
             trial won.
     """
     if seeds is not None and seeds % 2 == 0:
-        raise SearchError(f"--refit-seeds {seeds}: give an odd number, so that one run is the median of all")
+        raise SearchError(f"--refit-seeds {seeds} is even; give an odd number, so that one run has the median loss")
     with name_lock(study.engine, study.spec.name):
         chosen, winner = _find_winner(study, trial)
         epochs = choose_refit_epochs(study, chosen, winner)
@@ -85,13 +85,13 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
     of = _get_finalists_of(made)
     if seeds not in {None, len(of.seeds)}:
         raise SearchError(
-            f"--refit-seeds {seeds}: {made.spec.name!r} was made with {len(of.seeds)}: leave it out to go on with them"
+            f"--refit-seeds {seeds}: {made.spec.name!r} was created with {len(of.seeds)}; remove it to continue"
         )
     return made, False
 
 
 def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
-    """Return the set of finalists that counts, and its winner; see `find_winner`."""
+    """Return the effective set of finalists and its winner, with errors that name the option; see `find_winner`."""
     try:
         return find_winner(study, trial)
     except SearchError as error:
@@ -114,7 +114,7 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
 
 
 def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
-    """Return the epochs, from 0, that the cross-fitted halves of a run selected; without them, its best epoch."""
+    """Return the 0-based epochs that the cross-fitted halves of a run selected; without them, its best epoch."""
     if epochs := run.user_attrs.get(FRESH, {}).get("epochs"):
         return list(epochs)
     sign = -1 if maximize else 1
@@ -146,7 +146,7 @@ def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStud
     made = _find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
     if made is None:
         again = format_command("promote", study.spec.name, "--refit")
-        raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
+        raise SearchError(f"--refit: the winner of study {study.spec.name!r} has no refit yet; train it with {again}")
     return made, tabulate_refit(made)
 
 
@@ -158,11 +158,12 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
     """
     if refit.pending:
         raise SearchError(
-            f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.resume_command}"
+            f"--refit: {made.spec.name!r} has {pluralize(refit.pending, 'unfinished run')}; continue with "
+            f"{made.resume_command}"
         )
     if refit.taken is None:
-        why = "; ".join(f"trial {number} {why}" for number, why in enumerate(refit.reasons))
-        raise SearchError(f"--refit: no run of {made.spec.name!r} has come to its end: {why}")
+        reasons = "; ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.reasons))
+        raise SearchError(f"--refit: no run of {made.spec.name!r} is complete: {reasons}")
     return find_trial(made, refit.taken)
 
 
@@ -189,20 +190,20 @@ def tabulate_refit(made: StoredStudy) -> Refit:
 def format_refit(made: StoredStudy, found: Refit) -> list[str]:
     """Return one line per run with its training loss, and a mark at the selected run."""
     lines = []
-    for number, (seed, loss, why) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
-        said = why if loss is None else f"train loss {loss:.6g}"
-        mark = ", the median: it is taken" if number == found.taken else ""
-        lines.append(f"trial {number} of {found.study}, seed {seed}: {said}{mark}")
+    for number, (seed, loss, reason) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
+        outcome = reason if loss is None else f"train loss {loss:.6g}"
+        mark = ", the median, selected" if number == found.taken else ""
+        lines.append(f"trial {number} of {found.study}, seed {seed}: {outcome}{mark}")
     if not found.pending and found.taken is None:
-        lines.append(f"no run has come to its end: see why with {format_command('show', made.spec.name)}")
+        lines.append(f"no run is complete; see the reasons with {format_command('show', made.spec.name)}")
     return lines
 
 
 def list_promotions(study: StoredStudy) -> list[Promotion]:
     """Return the promotions of a study's trials and of its refits, oldest first."""
     refits = [find_study(study.storage, name) for name in read_refit_studies(study.engine, study.study_id)]
-    of = [study.study_id, *(each for each in refits if each is not None)]
-    found = [promotion for study_id in of for promotion in read_promotions(study.engine, study_id)]
+    study_ids = [study.study_id, *(each for each in refits if each is not None)]
+    found = [promotion for study_id in study_ids for promotion in read_promotions(study.engine, study_id)]
     return sorted(found, key=lambda promotion: promotion.promoted_at)
 
 

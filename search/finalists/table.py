@@ -10,7 +10,7 @@ from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import format_command
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.winner import (
     ExpectedScore,
@@ -74,7 +74,8 @@ class Finalists:
         pending: number of unfinished trials.
         error: standard error of the difference of two means; None if unknown.
         expected: expected test score of the winner; None without a winner, or if the runs had no new splits.
-        front: Pareto front by the means, best first metric first; empty until all have ended, and for one metric.
+        front: trials of the Pareto front by the means, in the order of the first metric, best first; empty until all
+            runs have ended, and for one metric.
     """
 
     winner: int | None
@@ -152,8 +153,8 @@ def find_effective_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | No
 
 def read_finalists(study: StoredStudy) -> Finalists | None:
     """Return the effective finalists of a study; None if there are none yet."""
-    counting = find_effective_set(study)
-    return None if counting is None else counting[1]
+    effective = find_effective_set(study)
+    return None if effective is None else effective[1]
 
 
 def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
@@ -166,24 +167,26 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
     Raises:
         SearchError: there are no finalists, the newest set is unfinished, or the winner is not `trial`.
     """
-    name, again = study.spec.name, format_command("finalists", study.spec.name)
-    counting, newest = find_effective_set(study), find_newest_set(study)
-    if counting is None or newest is None:
-        raise SearchError(f"study {name!r} has no finalists, which confirm a winner: choose them with {again}")
-    chosen, found = counting
+    name, command = study.spec.name, format_command("finalists", study.spec.name)
+    effective, newest = find_effective_set(study), find_newest_set(study)
+    if effective is None or newest is None:
+        raise SearchError(f"study {name!r} has no finalists to confirm a winner; retrain some with {command}")
+    chosen, found = effective
     if pending := tabulate(study, newest).pending:  # the newest set may replace an earlier winner
         where = f"the finalists of {name!r}, in {newest.spec.name},"
-        raise SearchError(f"{where} are not done, {pending} are left: go on with {again}")
+        raise SearchError(f"{where} have {pluralize(pending, 'unfinished run')}; continue with {command}")
     if trial is not None and trial in found.front:
         return chosen, trial
     if found.winner is None and found.front:
         front = ", ".join(map(str, found.front))
-        raise SearchError(f"no finalist of {name!r} dominates trials {front}: choose one with --trial or --prefer")
+        raise SearchError(
+            f"no finalist of {name!r} dominates all others; choose one of trials {front} with --trial or --prefer"
+        )
     if found.winner is None:
-        raise SearchError(f"the finalists of {name!r} have no winner: see {again}")
+        raise SearchError(f"the finalists of {name!r} have no winner; see the reasons with {command}")
     if trial not in {None, found.winner}:
         raise SearchError(
-            f"--trial {trial}: the winner among the finalists of {name!r} is trial {found.winner}: leave it out"
+            f"--trial {trial}: the winner among the finalists of {name!r} is trial {found.winner}; remove --trial"
         )
     return chosen, found.winner
 
@@ -199,12 +202,12 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         _make_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials
     )
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
-    whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.is_complete}
+    complete = {row.trial: [value for value in row.values if value is not None] for row in rows if row.is_complete}
     if spec.is_multi_objective:
         front = () if pending else _find_front_trials([row for row in rows if row.is_complete], spec.maximized)
         choice = WinnerSelection(front[0] if len(front) == 1 else None, (), None)
     else:
-        front, choice = (), select_winner({} if pending else whole, maximize=spec.maximize)
+        front, choice = (), select_winner({} if pending else complete, maximize=spec.maximize)
     return Finalists(
         winner=choice.winner,
         tie=choice.tie,
@@ -219,7 +222,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
 
 
 def _find_front_trials(rows: Sequence[FinalistRow], maximize: Sequence[bool]) -> tuple[int, ...]:
-    """Return the Pareto front by the means, best first metric first."""
+    """Return the trials of the Pareto front by the means, in the order of the first metric, best first."""
     members = [rows[place] for place in front_places(to_losses([row.means for row in rows], maximize))]
     sign = -1 if maximize[0] else 1
     return tuple(row.trial for row in sorted(members, key=lambda row: (sign * row.means[0], row.trial)))
@@ -234,17 +237,17 @@ def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: Win
 
 def _make_row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
     values = tuple(get_first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
-    there = [value for value in values if value is not None]
+    existing = [value for value in values if value is not None]
     vectors = [t.values for t in trials if t is not None and t.state == TrialState.COMPLETE]
-    several = len(searched) > 1
+    is_multi_objective = len(searched) > 1
     return FinalistRow(
         trial=number,
         search_value=searched[0],
-        searched=searched if several else (),
-        means=tuple(map(statistics.fmean, zip(*vectors, strict=True))) if several else (),
+        searched=searched if is_multi_objective else (),
+        means=tuple(map(statistics.fmean, zip(*vectors, strict=True))) if is_multi_objective else (),
         values=values,
-        mean=statistics.fmean(there) if there else None,
-        spread=statistics.stdev(there) if len(there) > 1 else None,
+        mean=statistics.fmean(existing) if existing else None,
+        spread=statistics.stdev(existing) if len(existing) > 1 else None,
         reasons=tuple(describe_missing_value(trial) for trial in trials),
         scored=tuple(
             None if value is None or trial is None else read_run_score(value, trial.user_attrs.get(FRESH))

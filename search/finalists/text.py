@@ -13,18 +13,18 @@ from hpsearch.search.study.ranking import best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
-_MIN_SHOWN_BIAS = 5e-5  # less is nothing, in four digits
+_MIN_SHOWN_BIAS = 5e-5  # a smaller bias is 0.0000 in four digits
 _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # verdicts that are shown by other words
 
 
 def format_confirmation(study: StoredStudy) -> list[str]:
     """Return lines about the finalists and the test evaluation of a study; empty without any."""
-    counting, newest = read_finalists(study), find_newest_set(study)
-    lines = [] if counting is None else format_finalists(study, counting)
-    if counting is not None and newest is not None and newest.spec.name != counting.study:
-        lines.append(f"chosen anew, in {newest.spec.name}: {format_finalists(study, tabulate(study, newest))[0]}")
-    opening = read_test_evaluation(study.engine, study.study_id)
-    return lines if opening is None else [*lines, format_test_result(study, opening, counting)]
+    effective, newest = read_finalists(study), find_newest_set(study)
+    lines = [] if effective is None else format_finalists(study, effective)
+    if effective is not None and newest is not None and newest.spec.name != effective.study:
+        lines.append(f"new set in {newest.spec.name}: {format_finalists(study, tabulate(study, newest))[0]}")
+    evaluation = read_test_evaluation(study.engine, study.study_id)
+    return lines if evaluation is None else [*lines, format_test_result(study, evaluation, effective)]
 
 
 def compute_optimism(study: StoredStudy, row: FinalistRow) -> float | None:
@@ -40,17 +40,17 @@ def rank_finalists(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
     With several metrics, the front comes first, and the first metric decides.
     """
     means = {row.trial: row.mean for row in found.rows if row.is_complete and row.mean is not None}
-    whole = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
-    whole.sort(key=lambda row: bool(found.front) and row.trial not in found.front)
-    return whole + [row for row in found.rows if not row.is_complete]
+    ranked = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
+    ranked.sort(key=lambda row: bool(found.front) and row.trial not in found.front)
+    return ranked + [row for row in found.rows if not row.is_complete]
 
 
 def finalist_table(study: StoredStudy, found: Finalists) -> Table:
-    """Return the table: rank, trial, the search's value, mean, spread, optimism, each seed's value, and the verdict."""
+    """Return the table: rank, trial, search value, mean, standard deviation, optimism, value per seed, verdict."""
     if study.spec.is_multi_objective:
         return _make_front_table(study, found)
     numbers = ("rank", "trial", "search", "retrained", "std", "optimism")
-    by_seed = f"val {study.spec.metric} by {'division' if found.is_resplit else 'seed'}"
+    by_seed = f"val {study.spec.metric} per {'split' if found.is_resplit else 'seed'}"
     table = plain_table(*numbers, by_seed, "", right=numbers)
     for rank, row in enumerate(rank_finalists(study, found), 1):
         values = [
@@ -114,36 +114,36 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     spread = "unknown" if row.spread is None else f"{row.spread:.4f}"
     lines = [
         f"winner: trial {row.trial}, val {study.spec.metric} {row.mean:.4f} on {seeds}, standard deviation {spread} "
-        f"(the search said {row.search_value:.4f})"
+        f"({row.search_value:.4f} in the search)"
     ]
     if found.tie:
-        who = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
-        within = "their values are equal" if not found.error else f"within one standard error, {found.error:.4f}"
-        lines.append(f"tied with {who}: {within}; the better mean wins")
+        tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
+        within = "equal values" if not found.error else f"within one standard error, {found.error:.4f}"
+        lines.append(f"tied with {tied}, {within}; the better mean wins")
     if (expected := found.expected) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
     elif found.scored:
         lines.append("no prediction interval: the error from the validation samples is unknown")
     if n_seeds == 1:
-        lines.append("with one seed the standard deviation is unknown: a difference may be chance")
-    over = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_optimism(study, r)) is not None)
-    if abs(over) < _MIN_SHOWN_BIAS:
+        lines.append("with one seed the standard deviation is unknown, and a difference may be due to chance")
+    bias = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_optimism(study, r)) is not None)
+    if abs(bias) < _MIN_SHOWN_BIAS:
         return [*lines, "the search values of the finalists show no bias on average"]
-    too = "optimistic" if over > 0 else "pessimistic"
-    return [*lines, f"the search values of the finalists are too {too} by {abs(over):.4f} on average"]
+    sign = "optimistic" if bias > 0 else "pessimistic"
+    return [*lines, f"the search values of the finalists are too {sign} by {abs(bias):.4f} on average"]
 
 
 def _format_front(found: Finalists) -> list[str]:
     """Return lines with the Pareto front of the finalists."""
-    on = describe_resampling(found)
+    resampling = describe_resampling(found)
     if len(found.front) == 1:
-        lines = [f"winner: trial {found.front[0]}, which dominates all other finalists on {on}"]
+        lines = [f"winner: trial {found.front[0]}, which dominates all other finalists on {resampling}"]
     else:
-        *most, last = map(str, found.front)
-        lines = [f"front on {on}: trials {', '.join(most)} and {last}, which no other finalist dominates"]
-    fallen = [str(row.trial) for row in found.rows if row.is_complete and row.trial not in found.front]
-    if fallen:
-        lines.append(f"dominated on new seeds: trial{'s' if len(fallen) > 1 else ''} {', '.join(fallen)}")
+        *others, last = map(str, found.front)
+        lines = [f"Pareto front on {resampling}: trials {', '.join(others)} and {last}"]
+    dominated = [str(row.trial) for row in found.rows if row.is_complete and row.trial not in found.front]
+    if dominated:
+        lines.append(f"dominated on new seeds: trial{'s' if len(dominated) > 1 else ''} {', '.join(dominated)}")
     return lines
 
 
@@ -161,29 +161,30 @@ def describe_method(found: Finalists) -> str:
     """Return whether each seed had a new split, as text."""
     if found.is_resplit:
         return "each seed has a new train/validation split"
-    return "data() gives fixed parts, or a test split that depends on them, so that only the seeds are new"
+    return "data() returns fixed splits, or a test split that depends on the others, so that only the seeds are new"
 
 
-def format_test_result(study: StoredStudy, opening: TestEvaluation, found: Finalists | None = None) -> str:
+def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None = None) -> str:
     """Return a line with the test score, and whether it is within the prediction interval of the finalists."""
-    sure = "" if opening.finalists else ", unconfirmed by finalists"
-    if opening.scores is None:
-        return f"test set: opened {opening.description}{sure}; its scores are not written yet"
+    confirmation = "" if evaluation.finalists else ", unconfirmed by finalists"
+    origin = f"evaluated {evaluation.description}{confirmation}"
+    if evaluation.scores is None:
+        return f"test set: {origin}; its scores are not written yet"
     metric = study.spec.metric
-    shown = f"{metric} {opening.scores[metric]:.4f}" if metric in opening.scores else f"{opening.scores}"
-    return f"test set: {shown}{_compare_with_interval(study, opening, found)}, opened {opening.description}{sure}"
+    shown = f"{metric} {evaluation.scores[metric]:.4f}" if metric in evaluation.scores else f"{evaluation.scores}"
+    return f"test set: {shown}{_compare_with_interval(study, evaluation, found)}, {origin}"
 
 
-def _compare_with_interval(study: StoredStudy, opening: TestEvaluation, found: Finalists | None) -> str:
+def _compare_with_interval(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None) -> str:
     """Return the position of the test score relative to the prediction interval; empty without an interval."""
     if (
         found is None
         or found.expected is None
-        or opening.refit is not None  # expected is the score of the search's model
-        or (found.study, found.winner) != (opening.finalists, opening.trial_number)
+        or evaluation.refit is not None  # the expected score is that of the model of the search
+        or (found.study, found.winner) != (evaluation.finalists, evaluation.trial_number)
     ):
         return ""
-    score, expected = (opening.scores or {}).get(study.spec.metric), found.expected
+    score, expected = (evaluation.scores or {}).get(study.spec.metric), found.expected
     if score is None:
         return ""
     if expected.low <= score <= expected.high:

@@ -124,9 +124,10 @@ def estimate_test_score(
         max(0, 1 - E / B)
 
     The prediction error has three sources: the variation between runs, the validation samples, which all come from the
-    n samples that the study trains on, and a test set of t samples. The model is itself one run. With s runs of a
-    finalist, w their variance about its mean, pooled over finalists, b the standard error of a run from its v samples,
-    and f = v / n the share of samples that two splits have in common (1 if `data()` fixes the split),
+    n samples that the study trains on, and a test set of t samples. The model is itself one run. s is the number of
+    runs of a finalist, w the variance of the runs about their mean, pooled over finalists, b the standard error of a
+    run from its v samples, and f = v / n the share of samples that two splits have in common (1 if `data()` fixes the
+    split):
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
@@ -170,10 +171,10 @@ def estimate_test_score(
 
 
 def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:
-    """Return the error of a run from its samples, which is positive even if no resample differs.
+    """Return the error of a run from its samples, which is positive even if all resamples are equal.
 
-    A proportion p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); for other metrics
-    the error is unknown.
+    In that case a proportion p of n samples has the error of (n p + 1) / (n + 2) (Laplace's rule of succession), and
+    the error of other metrics is unknown.
     """
     if run.error is None or run.error > 0:
         return run.error
@@ -188,5 +189,5 @@ def _shrink_mean(means: Sequence[float], best: float, error: float | None) -> fl
     if error is None or not (variance := statistics.variance(means)):
         return best
     factor = max(0.0, 1 - (error**2 / 2) / variance)
-    centre = statistics.fmean(means)
-    return centre + factor * (best - centre)
+    center = statistics.fmean(means)
+    return center + factor * (best - center)

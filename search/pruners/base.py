@@ -253,7 +253,7 @@ class PrunerSpec(Kind):
     """A pruner and its options."""
 
     family: ClassVar[str] = "pruner"
-    refused: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "wilcoxon": "its test takes the steps of a trial for independent measurements, as of folds, and the epochs of "
         "one training are not; use 'median', or 'patient'"
     }

@@ -45,7 +45,7 @@ from hpsearch.search.report.trials import (
 from hpsearch.search.study.devices import format_devices, summarize_devices
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
+from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
@@ -135,7 +135,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         unfinished=without_result[-_MAX_FAILURES:],
         n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=study.attrs.get(RUN_URL),
-        dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
+        dashboard_url=get_study_page(dashboard_url, study.study_id) if dashboard_url else None,
         smoke=study.attrs.get(SMOKE_TEST),
         made_at=format_utc(datetime.datetime.now(datetime.UTC)),
     )

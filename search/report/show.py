@@ -35,8 +35,8 @@ from hpsearch.search.study.summary import (
     format_seconds,
     format_value,
     format_values,
+    get_study_page,
     list_violations,
-    study_page,
     summarise,
 )
 from hpsearch.storage.attributes import (
@@ -110,7 +110,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     if url := study.attrs.get(RUN_URL):
         lines.append(f"MLflow, study:      {url}")
     if dashboard_url:
-        lines.append(f"Optuna dashboard:   {study_page(dashboard_url, study.study_id)}")
+        lines.append(f"Optuna dashboard:   {get_study_page(dashboard_url, study.study_id)}")
     return lines
 
 

@@ -23,7 +23,7 @@ from hpsearch.search.finalists.text import finalist_table, format_finalists, for
 from hpsearch.search.report.show import format_last_failure
 from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
-from hpsearch.search.study.checkpoints import note_checkpoints
+from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.study import StoredStudy, resolve_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study
@@ -74,7 +74,7 @@ def open_companion_study(
     study.set_attr(TRACKING_URI, services.open_tracking().uri)
     tracking_error = open_study_run(services, study, required=False)
     if options.checkpoint_url is not None:
-        note_checkpoints(study, options.checkpoint_url)
+        store_checkpoint_url(study, options.checkpoint_url)
     return CompanionStudy(study, created, services, tracking_error)
 
 

@@ -17,7 +17,7 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_summary
 from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
-from hpsearch.search.study.create import start_clock
+from hpsearch.search.study.create import start_timeout
 from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.smoke import smoke_test
 from hpsearch.search.study.study import StoredStudy, get_report_path, require_measurable, resolve_tracking
@@ -73,7 +73,7 @@ def run_search(
             require_measurable(spec, options.device)
         objective = study.objective()
         services = resolve_tracking(services, study, required=options.tracking_required)
-        start_clock(study)
+        start_timeout(study)
         tracking_error = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
             show_step("overfitting one batch")

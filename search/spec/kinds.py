@@ -16,7 +16,7 @@ def _no_switch(given: Any) -> Any:
     return str(given).lower() if isinstance(given, bool) else given
 
 
-# Not strict: a flag gives it as text.
+# Not strict, because the value of a flag is text.
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValidator(_no_switch)]
 
 
@@ -32,14 +32,14 @@ class Kind(Options):
     Attributes:
         family: `sampler` or `pruner`, for messages; a direct subclass sets it.
         kinds: the registered subclasses of the family, by name.
-        refused: reasons why well-known names are not supported, by name.
+        unsupported: reasons why well-known names are not supported, by name.
         examples: example values of required options, by name.
         can_be_multi_objective: whether it supports several metrics.
     """
 
     family: ClassVar[str]
     kinds: ClassVar[dict[str, type[Any]]]
-    refused: ClassVar[Mapping[str, str]] = {}
+    unsupported: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, str]] = {}
     can_be_multi_objective: ClassVar[bool] = True
     name: str
@@ -51,7 +51,7 @@ class Kind(Options):
             cls.kinds = {}
         elif isinstance(name, str):
             if name in cls.kinds:
-                raise TypeError(f"there is a {cls.family} {name!r} already: {cls.kinds[name].__qualname__}")
+                raise TypeError(f"{cls.family} {name!r} is already registered by {cls.kinds[name].__qualname__}")
             cls.kinds[name] = cls
 
     @classmethod
@@ -64,17 +64,17 @@ class Kind(Options):
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"{cls.family} is {value!r}: give its name, or a table with its name and options")
+            raise ValueError(f"{cls.family} is {value!r}; give its name, or a table with its name and options")
         name = value.get("name")
         kind: type[Self] | None = cls.kinds.get(str(name))
         if kind is None:
-            if (why := cls.refused.get(str(name))) is not None:
-                raise ValueError(f"{cls.family}: there is no {name!r}: {why}")
+            if (reason := cls.unsupported.get(str(name))) is not None:
+                raise ValueError(f"{cls.family} {name!r} is not supported: {reason}")
             raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{suggest_names(str(name), cls.kinds)}")
         try:
             return kind.model_validate(dict(value))
         except ValidationError as error:
-            raise ValueError(kind._refusal(error.errors(include_url=False)[0])) from None
+            raise ValueError(kind._format_error(error.errors(include_url=False)[0])) from None
 
     def check_multi_objective(self) -> None:
         """Check that it supports several metrics.
@@ -90,16 +90,16 @@ class Kind(Options):
             )
 
     @classmethod
-    def _refusal(cls, first: Mapping[str, Any]) -> str:
+    def _format_error(cls, first: Mapping[str, Any]) -> str:
         setting = ".".join(map(str, (cls.family, *first["loc"])))
         if first["type"] == "missing":
             name = str(first["loc"][-1])
             example = cls.examples.get(name, "...")
-            return f"{setting} is not set: give --{cls.family}-option '{name}={example}', or set it in a spec file"
+            return f"{setting} is not set; give --{cls.family}-option '{name}={example}', or set it in a spec file"
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
             return f"{setting}: {cls.model_fields['name'].default} has no such option" + (
-                suggest_names(str(first["loc"][-1]), options) if options else "; it takes none"
+                suggest_names(str(first["loc"][-1]), options) if options else "; it has no options"
             )
         return format_validation_error(setting, first)
 
@@ -113,10 +113,10 @@ def format_validation_error(setting: str, first: Mapping[str, Any]) -> str:
     """Return a pydantic error as one line with the setting, its value and the constraint."""
     if first["type"] == "value_error":
         return f"{setting}: {first['ctx']['error']}"
-    return f"{setting} is {first['input']!r}: {must(str(first['msg']))}"
+    return f"{setting} is {first['input']!r}: {rephrase(str(first['msg']))}"
 
 
-def must(message: str) -> str:
+def rephrase(message: str) -> str:
     """Return a pydantic message as a clause: ``it must have at least 1 character``."""
-    said = re.sub(r"\b[A-Z]\w+ should (.+?)(, unable to .+| after validation, .+)?$", r"it must \1", message)
-    return said.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    clause = re.sub(r"\b[A-Z]\w+ should (.+?)(, unable to .+| after validation, .+)?$", r"it must \1", message)
+    return clause.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")

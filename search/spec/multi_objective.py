@@ -1,4 +1,4 @@
-"""Settings of several objectives: directions, constraints, and what may go with them."""
+"""Multi-objective directions and constraints: parsing, validation and evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 Direction = Literal["maximize", "minimize"]
 
-# For several metrics: median compares one number, and where asha prunes tpe came to less than drawing at random does
+# `median` compares a single metric, and with `asha` the sampler `tpe` was worse than random sampling
 # (benchmarks/search_quality).
 MULTI_OBJECTIVE_DEFAULTS = {"sampler": "freeze_thaw", "pruner": "asha"}
 
@@ -25,9 +25,9 @@ class Bound:
     """A bound on a metric.
 
     Attributes:
-        metric: its name.
+        metric: name of the metric.
         sign: ``<=`` or ``>=``.
-        limit: finite.
+        limit: finite number.
     """
 
     metric: str
@@ -35,22 +35,22 @@ class Bound:
     limit: float
 
     def __str__(self) -> str:
-        """Returns it as it is given: ``model_mb <= 10``."""
+        """Return the bound as in the setting: ``model_mb <= 10``."""
         return f"{self.metric} {self.sign} {self.limit:g}"
 
     def format_violation(self, value: float) -> str:
-        """In words, of a value that is out of bounds: ``model_mb 12.5, not <= 10``."""
+        """Return the violation by a value as text: ``model_mb 12.5, not <= 10``."""
         return f"{self.metric} {value:.6g}, not {self.sign} {self.limit:g}"
 
     def violation(self, value: float) -> float:
-        """By how much a value is out of bounds, as Optuna has it: positive where it is; infinite of a NaN."""
+        """Return by how much a value exceeds the bound, as in Optuna: positive for a violation; infinite for NaN."""
         if math.isnan(value):
             return math.inf
         return value - self.limit if self.sign == "<=" else self.limit - value
 
 
 def make_bounds(constraints: Mapping[str, str]) -> tuple[Bound, ...]:
-    """Return the bounds of constraints that were checked: ``{"model_mb": "<= 10"}``."""
+    """Return the bounds of valid constraints such as ``{"model_mb": "<= 10"}``."""
     parts = ((metric, *text.split()) for metric, text in constraints.items())
     return tuple(Bound(metric, sign, float(limit)) for metric, sign, limit in parts)
 
@@ -59,19 +59,19 @@ def parse_constraints(given: Any) -> dict[str, str] | None:
     """Return constraints as a table; None if there are none.
 
     Raises:
-        ValueError: one cannot be read; one line names it and says how it is written.
+        ValueError: a constraint is invalid; the message shows the expected form.
     """
-    found = _by_metric("constraints", given, _NAMED_BOUND, "METRIC<=NUMBER or METRIC>=NUMBER")
-    return {metric: _bound(metric, text) for metric, text in found.items()} or None
+    found = _parse_by_metric("constraints", given, _NAMED_BOUND, "METRIC<=NUMBER or METRIC>=NUMBER")
+    return {metric: _normalize_bound(metric, text) for metric, text in found.items()} or None
 
 
-def _bound(metric: str, text: object) -> str:
+def _normalize_bound(metric: str, text: object) -> str:
     match = _BOUND.fullmatch(str(text).strip())
     with suppress(ValueError):
         if match and math.isfinite(limit := float(match[2])):
             return f"{match[1]} {limit!r}"
     raise ValueError(
-        f"--constraints: {metric} {str(text).strip()!r} is no bound: write <= or >= and a number, such as '<= 10'"
+        f"--constraints: {metric} {str(text).strip()!r} is not a bound; write <= or >= and a number, such as '<= 10'"
     )
 
 
@@ -79,60 +79,67 @@ def parse_directions(given: Any) -> dict[str, Direction] | None:
     """Return directions as a table; None if there are none.
 
     Raises:
-        ValueError: they cannot be read, or one metric is there twice.
+        ValueError: the directions are invalid, or name a metric twice.
     """
-    found = _by_metric("directions", given, _NAMED_DIRECTION, "METRIC=maximize or METRIC=minimize")
-    for metric, way in found.items():
-        if way not in ("maximize", "minimize"):
-            raise ValueError(f"--directions: {metric}={way}: a direction is maximize or minimize")
+    found = _parse_by_metric("directions", given, _NAMED_DIRECTION, "METRIC=maximize or METRIC=minimize")
+    for metric, direction in found.items():
+        if direction not in ("maximize", "minimize"):
+            raise ValueError(f"--directions {metric}={direction} is invalid; use maximize or minimize")
     return found or None
 
 
-def _by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: str) -> dict[str, Any]:
-    """Return a setting with a value for each metric as a table; a text has parts of this form, separated by commas.
+def _parse_by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: str) -> dict[str, Any]:
+    """Return a setting that has one value per metric as a table.
+
+    Args:
+        setting: name of the setting.
+        given: a table, or a text with comma-separated parts.
+        pattern: regular expression of one part, with metric and value as groups.
+        form: description of `pattern`, for errors.
 
     Raises:
-        ValueError: it cannot be read, or one metric is there twice.
+        ValueError: the setting is invalid, or names a metric twice.
     """
     pairs = list(given.items()) if isinstance(given, Mapping) else []
     if isinstance(given, str):
         for part in map(str.strip, given.strip(" ,").split(",")):
             if (match := pattern.fullmatch(part)) is None:
-                raise ValueError(f"--{setting} {part!r}: write it as {form}, or leave it out")
+                raise ValueError(f"--{setting} {part!r} is invalid; write {form}, or remove it")
             pairs.append((match[1], match[2]))
     elif not isinstance(given, Mapping | None):
-        raise ValueError(f"{setting} is {given!r}: give a table by metric, or a text such as {form}")
+        raise ValueError(f"{setting} is {given!r}; give a table with one value per metric, or a text such as {form}")
     found: dict[str, Any] = {}
     for metric, value in pairs:
         if not isinstance(metric, str) or not (name := metric.strip()):
-            raise ValueError(f"--{setting}: {metric!r} names no metric")
+            raise ValueError(f"--{setting}: {metric!r} is not the name of a metric; give one")
         if name in found:
-            raise ValueError(f"--{setting}: {name} is there twice: leave one out")
+            raise ValueError(f"--{setting} names {name} twice; remove one")
         found[name] = value
     return found
 
 
 def resolve_metrics(given: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which `metric` and `direction` are those of the first of several.
+    """Return the settings with `metric` and `direction` from the first entry of `directions`.
 
-    Of one metric there are not several.
+    If `directions` has a single entry, the study has one metric, and `directions` becomes None.
 
     Raises:
-        ValueError: they cannot be read, or `metric` is not the first of `directions`.
+        ValueError: `directions` is invalid, or `metric` or `direction` contradicts its first entry.
     """
-    ways = parse_directions(given.get("directions"))
-    if ways is None:
+    directions = parse_directions(given.get("directions"))
+    if directions is None:
         return given
-    metric, way = next(iter(ways.items()))
+    metric, direction = next(iter(directions.items()))
     named = given.get("metric", metric)
-    if named not in ways:
-        raise ValueError(f"--metric {named!r} is none of --directions {', '.join(ways)}: leave --metric out")
+    if named not in directions:
+        raise ValueError(f"--metric {named!r} is not in --directions {', '.join(directions)}; remove --metric")
     if named != metric:
         raise ValueError(
-            f"--metric {named!r}: of several metrics the first chooses the epoch: put it first in --directions"
+            f"--metric {named!r} is not the first of --directions, which selects the best epoch; put it first"
         )
-    if given.get("direction", way) != way:
-        raise ValueError(f"--direction {given['direction']}: --directions has {metric}={way}: leave --direction out")
-    if len(ways) == 1:
-        return {**given, "metric": metric, "direction": way, "directions": None}
-    return {**given, "metric": metric, "direction": way, "directions": ways}
+    if given.get("direction", direction) != direction:
+        raise ValueError(
+            f"--direction {given['direction']} contradicts --directions {metric}={direction}; remove --direction"
+        )
+    several = None if len(directions) == 1 else directions
+    return {**given, "metric": metric, "direction": direction, "directions": several}

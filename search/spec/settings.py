@@ -43,12 +43,12 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         detail = " ".join(str(error).split())
         raise SearchError(f"--spec {path}: {detail}") from None
     if not isinstance(values, dict):
-        raise SearchError(f"--spec {path}: must hold settings such as 'n_trials', not {type(values).__name__}")
-    return named(values)
+        raise SearchError(f"--spec {path}: must contain settings such as 'n_trials', not {type(values).__name__}")
+    return expand_names(values)
 
 
-def named(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with a table for a sampler and a pruner that were given by their name alone."""
+def expand_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with a table in place of a sampler or pruner that is only a name."""
     short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
     return {**settings, **short}
 
@@ -59,148 +59,154 @@ def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise SearchError(f"{flag} {pair!r}: write it as KEY=VALUE, such as n_startup_trials=5")
+            raise SearchError(f"{flag} {pair!r} is invalid; write KEY=VALUE, such as n_startup_trials=5")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise SearchError(f"{flag} {pair!r}: the value cannot be read") from None
+            raise SearchError(f"{flag} {pair!r}: the value is not valid YAML; quote it") from None
     return options
 
 
-# A flag, or a command, whose flags stay.
+# Matches commands too, because their flags are not replaced.
 _FLAG = re.compile(r"hpsearch [^:;,]*|OBJECTIVE|--[a-z]+(-(?!option)[a-z]+)*(?![a-z-])")
 
 
 @contextmanager
 def keys_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
-    """Name settings in errors by their keys, as a program or a spec file has them, and not by their flags.
+    """Replace the flags of settings in errors by their keys in programs and spec files.
 
     Args:
         keys: the settings that were given by their keys; None for all.
     """
 
-    def key_of(match: re.Match[str]) -> str:
+    def replace_flag(match: re.Match[str]) -> str:
         key = KEYS.get(match[0], match[0].removeprefix("--").replace("-", "_"))
         return match[0] if match[0].startswith("hpsearch ") or not (keys is None or key in keys) else key
 
     try:
         yield
     except SearchError as error:
-        raise SearchError(_FLAG.sub(key_of, str(error))) from None
+        raise SearchError(_FLAG.sub(replace_flag, str(error))) from None
 
 
 def check_settings(settings: dict[str, Any]) -> None:
-    """Reject wrong settings before anything is loaded or started.
+    """Reject invalid settings before anything is loaded or started.
 
-    Stand-ins replace what the objective or the stored study supplies.
+    Placeholders replace the values that the objective or the stored study supplies.
 
     Raises:
-        SearchError: a setting is wrong.
+        SearchError: a setting is invalid.
     """
     if "finalists_of" in settings:
-        raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in: dict[str, Any] = {
+        raise SearchError("finalists_of cannot be set; remove it, and use hpsearch finalists STUDY after the search")
+    placeholders: dict[str, Any] = {
         "name": "x",
         "epochs": 1_000_000,
         "n_trials": _count_configurations(settings) or 1_000_000,
     }
     if not settings.get("directions"):
-        stand_in |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
+        placeholders |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
     known = dict(settings)
     for key in MULTI_OBJECTIVE_DEFAULTS.keys() & settings.keys():
         if isinstance(given := settings[key], dict):
             if "name" not in given:  # the kind is that of the stored study, or depends on the objective's metrics
                 del known[key]
-            else:  # as do the metrics
+            else:  # the metric depends on the objective too
                 known[key] = {name: value for name, value in given.items() if name != "metric"}
-    parse_spec({**stand_in, **_cap_n_trials(known)})
+    parse_spec({**placeholders, **_cap_n_trials(known)})
 
 
 def resolve(given: dict[str, Any], objective: BaseObjective, stored: StudySpec | None = None) -> StudySpec:
     """Return the spec of a study, new or stored, from the settings that were given.
 
     Args:
-        given: checked settings. A sampler or pruner without a name is of the stored kind, else of the usual one.
+        given: checked settings. A sampler or pruner without a name is of the stored kind, else of the default kind.
         objective: source of the defaults of a new study.
         stored: spec of the study to join; None for a new study.
 
     Raises:
-        SearchError: a setting is wrong, or the stored spec has another value; the message lists all differences.
+        SearchError: a setting is invalid, or differs from the stored spec; the message lists all differences.
     """
     if stored is None:
-        metered = bool({"budget_epochs", "budget_seconds"} & given.keys())
-        trials = _count_configurations(given) or (MAX_TRIALS if metered else objective.n_trials)
+        has_other_budget = bool({"budget_epochs", "budget_seconds"} & given.keys())
+        trials = _count_configurations(given) or (MAX_TRIALS if has_other_budget else objective.n_trials)
         defaults = {"name": objective.name, "epochs": objective.epochs, "n_trials": trials}
         return parse_spec({**defaults, **_cap_n_trials(given), **resolve_metric_settings(given, objective)})
     before = stored.model_dump()
-    laid = {**before, **given}
+    merged = {**before, **given}
     if given.get("directions") is not None:  # first, because the stored pruner may support one metric only
-        ways = {"directions": resolve_metrics({"directions": given["directions"]})["directions"]}
-        _require_same(stored, differences(before, ways))
+        directions = {"directions": resolve_metrics({"directions": given["directions"]})["directions"]}
+        _require_same(stored, list_differences(before, directions))
         if "metric" not in given:
-            del laid["metric"], laid["direction"]
+            del merged["metric"], merged["direction"]
     for key in MULTI_OBJECTIVE_DEFAULTS.keys() & given.keys():
         options = given[key]
         if isinstance(options, dict) and options.get("name", before[key]["name"]) == before[key]["name"]:
-            laid[key] = {**before[key], **options}
-    spec = parse_spec(laid)
-    _require_same(stored, differences(before, spec.model_dump()), spec)
+            merged[key] = {**before[key], **options}
+    spec = parse_spec(merged)
+    _require_same(stored, list_differences(before, spec.model_dump()), spec)
     return spec
 
 
 def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
-    """Return metric, direction, directions and constraints: those that were given, else the objective's.
+    """Return metric, direction, directions and constraints from the settings, else from the objective.
 
     Raises:
         SearchError: they contradict each other.
     """
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
-    ways = given.get("directions", dict(objective.directions) if "metric" not in given else None)
+    directions = given.get("directions", dict(objective.directions) if "metric" not in given else None)
     with as_search_error():
-        asked = resolve_metrics(
-            {**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": ways}
+        resolved = resolve_metrics(
+            {**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": directions}
         )
         constraints = parse_constraints(given.get("constraints", dict(objective.constraints)))
-    metric = asked.setdefault("metric", objective.metric)
-    own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
-    return {"direction": own_way, **asked, "constraints": constraints}
+    metric = resolved.setdefault("metric", objective.metric)
+    default = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
+    return {"direction": default, **resolved, "constraints": constraints}
 
 
 def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = None) -> None:
-    """Refuse to join a study whose spec differs from `spec`."""
+    """Raise a SearchError with the differences to a stored spec if there are any.
+
+    Args:
+        stored: spec of the study to join.
+        lines: the differences.
+        spec: the new spec, for the command that changes the budget; None if it is not known.
+    """
     if not lines:
         return
-    grown = [key for key in BUDGETS if spec and getattr(spec, key) not in (getattr(stored, key), None)]
-    option = [f"{word}" for key in grown[:1] for word in (get_option_name(key), getattr(spec, key))]
-    more = f"; its budget is changed by hpsearch extend {stored.name} {' '.join(option)}" if grown else ""
+    changed = [key for key in BUDGETS if spec and getattr(spec, key) not in (getattr(stored, key), None)]
+    option = [f"{word}" for key in changed[:1] for word in (get_option_name(key), getattr(spec, key))]
+    more = f"; to change its budget, use hpsearch extend {stored.name} {' '.join(option)}" if changed else ""
     raise SearchError(
-        f"study {stored.name!r} exists with another spec ({'; '.join(lines)}): leave these settings out to go on with "
-        f"it, or choose another --name{more}"
+        f"study {stored.name!r} exists with another spec ({'; '.join(lines)}); remove these settings to continue it, "
+        f"or choose another --name{more}"
     )
 
 
-def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def list_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Return a line for each setting of `wanted` that differs from `stored`: ``"n_trials: 24 -> 50"``."""
     lines = []
     for key in sorted(wanted):
         before, after = stored.get(key), wanted[key]
         # Options of the same sampler or pruner.
         if isinstance(before, dict) and isinstance(after, dict) and "name" in after and before["name"] == after["name"]:
-            lines += [f"{key}.{line}" for line in differences(before, after)]
+            lines += [f"{key}.{line}" for line in list_differences(before, after)]
         elif before != after or (key == "directions" and before and list(before) != list(after)):  # the order matters
-            lines.append(f"{key}: {_written(before)} -> {_written(after)}")
+            lines.append(f"{key}: {_format_setting(before)} -> {_format_setting(after)}")
     return lines
 
 
-def _written(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if isinstance(value, dict) and "name" not in value:
-        return ", ".join(f"{metric} {said}" for metric, said in value.items())
+        return ", ".join(f"{metric} {of_metric}" for metric, of_metric in value.items())
     return repr(value)
 
 
 def _count_configurations(settings: dict[str, Any]) -> int | None:
-    """Return how many configurations the sampler has; None where their number is unbounded or unknown."""
+    """Return the number of configurations of the sampler; None if it is unbounded or unknown."""
     try:
         return SamplerSpec.parse(settings["sampler"]).max_trials() if "sampler" in settings else None
     except ValueError:  # reported when the settings are parsed
@@ -208,9 +214,9 @@ def _count_configurations(settings: dict[str, Any]) -> int | None:
 
 
 def _cap_n_trials(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` with at most as many trials as the sampler has configurations.
+    """Return `settings` with `n_trials` limited to the number of configurations of the sampler.
 
-    Faults of a grid are reported before an excess of trials, and the grid is checked later, with the objective.
+    Errors in a grid are reported before too many trials, and the grid is checked later, with the objective.
     """
-    trials, most = settings.get("n_trials"), _count_configurations(settings)
-    return {**settings, "n_trials": most} if most and isinstance(trials, int) and trials > most else settings
+    trials, limit = settings.get("n_trials"), _count_configurations(settings)
+    return {**settings, "n_trials": limit} if limit and isinstance(trials, int) and trials > limit else settings

@@ -1,4 +1,4 @@
-"""The study spec: all that a worker must know of a search, validated, versioned and stored with the study."""
+"""The study spec: all settings of a search, validated, versioned and stored with the study."""
 
 from __future__ import annotations
 
@@ -32,77 +32,77 @@ from hpsearch.storage.urls import Addresses
 
 SPEC_VERSION: Literal[1] = 1
 
-# What a user types for a setting is the flag of its name, but for these; messages speak of it.
+# The other settings have the flag of their name.
 FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
 KEYS = {flag: key for key, flag in FLAGS.items()}
 BUDGETS = ("n_trials", "budget_epochs", "budget_seconds")
 IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
 
-MAX_TRIALS = 1_000_000  # of a study; with a budget in epochs or seconds alone, it is what `n_trials` is
+MAX_TRIALS = 1_000_000  # also `n_trials` of a study that has only a budget in epochs or seconds
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
-# How the names of studies end that hold finalists, or the refit of their winner; of a later one with "-2" and so on.
+# Suffixes of the names of finalist and refit studies. Later ones of the same search also end with "-2", "-3" and so on.
 FINALISTS, REFIT = ".finalists", ".refit"
 
 
-def _study_names(given: Any) -> Any:
-    """Names as a list: a flag has them with commas between, and none is no setting."""
+def _parse_study_names(given: Any) -> Any:
+    """Return names of studies as a list, from a list or a comma-separated text; None if there are none."""
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     if names is None or names == []:
         return None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"--warm-start {given!r}: give names of studies, such as wine-a,wine-b")
+        raise ValueError(f"--warm-start {given!r} is invalid; give names of studies, such as wine-a,wine-b")
     for place, name in enumerate(names):
         if not re.match(NAME_PATTERN, name):
-            raise ValueError(f"--warm-start: {name!r} cannot name a study: give names with commas between them")
+            raise ValueError(f"--warm-start: {name!r} cannot be the name of a study; separate names by commas")
         if name in names[:place]:
-            raise ValueError(f"--warm-start: {name} is named twice: leave one out")
+            raise ValueError(f"--warm-start names {name} twice; remove one")
     return names
 
 
-def _folder(given: Any, info: ValidationInfo) -> Any:
-    """A local folder as an absolute path: workers start in other folders."""
+def _resolve_folder(given: Any, info: ValidationInfo) -> Any:
+    """Return a local folder as an absolute path, because workers start in other folders."""
     if not isinstance(given, str | Path):
         return given
     folder = str(given)
     try:
         if not folder or "://" in folder:
-            raise RuntimeError("an object store takes no files that grow" if folder else "it is empty")
+            raise RuntimeError("object stores cannot append to files" if folder else "it is empty")
         return os.path.normpath(Path(folder).expanduser().absolute())
     except RuntimeError as error:  # also ~user for a user that this machine does not have
         setting = get_option_name(str(info.field_name))
-        raise ValueError(f"{setting} {folder!r}: give a folder that this machine sees ({error})") from None
+        raise ValueError(f"{setting} {folder!r} is not usable ({error}); give a folder on this machine") from None
 
 
-def _project(given: Any) -> Any:
-    """A project of Weights & Biases, with its entity or without."""
+def _check_wandb_project(given: Any) -> Any:
     if isinstance(given, str) and not re.fullmatch(r"([A-Za-z0-9_-]+/)?[^/\\#?%:\s]{1,128}", given):
-        raise ValueError(f"--wandb {given!r}: give a project of Weights & Biases, or entity/project, such as me/wine")
+        raise ValueError(f"--wandb {given!r} is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine")
     return given
 
 
 def parse_parent_name(name: str) -> str | None:
-    """Return the name of the study whose finalists a study of this name would hold; None if it is no such name."""
+    """Return the name of the search if `name` is the name of a finalist study; else None."""
     match = re.fullmatch(rf"(.+){re.escape(FINALISTS)}(-\d+)?", name)
     return match[1] if match else None
 
 
 class FinalistsOf(Options):
-    """Makes a study the finalists of another: each of its best trials, trained anew on each of some fresh seeds.
+    """Setting that makes a study a finalist study or a refit study of another study, the search.
 
-    Or, with `refit`, the winner among them, trained on train and validation.
+    A finalist study retrains the best trials of the search on new seeds. A refit study trains the configuration of the
+    winner on training and validation data together.
 
     Attributes:
-        study: the other study's name.
-        study_id: its number in the database: a study deleted and made again under its name is another.
-        top: how many finalists were asked for; there may be fewer trials.
-        trials: numbers of the finalists in the other study, the best one first.
-        seeds: of the training, the same for all finalists; none is a seed of the search.
-        divisions: whether each seed divides train and validation anew, and a run's score is cross-fitted; sets that
-            were chosen before there was such a thing go on without.
-        refit: epochs of a refit, which is trained on all but the test split; None for finalists.
+        study: name of the search.
+        study_id: its id in the database, because another study may get the name of a deleted one.
+        top: requested number of finalists; there may be fewer trials.
+        trials: numbers of the finalists in the search, best first.
+        seeds: training seeds, the same for all finalists; the search uses none of them.
+        divisions: whether each seed has a new train/validation split and a cross-fitted score; False for sets of
+            finalists from versions without new splits.
+        refit: number of epochs of a refit; None for finalists.
     """
 
     study: str
@@ -115,22 +115,22 @@ class FinalistsOf(Options):
 
     @property
     def description(self) -> str:
-        """What the study holds, for a person: ``the finalists of 'wine'``."""
+        """The content of the study as text: ``the finalists of 'wine'``."""
         return f"the {'finalists' if self.refit is None else 'refit'} of {self.study!r}"
 
     def assignment(self, number: int) -> tuple[int, int]:
-        """Return whose configuration trial `number` trains, and on which seed.
+        """Return the finalist and the seed that trial `number` trains.
 
-        All finalists come once before any comes twice, so that a table that is not yet whole compares like with like.
+        All finalists run on one seed before the next, so that an unfinished table compares equal numbers of runs.
         """
         seed, finalist = divmod(number, len(self.trials))
         return self.trials[finalist], self.seeds[seed]
 
 
 class StudySpec(Options):
-    """One search. Sampler, pruner, seed, budget and metric come from here, never from a worker's flags.
+    """The settings of one study, which all workers read from the database.
 
-    A field is all that a setting is: `run` has a flag for it, whose help is the field's description.
+    Each field is a setting. `run` has a flag for it, whose help text is the field's description.
     """
 
     version: Literal[1] = SPEC_VERSION
@@ -151,7 +151,7 @@ class StudySpec(Options):
     n_trials: int = Field(ge=1, le=MAX_TRIALS, description="Budget: number of trials")
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
-    warm_start: Annotated[list[str] | None, BeforeValidator(_study_names)] = Field(
+    warm_start: Annotated[list[str] | None, BeforeValidator(_parse_study_names)] = Field(
         default=None,
         description="Earlier studies in this database, separated by commas, whose trials inform the sampler "
         "freeze_thaw",
@@ -167,11 +167,11 @@ class StudySpec(Options):
         le=1000,
         description="Consecutive attempts without progress before a trial fails",
     )
-    # Not the non-finite loss: a resume is exact, and diverges again.
+    # A non-finite loss is not in the list, because a resume is exact and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = Field(
         default=["lost"],
-        description="Ends of an attempt after which the trial is resumed from its last checkpoint: the "
-        "worker died (`lost`), the objective raised (`error`), out of memory (`memory`)",
+        description="Causes of a failed attempt after which the trial resumes from its last checkpoint: the "
+        "worker died (`lost`), the objective raised an error (`error`), out of memory (`memory`)",
     )
     timeout: Number | None = Field(
         default=None,
@@ -188,7 +188,7 @@ class StudySpec(Options):
         default=None,
         gt=0,
         le=1_000_000_000,
-        description="Budget: seconds of training, summed over all trials, after which no epoch starts",
+        description="Budget: seconds of training, summed over all trials, after which no new epoch starts",
     )
     min_expected_gain: Number | None = Field(
         default=None,
@@ -204,17 +204,17 @@ class StudySpec(Options):
         default=5,
         ge=1,
         le=MAX_TRIALS,
-        description="With --models top: number of best trials that keep one, judged when a trial ends",
+        description="With --models top: number of best trials that keep a model, determined when a trial ends",
     )
-    tensorboard: Annotated[str | None, BeforeValidator(_folder)] = Field(
+    tensorboard: Annotated[str | None, BeforeValidator(_resolve_folder)] = Field(
         default=None,
         description="Folder for TensorBoard event files of all trials, in addition to MLflow",
     )
-    wandb: Annotated[str | None, BeforeValidator(_project)] = Field(
+    wandb: Annotated[str | None, BeforeValidator(_check_wandb_project)] = Field(
         default=None,
-        description="Project of Weights & Biases, or entity/project, for all trials, in addition to MLflow",
+        description="Weights & Biases project, or entity/project, for all trials, in addition to MLflow",
     )
-    finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
+    finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists` and `promote --refit` only
 
     @property
     def maximize(self) -> bool:
@@ -223,18 +223,18 @@ class StudySpec(Options):
 
     @property
     def is_multi_objective(self) -> bool:
-        """Whether more than one metric is optimised."""
+        """Whether the study optimizes more than one metric."""
         return self.directions is not None
 
     @property
     def direction_by_metric(self) -> dict[str, Direction]:
-        """The metrics that are optimised, each with its direction, in the order of a trial's values."""
+        """The optimized metrics with their directions, in the order of a trial's values."""
         return {self.metric: self.direction} if self.directions is None else self.directions
 
     @property
     def maximized(self) -> tuple[bool, ...]:
-        """Of each of them, whether a higher value is better."""
-        return tuple(way == "maximize" for way in self.direction_by_metric.values())
+        """Whether a higher value is better, per optimized metric."""
+        return tuple(direction == "maximize" for direction in self.direction_by_metric.values())
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -242,7 +242,7 @@ class StudySpec(Options):
         return make_bounds(self.constraints or {})
 
     def list_violations(self, values: Mapping[str, float]) -> list[str]:
-        """Return a line for each constraint that values break: ``model_mb 12.5, not <= 10``."""
+        """Return a line for each constraint that `values` violate: ``model_mb 12.5, not <= 10``."""
         return [
             bound.format_violation(values[bound.metric])
             for bound in self.bounds
@@ -251,64 +251,67 @@ class StudySpec(Options):
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
-        """What a trial reports beside the metric: the others that are optimised, and those that have bounds."""
+        """The metrics that a trial reports in addition to `metric`: other optimized ones, and constrained ones."""
         named = dict.fromkeys([*self.direction_by_metric, *(bound.metric for bound in self.bounds)])
         return tuple(name for name in named if name != self.metric)
 
     def select_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an epoch's record that the study optimises or bounds, by name.
+        """Return the metrics of an epoch's record that the study optimizes or constrains, by name.
 
         Raises:
-            KeyError: one is missing; its argument is the name.
+            KeyError: a metric is missing; its argument is the name.
         """
         return {name: get_metric_value(metrics, name) for name in (self.metric, *self.reported_metrics)}
 
     @property
     def refit(self) -> int | None:
-        """The epochs after which its trials end, which are trained on train and validation; None of other studies."""
+        """The number of epochs of a refit study; None for other studies."""
         return None if self.finalists_of is None else self.finalists_of.refit
 
     @property
     def budget_description(self) -> str:
-        """All of them for a person: ``50 trials, 2000 epochs``."""
-        bounded = self.n_trials < MAX_TRIALS or not self.has_epoch_or_time_budget
-        parts = [f"{self.n_trials} trial{'s' if self.n_trials > 1 else ''}"] if bounded else []
+        """All budgets as text: ``50 trials, 2000 epochs``."""
+        is_limited = self.n_trials < MAX_TRIALS or not self.has_epoch_or_time_budget
+        parts = [f"{self.n_trials} trial{'s' if self.n_trials > 1 else ''}"] if is_limited else []
         parts += [f"{self.budget_epochs} epochs"] if self.budget_epochs is not None else []
         return ", ".join(parts + ([f"{self.budget_seconds:g} s"] if self.budget_seconds is not None else []))
 
     @property
     def has_epoch_or_time_budget(self) -> bool:
-        """Whether the study has a budget in epochs or seconds beside the one in trials."""
+        """Whether the study has a budget in epochs or seconds in addition to the number of trials."""
         return self.budget_epochs is not None or self.budget_seconds is not None
 
     @model_validator(mode="before")
     @classmethod
-    def _usual(cls, given: Any) -> Any:
-        """Name the first of several metrics as the metric, and the usual sampler and pruner where none is named."""
+    def _set_defaults(cls, given: Any) -> Any:
+        """Set the metric to the first of `directions`, and the default names of sampler and pruner."""
         if not isinstance(given, dict):
             return given
         given = resolve_metrics(given)
-        usual = (
+        names = (
             MULTI_OBJECTIVE_DEFAULTS
             if given.get("directions")
             else {key: cls.model_fields[key].default.name for key in MULTI_OBJECTIVE_DEFAULTS}
         )
-        kinds = {key: given.get(key, {}) for key in usual}
-        return {**given, **{key: {"name": usual[key], **kinds[key]} for key in usual if isinstance(kinds[key], dict)}}
+        kinds = {key: given.get(key, {}) for key in names}
+        return {**given, **{key: {"name": names[key], **kinds[key]} for key in names if isinstance(kinds[key], dict)}}
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_combinations(self) -> Self:
         """Check the settings against each other, and complete the pruner."""
         if self.is_multi_objective:
             self.sampler.check_multi_objective()
             self.pruner.check_multi_objective()
             if self.min_expected_gain is not None:
-                raise ValueError("--min-expected-gain: what several metrics gain is no one number: leave it out")
+                raise ValueError(
+                    f"--min-expected-gain {self.min_expected_gain:g} is not available for multi-objective studies; "
+                    "remove the option"
+                )
         known = [self.metric, *self.reported_metrics]
         if (named := self.pruner.get_metric_name()) is not None and named not in known:
             raise ValueError(
-                f"pruner.metric {named!r} is none of the study's ({', '.join(known)}): name one of these, or add it to "
-                "--constraints"
+                f"pruner.metric {named!r} is not a metric of the study ({', '.join(known)}); use one of these, or add "
+                "it to --constraints"
             )
         self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
         if self.warm_start is not None:
@@ -318,15 +321,15 @@ class StudySpec(Options):
 
     def _check_warm_start(self, earlier: list[str]) -> None:
         if not self.sampler.can_warm_start:
-            can = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.can_warm_start))
+            names = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.can_warm_start))
             raise ValueError(
-                f"--warm-start: the sampler {self.sampler.name} learns from its own study alone: "
-                f"use --sampler {can}, or leave --warm-start out"
+                f"--warm-start is not available with the sampler {self.sampler.name}; "
+                f"use --sampler {names}, or remove --warm-start"
             )
         if self.is_multi_objective:
-            raise ValueError("--warm-start: earlier studies tell of one metric, and this one has several: leave it out")
+            raise ValueError("--warm-start is not available for multi-objective studies; remove the option")
         if self.name in earlier:
-            raise ValueError(f"--warm-start: {self.name} is the study itself: name earlier ones")
+            raise ValueError(f"--warm-start {self.name} is the study itself; name earlier ones")
 
 
 class Settings(Addresses, total=False):
@@ -357,16 +360,16 @@ class Settings(Addresses, total=False):
 
 
 def get_option_name(setting: str) -> str:
-    """Return what a user types for a setting: its flag, the argument's name, or its key in a spec file."""
+    """Return the flag of a setting, the name of its argument, or its key if only spec files have it."""
     is_flag = setting in StudySpec.model_fields and setting not in IN_FILES_ONLY
     return FLAGS.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
 
 
 def parse_spec(values: dict[str, Any]) -> StudySpec:
-    """Validate `values` (plain types, as from TOML, YAML, JSON or flags).
+    """Return the spec of `values`, which have plain types, as from TOML, YAML, JSON or flags.
 
     Raises:
-        SearchError: naming the first setting that is wrong, its value and what is allowed.
+        SearchError: a setting is invalid; the message has the first one, its value and the allowed values.
     """
     known = set(StudySpec.model_fields)
     for key in map(str, values):
@@ -375,17 +378,17 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
     version = values.get("version", SPEC_VERSION)
     if version != SPEC_VERSION:
         raise SearchError(
-            f"version: this study spec is of version {version!r}, this hpsearch reads version {SPEC_VERSION}; "
-            "use the hpsearch that made it"
+            f"the study spec has version {version!r}, and this hpsearch reads version {SPEC_VERSION}; "
+            "use the version of hpsearch that created the study"
         )
     try:
         return StudySpec.model_validate(values)
     except ValidationError as error:
-        raise SearchError(_first_line(error)) from None
+        raise SearchError(_format_first_error(error)) from None
 
 
 def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
-    """Validate a spec as a database has it, which an earlier version may have written.
+    """Return the spec of stored values, which an earlier version may have written.
 
     Raises:
         SearchError: a setting is invalid.
@@ -393,20 +396,20 @@ def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
     return parse_spec(current_spec(values))
 
 
-def _first_line(error: ValidationError) -> str:
-    """Return pydantic's first error as one line that names the setting and its value."""
+def _format_first_error(error: ValidationError) -> str:
+    """Return pydantic's first error as one line with the setting and its value."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
     setting, value = get_option_name(where), first["input"]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
-        return f"{setting} is not set: give it in the spec file or as a flag"
+        return f"{setting} is not set; give it in the spec file or as a flag"
     if where == "name":
         return (
-            f"--name {value!r} cannot name a study: use up to 100 letters, digits, '.', '_' and '-', "
-            "a letter or digit first"
+            f"--name {value!r} is invalid; use up to 100 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit"
         )
     if where.startswith("retry_on"):
-        return f"retry_on: {value!r} is no list of 'lost', 'error', 'memory', such as [\"lost\", \"memory\"]"
+        return f"retry_on: {value!r} is not a list of 'lost', 'error', 'memory', such as [\"lost\", \"memory\"]"
     return format_validation_error(setting, first)

@@ -1,4 +1,4 @@
-"""A study's checkpoints: one folder of its own, tidied up when its trials have ended, removed with the study."""
+"""Checkpoints of a study: one folder, which is cleaned up after trials end, and deleted with the study."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hpsearch.storage.urls import redact
 
 log = logging.getLogger(__name__)
 
-# What only a resumed trial needs of a run directory, and what a death in the middle of writing left there.
-_LOCAL = ("last.pt", "previous.pt", "shards", ".*.pt.*.tmp")
+# Files of a run directory that only a resumed trial needs, and temporary files of interrupted writes.
+_RESUME_FILES = ("last.pt", "previous.pt", "shards", ".*.pt.*.tmp")
 
 
 def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
-    """Return a study's checkpoints: under `url`, else where the study says, else in a folder of the home.
+    """Return a study's checkpoints: under `url`, else under the study's URL, else in the home folder.
 
     Raises:
         StorageError: the URL cannot be used.
@@ -34,19 +34,19 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
     return StudyCheckpoints(CheckpointStore(given), study.engine, study.study_id, folder=study.folder)
 
 
-def note_checkpoints(study: StoredStudy, url: str) -> None:
-    """Note the URL in the study, so that workers need not be told; one with a password is not noted.
+def store_checkpoint_url(study: StoredStudy, url: str) -> None:
+    """Store the URL in the study, so that workers do not need the option, unless it contains a password.
 
     Raises:
-        SearchError: its checkpoints are somewhere else.
+        SearchError: the study has another URL.
     """
     if redact(url) != url:
         return
     url = url if "://" in url else str(Path(url).expanduser().absolute())
     if (kept := study.attrs.get(CHECKPOINT_URL, url)) != url:
         raise SearchError(
-            f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are in {kept}: "
-            "leave it out to go on with it, or choose another --name"
+            f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are in {kept}; "
+            "remove the option to continue the study, or choose another --name"
         )
     study.set_attr(CHECKPOINT_URL, url)
 
@@ -55,10 +55,10 @@ class StudyCheckpoints:
     """The checkpoints of one study.
 
     Args:
-        checkpoints: where they are kept.
-        engine: of the study's database.
-        study_id: the study.
-        folder: of the study's files there; no other study's, whichever database that is in.
+        checkpoints: checkpoint store.
+        engine: engine of the study's database.
+        study_id: id of the study.
+        folder: the study's folder in the store, unique across databases.
     """
 
     def __init__(self, checkpoints: CheckpointStore, engine: sa.Engine, study_id: int, *, folder: str) -> None:
@@ -67,15 +67,15 @@ class StudyCheckpoints:
         self.study_id = study_id
         self.folder = folder
 
-    def tidy(self, runs: Path) -> None:
-        """Remove what trials that have ended left, such as when their worker died just then.
+    def clean_up(self, runs: Path) -> None:
+        """Remove leftover checkpoints of finished trials, such as after a crash at the end of a trial.
 
         Args:
             runs: folder of the study's run directories on this machine.
         """
         try:
-            kept, local = self.leftovers(runs)
-            self.files.remove(list(kept))
+            stored, local = self.find_leftovers(runs)
+            self.files.remove(list(stored))
             for path in local:
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -83,57 +83,61 @@ class StudyCheckpoints:
                     path.unlink(missing_ok=True)
             retrying()(drop_pointers, self.engine, self.study_id)
         except (CheckpointStoreError, OSError) as error:
-            log.warning("checkpoints of trials that have ended stay for now: %s", error)
+            log.warning("checkpoints of finished trials not removed: %s", error)
 
-    def leftovers(self, runs: Path) -> tuple[dict[str, int], dict[Path, int]]:
-        """Return what trials that have ended left: files of the store, and of `runs` here, each with its bytes.
+    def find_leftovers(self, runs: Path) -> tuple[dict[str, int], dict[Path, int]]:
+        """Return leftover files of finished trials in the store and in `runs` on this machine, with sizes in bytes.
 
         Raises:
-            CheckpointStoreError: the store does not answer.
+            CheckpointStoreError: the store is unavailable.
         """
-        found = self.files.sizes(self.folder)  # before the database is asked: a trial may be tried again
-        local = [path for name in _LOCAL for path in runs.glob(f"*/{name}")]
-        numbers = {_number(path) for path in [*found, *map(str, local)]}
-        over = retrying()(read_ended_trials, self.engine, self.study_id, numbers) if numbers else {}
+        found = self.files.sizes(self.folder)  # before the database query, because a trial may be retried in between
+        local = [path for name in _RESUME_FILES for path in runs.glob(f"*/{name}")]
+        numbers = {_parse_number(path) for path in [*found, *map(str, local)]}
+        ended = retrying()(read_ended_trials, self.engine, self.study_id, numbers) if numbers else {}
         return (
             {
                 path: size
                 for path, size in found.items()
-                if (number := _number(path)) in over and get_checkpoint_path(path) not in over[number]
+                if (number := _parse_number(path)) in ended and get_checkpoint_path(path) not in ended[number]
             },
-            {path: size for path in local if _number(str(path)) in over and (size := _size(path)) is not None},
+            {
+                path: size
+                for path in local
+                if _parse_number(str(path)) in ended and (size := _get_size(path)) is not None
+            },
         )
 
-    def forget_trial(self, number: int) -> None:
-        """Remove the checkpoints of a COMPLETE or PRUNED trial that MLflow has all of.
+    def delete_trial(self, number: int) -> None:
+        """Delete the checkpoints of a COMPLETE or PRUNED trial once all of its data is in MLflow.
 
-        The pointers go last, so that whoever tidies up after a death in between knows of the files.
+        The pointers in the database are deleted last, so that a cleanup after a crash can still find the files.
         """
         try:
             self.files.remove_folder(f"{self.folder}/{number:04d}")
         except CheckpointStoreError as error:
-            log.warning("trial %d: its checkpoints stay for now: %s", number, error)
+            log.warning("trial %d: checkpoints not removed: %s", number, error)
             return
         retrying()(drop_pointers, self.engine, self.study_id, number=number)
 
-    def forget(self) -> None:
-        """Remove all files of the study, which is being deleted.
+    def delete(self) -> None:
+        """Delete all files of a study that is being deleted.
 
         Raises:
-            CheckpointStoreError: the store does not answer.
+            CheckpointStoreError: the store is unavailable.
         """
         self.files.remove_folder(self.folder)
 
 
-def _size(path: Path) -> int | None:
-    """The bytes of a file, or of a folder's; None where another worker removed it meanwhile."""
+def _get_size(path: Path) -> int | None:
+    """Return the bytes of a file or folder; None if another worker has removed it meanwhile."""
     try:
         return compute_folder_bytes(path) if path.is_dir() else path.stat().st_size
     except FileNotFoundError:
         return None
 
 
-def _number(path: str) -> int:
-    """The trial's number in ``STUDY/0007/0004-1.pt`` or ``STUDY/0007-2/last.pt``; -1 for a file of another kind."""
+def _parse_number(path: str) -> int:
+    """Return the trial number in ``STUDY/0007/0004-1.pt`` or ``STUDY/0007-2/last.pt``; -1 for other files."""
     number = PurePosixPath(path).parent.name.partition("-")[0]
     return int(number) if number.isdecimal() else -1

@@ -25,13 +25,13 @@ from hpsearch.storage.trials.history import read_attempts
 
 
 def default_params(objective: BaseObjective) -> dict[str, Any] | None:
-    """Return the parameters of the objective's `defaults`, and the middle of those that it does not name.
+    """Return the parameters of the objective's `defaults`, with the middle of the range for missing ones.
 
     Returns:
-        None where the objective gives no default.
+        The parameters; None if the objective has no `defaults`.
 
     Raises:
-        ObjectiveError: the search space does not have it.
+        ObjectiveError: the defaults are not in the search space.
     """
     if not objective.defaults:
         return None
@@ -40,7 +40,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
         validate_params(objective, space)
     except NotInSpaceError as error:
         raise ObjectiveError(
-            f"{type(objective).__name__}.defaults: {error}; mend it, or run with --no-default-first"
+            f"{type(objective).__name__}.defaults: {error}; correct it, or run with --no-default-first"
         ) from None
     return space.values
 
@@ -49,7 +49,7 @@ def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, An
     """Return fixed parameters, validated against the objective's search space.
 
     Raises:
-        NotInSpaceError: it does not have it.
+        NotInSpaceError: a parameter is not in the search space.
         ObjectiveError: `suggest` failed.
     """
     with wrap_user_errors(f"{type(objective).__name__}.suggest"):
@@ -63,7 +63,7 @@ def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
 
     Args:
         params: some or all parameters.
-        origin: who gave them, for a person to read.
+        origin: source of the parameters, as text.
     """
     system, user = {"fixed_params": dict(params)}, {ORIGIN: origin}
     return create_trial(state=TrialState.WAITING, system_attrs=system, user_attrs=user)
@@ -76,30 +76,30 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
     """Return waiting trials for the given configurations, in order.
 
     Args:
-        given: parameters by their names, a list of these, or a .csv file with the names above or .jsonl file of
-            objects. The sampler sets each parameter that is left out, and each empty cell.
-        objective: whose search space the values must be in.
+        given: parameters by name, a list of such tables, a .csv file with the names as its header, or a .jsonl file
+            with one object per line. The sampler suggests missing parameters and empty cells.
+        objective: objective whose search space must contain the values.
 
     Raises:
-        SearchError: the file cannot be read, or a configuration is wrong; it names the place.
+        SearchError: the file cannot be read, or a configuration is invalid; the message has the line.
         ObjectiveError: `suggest` failed.
     """
     if not isinstance(given, str | Path):
         rows = [given] if isinstance(given, Mapping) else given
-        return _waiting("params", "configuration", enumerate(map(FixedTrial, rows), start=1), objective)
+        return _make_trials("params", "configuration", enumerate(map(FixedTrial, rows), start=1), objective)
     path = Path(given)
-    read = {".csv": _cells, ".jsonl": _objects}.get(path.suffix.lower())
+    read = {".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix.lower())
     if read is None:
         raise SearchError(f"--enqueue {path}: unknown file type {path.suffix!r}; use .csv or .jsonl")
     try:
-        return _waiting(str(path), "line", read(path), objective)
+        return _make_trials(str(path), "line", read(path), objective)
     except OSError as error:
         raise SearchError(f"--enqueue {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
 
 
-def _waiting(
+def _make_trials(
     source: str, unit: str, rows: Iterable[tuple[int, FixedTrial]], objective: BaseObjective
 ) -> list[FrozenTrial]:
     """Return a waiting trial per row, with source and row as its origin."""
@@ -111,53 +111,55 @@ def _waiting(
         if not params:
             raise SearchError(f"{where}: no parameter has a value")
         if same := next((before for earlier, before in found if earlier == params), None):
-            raise SearchError(f"{where}: the same as {unit} {same}: leave one out")
+            raise SearchError(f"{where} repeats {unit} {same}; remove one")
         found.append((params, place))
     if not found:
-        raise SearchError(f"--enqueue {source}: has no configuration")
+        raise SearchError(f"--enqueue {source} has no configuration; add one")
     return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
-def _cells(path: Path) -> Iterator[tuple[int, FixedTrial]]:
+def _read_csv(path: Path) -> Iterator[tuple[int, FixedTrial]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
-            if twice := [name for name in names if not name or names.count(name) > 1]:
-                raise _wrong(path, 1, f"column {twice[0]!r} is there twice" if twice[0] else "a column has no name")
+            if invalid := [name for name in names if not name or names.count(name) > 1]:
+                fault = f"column {invalid[0]!r} appears twice; remove one" if invalid[0] else "a column has no name"
+                raise _make_line_error(path, 1, fault)
             for cells in rows:
                 if cells and len(cells) != len(names):
-                    raise _wrong(path, rows.line_num, f"{len(cells)} of {len(names)} columns have a cell")
+                    fault = f"{pluralize(len(cells), 'cell')}, not {len(names)} as in line 1"
+                    raise _make_line_error(path, rows.line_num, fault)
                 if cells:
                     given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
                     yield rows.line_num, TextFixedTrial(given)
         except csv.Error as error:
-            raise _wrong(path, rows.line_num, str(error)) from None
+            raise _make_line_error(path, rows.line_num, str(error)) from None
 
 
-def _objects(path: Path) -> Iterator[tuple[int, FixedTrial]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[int, FixedTrial]]:
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not text.strip():
             continue
         try:
-            given = json.loads(text, object_pairs_hook=_each_once)
+            given = json.loads(text, object_pairs_hook=_make_object)
         except (ValueError, RecursionError) as error:
-            raise _wrong(path, line, f"no JSON: {error}") from None
+            raise _make_line_error(path, line, f"invalid JSON: {error}") from None
         if not isinstance(given, dict):
-            raise _wrong(path, line, f'{given!r} is no object such as {{"lr": 0.001}}')
+            raise _make_line_error(path, line, f'{given!r} is not an object such as {{"lr": 0.001}}')
         yield line, FixedTrial(given)
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
-        if names.count(name) > 1:  # json would take the last one in silence
-            raise ValueError(f"{name!r} is there twice: leave one out")
+        if names.count(name) > 1:  # json would silently use the last one
+            raise ValueError(f"{name!r} appears twice; remove one")
     return dict(pairs)
 
 
-def _wrong(path: Path, line: int, why: str) -> SearchError:
-    return SearchError(f"--enqueue {path}: line {line}: {why}")
+def _make_line_error(path: Path, line: int, fault: str) -> SearchError:
+    return SearchError(f"--enqueue {path}: line {line}: {fault}")
 
 
 def find_stopped_warning(study: StoredStudy) -> str | None:
@@ -170,45 +172,46 @@ def find_stopped_warning(study: StoredStudy) -> str | None:
         return None
     name = study.spec.name
     return (
-        f"{pluralize(count, 'enqueued trial')} of {name!r} will not be run, for it stopped early: start it with "
+        f"study {name!r} stopped early and does not run {pluralize(count, 'enqueued trial')}; start it with "
         f"{format_command('start', name)}"
     )
 
 
 def check_budget(spec: StudySpec, trials: int) -> None:
-    """Reject more trials than the budget has, and any trials for a grid.
+    """Reject more trials than the budget has, and any enqueued trials for a grid.
 
     Raises:
-        SearchError: one line with the remedy.
+        SearchError: the trials are rejected.
     """
     if spec.sampler.is_indexed_by_trial:
-        raise SearchError(f"--enqueue: {spec.sampler.name} runs what its search_space lists: add the values there")
+        raise SearchError(
+            f"--enqueue is not available with the sampler {spec.sampler.name}; add the values to its search_space"
+        )
     if trials > spec.n_trials:
         raise SearchError(
-            f"--enqueue: with it there would be {trials} trials, and the budget is {spec.n_trials}: "
-            "give more --trials, or fewer lines"
+            f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise --trials, or remove some lines"
         )
 
 
 def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
-    """Enqueue the trials that the study does not have; return how many these were.
+    """Enqueue the trials that the study does not have yet; return their number.
 
-    A configuration that was enqueued before, by this file or another, is not enqueued again.
+    A configuration that was enqueued before, from any source, is not enqueued again.
 
     Raises:
-        SearchError: the budget does not have so many; nothing was written.
+        SearchError: the trials exceed the budget; nothing was written.
     """
     made: list[int] = []
 
     def insert(connection: sa.Connection, spec: dict[str, Any]) -> None:
-        made.append(add(connection, study.study_id, parse_stored_spec(spec), trials))
+        made.append(enqueue_in(connection, study.study_id, parse_stored_spec(spec), trials))
 
     change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=insert)
     return made[-1]
 
 
-def add(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Sequence[FrozenTrial]) -> int:
-    """Enqueue trials in a transaction that has the study's lock; return their number."""
+def enqueue_in(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Sequence[FrozenTrial]) -> int:
+    """Enqueue new trials in a transaction that has the study's lock; return their number."""
     if not trials:
         return 0
     new, total = insert_missing_in(connection, study_id, trials)

@@ -18,7 +18,7 @@ from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
-from hpsearch.search.study.enqueue import add
+from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
 from hpsearch.storage.trials.budget import EarlyStop, cancel_early_stop, change_budgets, change_spec, read_spending_in
@@ -30,10 +30,10 @@ def stop_study(study: StoredStudy) -> str | None:
     """Stop a study: no trial is claimed, and workers release theirs after the current epoch.
 
     Returns:
-        Who stopped it before, and when; None if it was not stopped.
+        User and time of an earlier stop; None if the study was not stopped before.
     """
-    if why := study.attrs.get(STOPPED):
-        return str(why)
+    if earlier := study.attrs.get(STOPPED):
+        return str(earlier)
     study.set_attr(STOPPED, f"by {get_user_and_host()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
@@ -41,24 +41,24 @@ def stop_study(study: StoredStudy) -> str | None:
 def start_study(study: StoredStudy) -> str | None:
     """Start a study that was stopped or terminated early.
 
-    Whether that is worth it is judged again after some more trials.
+    The study may terminate early again after some more trials.
 
     Returns:
-        Who had stopped it, and when, or why it was given up; None if neither was so.
+        User and time of the stop, and the reason of an early termination; None if the study was not stopped.
     """
     attrs = study.attrs
-    why, given_up = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
-    if why:
+    stopped, given_up = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
+    if stopped:
         study.set_attr(STOPPED, None)
     if given_up is not None:
-        change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_go_on_with_rest, study))
-    reasons = [str(why)] if why else []
+        change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_restore_budget, study))
+    reasons = [str(stopped)] if stopped else []
     reasons += [f"as {given_up.reason}"] if given_up is not None else []
     return " and ".join(reasons) or None
 
 
-def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
-    """Restore the remaining budget; trials that were retired at a rung may pause there again."""
+def _restore_budget(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
+    """Restore the remaining budget; trials that were pruned at a rung wait there again."""
     spec = parse_stored_spec(values)
     if cancel_early_stop(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
         requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
@@ -74,7 +74,7 @@ def get_user_and_host() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry
-        user = "somebody"
+        user = "unknown"
     return f"{user}@{socket.gethostname()}"
 
 
@@ -100,35 +100,35 @@ def extend_study(
     Args:
         study: the study.
         more: ``+50`` for fifty more, or the new budget as a number.
-        enqueued: what the study is to run before others, with the budget or not at all.
-        setting: which budget: ``n_trials``, ``budget_epochs`` or ``budget_seconds``.
+        enqueued: trials to enqueue in the same transaction.
+        setting: the budget to change: ``n_trials``, ``budget_epochs`` or ``budget_seconds``.
 
     Raises:
-        SearchError: that is no such number, too large, or no more than was spent already; the study has no such
-            budget, or no room in it for all that is enqueued; or they are finalists.
+        SearchError: `more` is not a number, too large, or not more than the used amount; the study has no such budget,
+            or not enough for the enqueued trials; or it is a finalist or refit study.
     """
     flag, unit = get_option_name(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
         instead = (
-            f": choose others with {format_command('finalists', of.study, '--new-set')}" if of.refit is None else ""
+            f"; choose others with {format_command('finalists', of.study, '--new-set')}" if of.refit is None else ""
         )
-        raise SearchError(f"study {study.spec.name!r} holds {of.description}, no more than were chosen{instead}")
+        raise SearchError(f"study {study.spec.name!r} holds {of.description} and cannot be extended{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
-        raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")
+        raise SearchError(f"{flag} {more!r} is invalid; give +N for N more {unit}, or the new budget as a number")
     changed: list[BudgetChange] = []
 
     def change(spec: dict[str, Any], started: int) -> dict[str, Any]:
         before = spec.get(setting)
         if before is None:
             raise SearchError(
-                f"{flag} {more}: study {study.spec.name!r} has no budget in {unit}, and gets none now: "
-                "extend one that it has, or give it to a new study"
+                f"{flag} {more}: study {study.spec.name!r} was created without a budget in {unit}; "
+                "extend another budget, or create a new study"
             )
         number = float(more) if "." in more else int(more)
         after = before + number if more.startswith("+") else number
         if setting == "n_trials" and after <= started:
             raise SearchError(
-                f"--trials {more}: {started} trials of {study.spec.name!r} are started already: "
+                f"--trials {more}: study {study.spec.name!r} has already started {started} trials; "
                 "give a larger number, or +N for N more"
             )
         changed.append(BudgetChange(before, after, started, unit))
@@ -137,18 +137,18 @@ def extend_study(
     def then(connection: sa.Connection, values: dict[str, Any]) -> None:
         spec = parse_stored_spec(values)
         cancel_early_stop(connection, study.study_id)
-        changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
+        changed.append(replace(changed[-1], enqueued=enqueue_in(connection, study.study_id, spec, enqueued)))
         if (rungs := make_rungs(spec)) is not None:
             requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
         if not spec.has_epoch_or_time_budget:
             return
         if not change_budgets(connection, study.study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds):
             if setting == "n_trials":
-                return  # the other budget is spent, and stays as it is
+                return  # the other budget is spent and does not change
             spent = read_spending_in(connection, study.study_id)
             raise SearchError(
-                f"{flag} {more}: {study.spec.name!r} has spent {spent.epochs} epochs and {spent.seconds:.0f} seconds "
-                "already: give a larger number, or +N for N more"
+                f"{flag} {more}: study {study.spec.name!r} has already used {spent.epochs} epochs and "
+                f"{spent.seconds:.0f} seconds; give a larger number, or +N for N more"
             )
         requeue_cut_trials(connection, study.study_id)
 
@@ -157,29 +157,29 @@ def extend_study(
 
 
 def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
-    """Queue a failed or infeasible trial to run next, with its number and parameters.
+    """Requeue a failed or infeasible trial to run next, with the same number and parameters.
 
     Args:
         study: the study.
-        number: the trial's.
-        from_start: whether to forget its checkpoints and all that it has reported.
+        number: number of the trial.
+        from_start: whether to discard its checkpoints and reports.
 
     Returns:
-        The trial as it was, and the last epoch, from 0, that its checkpoint has; None to start anew.
+        The trial before the change, and the last epoch in its checkpoint, from 0; None if it starts from scratch.
 
     Raises:
-        SearchError: there is no such trial, or its state says that there is nothing to try again.
+        SearchError: the trial does not exist, or is neither failed nor infeasible.
     """
     trial = find_trial(study, number)
     rungs = make_rungs(study.spec)
     reopened, epoch = reopen_trial(study.engine, study.study_id, trial._trial_id, from_start=from_start, rungs=rungs)
     if not reopened:
-        why = _why_not(find_trial(study, number))
-        raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")
+        state = _describe_state(find_trial(study, number))
+        raise SearchError(f"--trial {number}: {state}; only failed and infeasible trials can be retried")
     return trial, epoch
 
 
-def _why_not(trial: FrozenTrial) -> str:
+def _describe_state(trial: FrozenTrial) -> str:
     if trial.state == TrialState.PRUNED:
         return f"it was pruned ({trial.user_attrs.get(REASON, 'by another program')})"
     return f"it is {trial.state.name.lower()}"
@@ -189,12 +189,12 @@ def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
     """Return a trial of the study.
 
     Raises:
-        SearchError: there is none of that number.
+        SearchError: the trial does not exist.
     """
     try:
         trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
     except KeyError:
         trials = study.storage.get_n_trials(study.study_id)
-        there = f"it has 0 to {trials - 1}" if trials else "it has none yet"
-        raise SearchError(f"--trial {number}: study {study.spec.name!r} has no such trial; {there}") from None
+        numbers = f"it has 0 to {trials - 1}" if trials else "it has none yet"
+        raise SearchError(f"--trial {number}: study {study.spec.name!r} has no such trial; {numbers}") from None
     return study.storage.read_trial(trial_id)

@@ -78,7 +78,7 @@ class StoredStudy:
 
     @property
     def is_timed_out(self) -> bool:
-        """Whether the timeout is over, after which no trial starts."""
+        """Whether the timeout has expired, after which no new trial starts."""
         if self.spec.timeout is None:
             return False
         started = self.attrs.get(STARTED_AT)
@@ -87,7 +87,7 @@ class StoredStudy:
     @property
     def folder(self) -> str:
         """The unique name of the study's folders of run directories and checkpoints."""
-        # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
+        # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     @property
@@ -112,7 +112,7 @@ class StoredStudy:
         """
         if (of := self.spec.finalists_of) is not None:
             instead = remedy.format(study=of.study, resume_command=self.resume_command)
-            raise SearchError(f"study {self.spec.name!r} holds {of.description}: {instead}")
+            raise SearchError(f"study {self.spec.name!r} holds {of.description}; {instead}")
 
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
@@ -122,7 +122,7 @@ class StoredStudy:
         """Load the study's objective and set the metrics that it reports.
 
         Raises:
-            ObjectiveError: it cannot be loaded, or does not have such a metric.
+            ObjectiveError: the objective cannot be loaded, or does not have such a metric.
         """
         objective = load_objective(self.spec.objective)
         set_metrics(objective, self.spec)
@@ -133,8 +133,8 @@ class StoredStudy:
         if self.attrs.get(SOURCE_SHA256, source_hash(objective)) == source_hash(objective):
             return None
         return (
-            f"the code of {self.spec.objective} has changed since study {self.spec.name!r} was created: "
-            "its trials may not be comparable; choose another --name to search the new code"
+            f"the code of {self.spec.objective} has changed since study {self.spec.name!r} was created, "
+            "and its trials may not be comparable; choose another --name to search the new code"
         )
 
     def open(self) -> optuna.Study:
@@ -155,7 +155,7 @@ class StoredStudy:
         return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
     def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return the Pareto front, the best by the first metric first; with one metric the best trial."""
+        """Return the Pareto front in the order of the first metric, best first; with one metric, the best trial."""
         return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
 
@@ -163,7 +163,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     """Return the study of that name.
 
     Raises:
-        SearchError: there is none, or hpsearch did not make it.
+        SearchError: the study does not exist, or was not created by hpsearch.
     """
     study_id = find_study(storage, name)
     if study_id is None:
@@ -172,7 +172,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
         raise SearchError(f"no study {name!r}{hint}")
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
-        raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch; choose another name")
+        raise SearchError(f"study {name!r} was not created by hpsearch; choose another name")
     return StoredStudy(parse_stored_spec(stored), storage, study_id)
 
 
@@ -197,7 +197,7 @@ def load_parent_study(chosen: StoredStudy) -> StoredStudy:
     """Return the search of a study of finalists or of a refit.
 
     Raises:
-        SearchError: it was deleted.
+        SearchError: the search was deleted.
     """
     of = chosen.spec.finalists_of
     assert of is not None
@@ -206,16 +206,15 @@ def load_parent_study(chosen: StoredStudy) -> StoredStudy:
     except SearchError:
         parent = None
     if parent is None or parent.study_id != of.study_id:
-        whose = "finalists" if of.refit is None else "refit"
         raise SearchError(
-            f"study {of.study!r}, whose {whose} {chosen.spec.name!r} holds, was deleted: "
-            f"delete them too: {format_command('delete', chosen.spec.name)}"
+            f"study {chosen.spec.name!r} holds {of.description}, which was deleted; delete it too: "
+            f"{format_command('delete', chosen.spec.name)}"
         )
     return parent
 
 
-# What a later attempt goes on with beside the checkpoint, which is found by the database's word alone.
-_CARRIED = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
+# Files that the next attempt continues. The checkpoint is not among them, because the database selects it.
+_CONTINUED_FILES = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
 
 
 def open_attempt_dir(runs: Path, claim: Claim) -> Path:
@@ -225,7 +224,7 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
     folder.mkdir(parents=True)
     for earlier in range(claim.attempt - 1, 0, -1):
         if (before := runs / f"{claim.number:04d}-{earlier}").is_dir():
-            for name in _CARRIED:
+            for name in _CONTINUED_FILES:
                 if (before / name).exists():
                     shutil.copy2(before / name, folder / name)
             break
@@ -262,10 +261,10 @@ def get_tracking_uri(services: Services, study: StoredStudy) -> str:
     """Return the URI of the study's tracking server.
 
     Raises:
-        SearchError: nobody has named one.
+        SearchError: the URI is unknown.
     """
     if (uri := find_tracking_uri(services, study)) is None:
-        raise SearchError(f"study {study.spec.name!r} names no tracking server: give --tracking-uri")
+        raise SearchError(f"study {study.spec.name!r} has no tracking server; give --tracking-uri")
     return uri
 
 
@@ -273,8 +272,8 @@ def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
     """Return a client of the study's tracking server, after a health check.
 
     Raises:
-        SearchError: nobody has named one.
-        StorageError: it does not answer.
+        SearchError: the URI is unknown.
+        StorageError: the server does not answer.
     """
     uri = get_tracking_uri(services, study)
     check_server(uri)
@@ -282,11 +281,11 @@ def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
 
 
 def resolve_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
-    """Return the services with the study's tracking server, and why it does not answer, if it does not.
+    """Return the services with the study's tracking server, and the error if the server does not answer.
 
     Raises:
-        SearchError: nobody has named one.
-        StorageError: its address is wrong, or it is `required` and does not answer.
+        SearchError: the URI is unknown.
+        StorageError: the URI is invalid, or the server is `required` and does not answer.
     """
     uri = get_tracking_uri(services, study)
     return replace(services, tracking_uri=uri, tracking_error=probe_tracking(uri, required=required))
@@ -296,18 +295,21 @@ def check_release(study: StoredStudy) -> None:
     """Reject a study that was created by a release of another series.
 
     Raises:
-        SearchError: it names both.
+        SearchError: the series differ.
     """
-    made, own = study.attrs.get(VERSION), version("hpsearch")
-    if made is not None and _series(made) != _series(own):
+    made, installed = study.attrs.get(VERSION), version("hpsearch")
+    if made is not None and _get_series(made) != _get_series(installed):
         raise SearchError(
-            f"study {study.spec.name!r} was made by hpsearch {made}, whose trials may come to other numbers than those "
-            f"of {own} here: install hpsearch {made} on this machine"
+            f"study {study.spec.name!r} was created by hpsearch {made}, whose results may differ from those of "
+            f"{installed}; install hpsearch {made} on this machine"
         )
 
 
-def _series(release: str) -> list[str]:
-    """Return the parts of a version within which seeds are stable: the first, before 1.0 also the second."""
+def _get_series(release: str) -> list[str]:
+    """Return the parts of a version that identify a series, in which equal seeds give equal results.
+
+    These are the first part, and before 1.0 also the second one.
+    """
     parts = release.split(".")
     return parts[:2] if parts[0] == "0" else parts[:1]
 
@@ -316,7 +318,7 @@ def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
     """Set the metrics that the objective optimizes and reports.
 
     Raises:
-        ObjectiveError: it does not have such a metric.
+        ObjectiveError: the objective does not have such a metric.
     """
     objective.set_metric(spec.metric, spec.direction)
     objective.set_reported_metrics(spec.reported_metrics)
@@ -326,11 +328,11 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
     """Reject a device on which the study's metrics cannot be measured.
 
     Raises:
-        SearchError: it cannot on that device.
-        ObjectiveError: there is no such device.
+        SearchError: the device cannot measure a metric.
+        ObjectiveError: the device does not exist.
     """
     if "peak_memory_mb" in spec.reported_metrics and (kind := resolve_device(device).type) != "cuda":
         raise SearchError(
-            f"study {spec.name!r} asks for peak_memory_mb, which is measured on CUDA devices, and here it would be "
-            f"trained on {kind}: train it where there is a GPU, or search by model_mb or parameters"
+            f"study {spec.name!r} uses peak_memory_mb, which cannot be measured on the device {kind}; "
+            "use a CUDA device, or the metric model_mb or parameters"
         )

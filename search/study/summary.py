@@ -16,45 +16,44 @@ from hpsearch.storage.attributes import INFEASIBLE, RUNG, TRACKING, VIOLATIONS
 from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
-_MOST = 12  # of the front's trials in a text
+_MAX_LISTED = 12  # trials of the front in the text
 
 
 def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
-    """Return a trial's values for a person: ``accuracy 0.9871, latency_ms 1.92``."""
+    """Return a trial's values as text: ``accuracy 0.9871, latency_ms 1.92``."""
     values = trial.values or ()
     return ", ".join(f"{name} {value:.4g}" for name, value in zip(spec.direction_by_metric, values, strict=False))
 
 
 def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
-    """Return a line for each constraint that a finished trial breaks: ``model_mb 12.5, not <= 10``."""
+    """Return a line for each constraint that a finished trial violates: ``model_mb 12.5, not <= 10``."""
     if not spec.constraints or not trial.state.is_finished():
         return []
     if lines := trial.user_attrs.get(VIOLATIONS):
         return [str(line) for line in lines]
-    # One that was pruned while it waited at a rung was settled by another: by how much is there, as Optuna has it.
-    over = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}
+    # A trial that was pruned while it was paused at a rung has only Optuna's constraint values.
+    violations = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}
     return [
-        bound.format_violation(bound.limit + by if bound.sign == "<=" else bound.limit - by)
-        for bound, by in over.items()
-        if by > 0
+        bound.format_violation(bound.limit + excess if bound.sign == "<=" else bound.limit - excess)
+        for bound, excess in violations.items()
+        if excess > 0
     ]
 
 
 def format_front(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
-    """Return the front as lines of plain text, a line for each trial, the best by the first metric first."""
-    many = f"{len(front)} trials that no other dominates" if len(front) > 1 else "1 trial"
-    lines = [f"front: {many}"]
+    """Return the Pareto front as lines of text, one per trial, in the given order."""
+    lines = [f"Pareto front: {pluralize(len(front), 'trial')}"]
     rows = [("trial", *spec.direction_by_metric)]
-    rows += [(str(trial.number), *(f"{value:.6g}" for value in trial.values)) for trial in front[:_MOST]]
+    rows += [(str(trial.number), *(f"{value:.6g}" for value in trial.values)) for trial in front[:_MAX_LISTED]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if len(front) > _MOST:
-        lines.append(f"    and {len(front) - _MOST} more")
+    if len(front) > _MAX_LISTED:
+        lines.append(f"    and {len(front) - _MAX_LISTED} more")
     return lines
 
 
 def compute_run_seconds(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:
-    """Return for how long each finished trial was run, by its id: without the time that it waited at rungs."""
+    """Return the seconds that each finished trial ran, by trial id, without pauses at rungs."""
     paused = [trial._trial_id for trial in trials if RUNG in trial.user_attrs]
     found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration is not None}
     attempts = read_attempts(study.engine, paused)
@@ -62,38 +61,38 @@ def compute_run_seconds(study: StoredStudy, trials: Sequence[FrozenTrial]) -> di
 
 
 def format_rungs(study: StoredStudy) -> list[str]:
-    """Return a line for each rung that a trial has reached; none where no trial waits at rungs."""
+    """Return a line for each rung that a trial has reached; empty for studies without rungs."""
     if (rungs := make_rungs(study.spec)) is None:
         return []
     lines = []
     for at in read_rung_counts(study.engine, study.study_id):
         epochs = pluralize(rungs.epochs[at.rung], "epoch")
-        waiting = f", {at.waiting} {'waits' if at.waiting == 1 else 'wait'}" if at.waiting else ""
-        pruned = f", {at.pruned} {'was' if at.pruned == 1 else 'were'} pruned" if at.pruned else ""
-        lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached it, {at.promoted} went on{waiting}{pruned}")
+        waiting = f", {at.waiting} paused" if at.waiting else ""
+        pruned = f", {at.pruned} pruned" if at.pruned else ""
+        lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached, {at.promoted} promoted{waiting}{pruned}")
     return lines
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The counts of a study's trials, its best trial, and the time pruning saved."""
+    """Counts of a study's trials, its best trials, and the savings of pruning."""
 
     complete: int
     pruned: int
-    infeasible: int  # diverged or too large: PRUNED in Optuna, counted apart
+    infeasible: int  # diverged or out of memory: PRUNED in Optuna, not counted in `pruned`
     failed: int
     running: int
     waiting: int
-    front: tuple[FrozenTrial, ...] = field(repr=False)  # that none dominates; of one metric the best
-    out_of_bounds: int  # COMPLETE ones that break a constraint
+    front: tuple[FrozenTrial, ...] = field(repr=False)  # with one metric, the best trial
+    out_of_bounds: int  # COMPLETE trials that violate a constraint
     epochs_run: int
     epochs_saved: int
-    untracked: int  # trials of which something did not reach MLflow
-    seconds_saved: float  # at each pruned trial's own pace per epoch
+    untracked: int  # trials that are not completely in MLflow
+    seconds_saved: float  # by each pruned trial's own time per epoch
 
     @property
     def best(self) -> FrozenTrial | None:
-        """The best COMPLETE trial within all bounds; of several metrics the best by the first."""
+        """The best feasible COMPLETE trial by the first metric; None without any."""
         return self.front[0] if self.front else None
 
     @property
@@ -104,24 +103,24 @@ class Summary:
 
     @property
     def finished(self) -> int:
-        """What the budget has spent."""
+        """The number of finished trials."""
         return self.complete + self.pruned + self.infeasible + self.failed
 
 
 def summarise(study: StoredStudy) -> Summary:
-    """Return the summary of a study as it stands."""
+    """Return the current summary of a study."""
     trials = study.trials()
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    ran = compute_run_seconds(study, pruned)
+    seconds = compute_run_seconds(study, pruned)
     saved_epochs, saved_seconds = 0, 0.0
     for trial in pruned:
         done = len(trial.intermediate_values)
-        if done and trial._trial_id in ran:
+        if done and trial._trial_id in seconds:
             left = study.spec.epochs - done
             saved_epochs += left
-            saved_seconds += ran[trial._trial_id] / done * left
+            saved_seconds += seconds[trial._trial_id] / done * left
     return Summary(
         complete=len(by_state[TrialState.COMPLETE]),
         pruned=len(pruned),
@@ -139,17 +138,17 @@ def summarise(study: StoredStudy) -> Summary:
 
 
 def format_value(value: object) -> str:
-    """Return a parameter's value for a table: floats with four digits that count."""
+    """Return a parameter's value for a table, floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a length of time for a person: ``42 s``, ``3.5 min``, ``2.1 h``."""
+    """Return a duration as text: ``42 s``, ``3.5 min``, ``2.1 h``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
-def study_page(dashboard_url: str, study_id: int) -> str:
-    """Return the study's page in the Optuna dashboard."""
+def get_study_page(dashboard_url: str, study_id: int) -> str:
+    """Return the URL of the study's page in the Optuna dashboard."""
     return f"{dashboard_url.rstrip('/')}/dashboard/studies/{study_id}"

@@ -28,9 +28,9 @@ from hpsearch.storage.attributes import EXPECTED_GAIN
 from hpsearch.storage.trials.budget import EarlyStop, stop_early
 
 FUNCTIONS = 500  # samples of the posterior
-MOST_BEGUN, MOST_NEW = 50, 250  # limits of the evaluated trials: started ones, and promising new ones
+MAX_STARTED, MAX_NEW = 50, 250  # limits of the evaluated trials: started ones, and promising new ones
 _JITTER = 1e-6
-_BEST = 4  # the slope from scores to values is fitted to the best quarter
+_BEST_SHARE = 4  # the slope from scores to values is fitted to the best quarter
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RemainingBudget:
     epochs: int
 
 
-def expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: int, metric: str = "") -> float | None:
+def compute_expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: int, metric: str = "") -> float | None:
     """Return the expected gain of the remaining budget, in the metric's unit; None with too few observations.
 
     The result is deterministic, given study and seed.
@@ -57,30 +57,30 @@ def expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: int, metr
         seed: seed of the posterior samples.
         metric: name of the metric; the known bound of a metric limits its gain.
     """
-    told, maximize = get_observed_trials(study), study.direction == StudyDirection.MAXIMIZE
+    trials, maximize = get_observed_trials(study), study.direction == StudyDirection.MAXIMIZE
     random = np.random.default_rng(seed)
-    kept = study._storage.get_study_system_attrs(study._study_id)
-    warm_start = WarmStartData.from_json(kept.get(WARM_START_KEY))
-    if not (distributions := merge_distributions(told, warm_start)):
+    attrs = study._storage.get_study_system_attrs(study._study_id)
+    warm_start = WarmStartData.from_json(attrs.get(WARM_START_KEY))
+    if not (distributions := merge_distributions(trials, warm_start)):
         return None
     dataset = GPDataset.from_trials(
-        told, distributions, maximize=maximize, epochs=left.epochs, random=random, warm_start=warm_start
+        trials, distributions, maximize=maximize, epochs=left.epochs, random=random, warm_start=warm_start
     )
-    if (slope := _slope(dataset.observations)) is None:
+    if (slope := _fit_slope(dataset.observations)) is None:
         return None
-    curves = [read_losses(t, maximize=maximize, epochs=left.epochs) for t in told]
-    posterior = fit_posterior(study, kept.get(HYPERPARAMETERS_KEY, {}), dataset, len(told))
+    curves = [read_losses(t, maximize=maximize, epochs=left.epochs) for t in trials]
+    posterior = fit_posterior(study, attrs.get(HYPERPARAMETERS_KEY, {}), dataset, len(trials))
     best = float(dataset.observations.loss.min())
-    most = best - get_loss_bound(metric, best, maximize=maximize)
-    gain = max(slope * _in_scores(posterior, dataset.space, left.trials, random), _pace(curves, left.trials))
-    gain = min(gain, most)
+    limit = best - get_loss_bound(metric, best, maximize=maximize)
+    predicted = slope * _predict_gain_in_scores(posterior, dataset.space, left.trials, random)
+    gain = min(max(predicted, _extrapolate_gain(curves, left.trials)), limit)
     return gain if math.isfinite(gain) else None
 
 
-def _in_scores(posterior: Posterior, space: Space, trials: float, random: np.random.Generator) -> float:
+def _predict_gain_in_scores(posterior: Posterior, space: Space, trials: float, random: np.random.Generator) -> float:
     """Return the expected gain of new trials, in normal scores."""
-    begun = Points.at_final_epoch(space.to_features(space.rows), np.arange(len(space.rows)))
-    order = np.argsort(posterior.predict(begun)[0].numpy(), kind="stable")
+    started = Points.at_final_epoch(space.to_features(space.rows), np.arange(len(space.rows)))
+    order = np.argsort(posterior.predict(started)[0].numpy(), kind="stable")
     rows = np.concatenate(
         [
             space.sample(random, RANDOM_CANDIDATES),
@@ -88,17 +88,17 @@ def _in_scores(posterior: Posterior, space: Space, trials: float, random: np.ran
         ]
     )
     mean, deviation = posterior.predict(Points.at_final_epoch(space.to_features(rows)))
-    hopeful = np.argsort((mean - 2 * deviation).numpy(), kind="stable")[:MOST_NEW]
-    best = order[:MOST_BEGUN]
-    numbers = np.concatenate([best, -2 - np.arange(len(hopeful))])  # each new one is a trial of its own
-    features = space.to_features(np.concatenate([space.rows[best], rows[hopeful]]))
-    center, factor = _jointly(posterior, Points.at_final_epoch(features, numbers))
-    drawn = center + random.standard_normal((FUNCTIONS, len(numbers))) @ factor.T
-    gains = np.maximum(drawn[:, : len(best)].min(1)[:, None] - drawn[:, len(best) :], 0.0)
+    promising = np.argsort((mean - 2 * deviation).numpy(), kind="stable")[:MAX_NEW]
+    best = order[:MAX_STARTED]
+    numbers = np.concatenate([best, -2 - np.arange(len(promising))])  # a separate trial number for each new trial
+    features = space.to_features(np.concatenate([space.rows[best], rows[promising]]))
+    center, factor = _compute_joint_posterior(posterior, Points.at_final_epoch(features, numbers))
+    samples = center + random.standard_normal((FUNCTIONS, len(numbers))) @ factor.T
+    gains = np.maximum(samples[:, : len(best)].min(1)[:, None] - samples[:, len(best) :], 0.0)
     return float(min(gains.max(1).mean(), trials * gains.mean(0).max()))
 
 
-def _pace(curves: Sequence[Mapping[int, float]], trials: float) -> float:
+def _extrapolate_gain(curves: Sequence[Mapping[int, float]], trials: float) -> float:
     """Return the gain of the later half of the trials, extrapolated per doubling of their number."""
     values = ([loss for loss in curve.values() if not math.isnan(loss)] for curve in curves)
     best = np.array([min(each, default=math.inf) for each in values])
@@ -106,7 +106,7 @@ def _pace(curves: Sequence[Mapping[int, float]], trials: float) -> float:
     return gained * math.log2(1 + trials / len(best))
 
 
-def _jointly(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarray]:
+def _compute_joint_posterior(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarray]:
     """Return the posterior mean at points [n], and the Cholesky factor of its covariance [n, n]."""
     cross = posterior.process.covariance(points, posterior.points)
     white = torch.linalg.solve_triangular(posterior.factor, cross.T, upper=False)
@@ -115,12 +115,12 @@ def _jointly(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarr
     return (cross @ posterior.weights).numpy(), factor.numpy()
 
 
-def _slope(points: Observations) -> float | None:
+def _fit_slope(points: Observations) -> float | None:
     """Return the change of the value per normal score among the best trials; None with too few values."""
     finite = np.isfinite(points.loss)
     order = np.argsort(points.loss[finite], kind="stable")
     scores, values = points.scores[finite][order], points.loss[finite][order]
-    last = max(len(values) // _BEST, TOP_TRIALS)
+    last = max(len(values) // _BEST_SHARE, TOP_TRIALS)
     if len(values) <= last:
         return None
     slope = float((values[last] - values[0]) / max(scores[last] - scores[0], 1e-9))
@@ -143,9 +143,9 @@ class Terminator:
         self._study, self._sampled = study, sampled
 
     def stop_early(self) -> EarlyStop | None:
-        """Give the rest up where it is expected to gain too little; return what was written, if it was now.
+        """Stop the study if the expected gain is below its threshold; return the record if this call wrote it.
 
-        If two workers decide at once, the first record counts.
+        If two workers decide at the same time, the first record counts.
         """
         threshold = self._study.spec.min_expected_gain
         attrs = self._study.attrs
@@ -154,12 +154,12 @@ class Terminator:
         trials = self._study.trials()
         ended = sum(trial.state.is_finished() for trial in trials)
         judged = (attrs.get(EXPECTED_GAIN) or {}).get("ended", 0)
-        if ended < max(FIRST, AGAIN * judged) or (left := self._left(len(trials))) < 1:
+        if ended < max(FIRST, AGAIN * judged) or (left := self._estimate_left(len(trials))) < 1:
             return None
         seed = derive_seed(self._study.spec.seed, "rest", ended)
-        self._sampled._thread_local.cached_all_trials = None  # else those of the last suggestion
+        self._sampled._thread_local.cached_all_trials = None  # the cache has the trials of the last suggestion
         spec = self._study.spec
-        gain = expected_gain(self._sampled, RemainingBudget(left, spec.epochs), seed=seed, metric=spec.metric)
+        gain = compute_expected_gain(self._sampled, RemainingBudget(left, spec.epochs), seed=seed, metric=spec.metric)
         judged_now = {"gain": gain, "ended": ended}
         if gain is not None and gain < threshold:
             engine, study_id = self._study.engine, self._study.study_id
@@ -168,9 +168,9 @@ class Terminator:
         self._study.set_attr(EXPECTED_GAIN, judged_now)
         return None
 
-    def _left(self, begun: int) -> float:
-        """How many trials are yet to be begun, by the budget that is over first at the pace so far."""
-        left = float(self._study.budget - begun)
+    def _estimate_left(self, started: int) -> float:
+        """Return the number of trials left to start, by the budget that is spent first at the current rate."""
+        left = float(self._study.budget - started)
         if (spending := self._study.spending) is not None and spending.share > 0:
-            left = min(left, begun * (1 - spending.share) / spending.share)
+            left = min(left, started * (1 - spending.share) / spending.share)
         return left

@@ -157,7 +157,7 @@ class Attempt:
             best = {**spec.select_metrics(result.best_metrics), spec.metric: value}
             vector = [best[name] for name in spec.direction_by_metric]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
-        session.kept.forget(but_last=kept)
+        session.kept.delete(but_last=kept)
         remove_earlier_attempts(self._context.runs_dir, self._claim)
         return ended
 

@@ -193,7 +193,7 @@ class TrialCheckpoints:
         self._sweep()
 
     @kill_point("remove checkpoints")
-    def forget(self, *, but_last: bool = False) -> None:
+    def delete(self, *, but_last: bool = False) -> None:
         """Remove all of it but the local `best.pt`: the trial is COMPLETE or PRUNED, and its best is published.
 
         Args:
@@ -201,7 +201,7 @@ class TrialCheckpoints:
         """
         self._files.remove(self._files.last_path, self._files.previous_path)
         if not but_last:
-            self._study.forget_trial(self._claim.number)
+            self._study.delete_trial(self._claim.number)
 
     def _remove(self, paths: list[str]) -> None:
         try:

@@ -103,7 +103,7 @@ def _deliver_records(context: WorkerContext, *, over: bool) -> None:
     if left := tracker.sender.flush(patience):
         lacking = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
         log.warning("%s; send the rest with: hpsearch sync %s", lacking, study.spec.name)
-    checkpoints.tidy(context.runs_dir)
+    checkpoints.clean_up(context.runs_dir)
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
     alone = context.is_fleet_gone is None or context.is_fleet_gone()
     if over and (alone or study.spec.finalists_of is not None):

@@ -90,7 +90,7 @@ class Worker:
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
         self._context.tracker.end_run_without_worker(retired)
         if not retired.is_cut:
-            self._context.checkpoints.forget_trial(retired.number)
+            self._context.checkpoints.delete_trial(retired.number)
         return TrialEnd(Outcome.PRUNED, retired.reason)
 
     def _hopeless(self, last: TrialEnd) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hpsearch import load_objective
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.search.study.create import search_space
+from hpsearch.search.study.create import sample_search_space
 from tests.docs.recipes import DIFFS, RECIPES, name_in
 
 
@@ -21,7 +21,7 @@ def test_a_recipe_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "recipe.py"
     path.write_text(RECIPES[title])
     objective = load_objective(f"{path}:{name_in(RECIPES[title])}")
-    assert search_space(objective)[0]
+    assert sample_search_space(objective)[0]
     history = fit(objective, objective.default_config(), RunPlan(3, 0, 0), device="cpu").history
     values = [record.metrics[f"val_{objective.metric}"] for record in history]
     assert max(values[1:]) >= values[0] if objective.direction == "maximize" else min(values[1:]) <= values[0]

@@ -57,7 +57,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
     front = sorted(study.best_trials, key=lambda trial: (-trial.values[0], trial.number))
     assert {trial.values[1] for trial in front} == {ONE, 13 * 32 + 32 + 32 * 3 + 3}, "one of each size is best"
     for text in (said, cli("show", NAME)):
-        assert f"front: {len(front)} trials that no other dominates" in text
+        assert f"Pareto front: {len(front)} trials" in text
         for trial in front:
             assert re.search(rf"^ +{trial.number} +{trial.values[0]:.6g} +{trial.values[1]:.6g}$", text, re.MULTILINE)
 

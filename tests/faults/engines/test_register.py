@@ -72,5 +72,5 @@ def test_a_worker_of_another_series_is_refused(arena: Arena) -> None:
         arguments = {"made": '"0.99.1"', "name": arena.name, "key": VERSION}
         assert connection.execute(made, arguments).rowcount == 1
     said = arena.run("worker", "--study", arena.name, code=2)
-    assert "was made by hpsearch 0.99.1, whose trials may come to other numbers" in said
+    assert "was created by hpsearch 0.99.1, whose results may differ" in said
     assert "install hpsearch 0.99.1 on this machine" in said

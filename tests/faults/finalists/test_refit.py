@@ -114,7 +114,7 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
         assert data.tags["hpsearch.refit_of"] == str(refit.of)
         assert len(trial.intermediate_values) == refit.epochs
     other = 1 - refit.of
-    assert f"the winner among the finalists of {NAME!r} is trial {refit.of}: leave it out" in arena.run(
+    assert f"the winner among the finalists of {NAME!r} is trial {refit.of}; remove --trial" in arena.run(
         "promote", NAME, "--refit", "--trial", str(other), code=2
     )
 

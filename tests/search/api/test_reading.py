@@ -97,7 +97,7 @@ def test_changes_of_a_study_are_visible_at_once(study: Study) -> None:
     assert study.stop() is not None
     assert study.start() is not None
     assert (study.extend("+2").after, study.spec.n_trials) == (6, 6)
-    with pytest.raises(SearchError, match="3 trials of 's' are started already"):
+    with pytest.raises(SearchError, match="'s' has already started 3 trials"):
         study.extend(2)
 
 
@@ -136,7 +136,7 @@ def test_a_wrong_setting_is_an_error_before_services_start() -> None:
     [
         ({"n_trials": 0}, "n_trials is 0: it must be at least 1"),
         ({"metric": ""}, "metric is '': it must have at least 1 character"),
-        ({"warm_start": "a,a"}, "warm_start: a is named twice: leave one out"),
+        ({"warm_start": "a,a"}, "warm_start names a twice; remove one"),
         ({"n_trial": 5}, "create(n_trial=5): unknown argument; did you mean 'n_trials'?"),
         (
             {"checkpoints_url": "x"},

@@ -68,7 +68,7 @@ def test_a_refit_is_not_listed_as_finalists(study: StoredStudy, say: Say) -> Non
     assert [each.study_id for each in list_finalist_sets(study)] == [chosen.study_id]
     assert table(study) == before
     assert "s.refit (refit)" in say("studies")
-    assert "holds the refit of 's', no more than were chosen" in say("extend", "s.refit", "--trials", "+1", code=2)
+    assert "holds the refit of 's' and cannot be extended" in say("extend", "s.refit", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.refit", code=2)
     assert "open the test set of 's'" in say("evaluate-test", "s.refit", code=2)
     assert "hpsearch promote s --refit" in say("start", "s.refit")
@@ -82,10 +82,10 @@ def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStu
     for seeds in (None, 1):
         again, created = make_or_join_refit(study, seeds=seeds)
         assert (again.study_id, created) == (made.study_id, False)
-    with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' was made with 1: leave it out"):
+    with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' was created with 1; remove it to continue"):
         make_or_join_refit(study, seeds=3)
     confirm(study, winner=1, epochs=[1, 2], new_set=True)
-    with pytest.raises(SearchError, match="the winner of study 's' is not trained on all data yet"):
+    with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
         read_refit(study)  # that of another winner does not count
     other, created = make_or_join_refit(study, seeds=1)
     assert (other.spec.name, other.spec.finalists_of.trials, created) == ("s.refit-2", [1], True)  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
         make_or_join_refit(study, seeds=None)
     chosen, _ = create_or_join(study, top=2, seeds=2)
     with pytest.raises(
-        SearchError, match=r"the finalists of 's', in s.finalists, are not done, 4 are left: go on with"
+        SearchError, match=r"the finalists of 's', in s.finalists, have 4 unfinished runs; continue with"
     ):
         make_or_join_refit(study, seeds=None)
     train(chosen, lambda *_: None)
@@ -108,12 +108,12 @@ def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
     with pytest.raises(SearchError, match="--trial 1: the winner among the finalists of 's' is trial 3"):
         make_or_join_refit(study, seeds=None, trial=1)
     with pytest.raises(
-        SearchError, match=r"--refit: the winner of study 's' is not trained on all data yet: .*--refit"
+        SearchError, match=r"--refit: the winner of study 's' has no refit yet; train it with .*--refit"
     ):
         choose_candidate(study, trial=None, unconfirmed=False, refit=True)
     with pytest.raises(SearchError, match="--unconfirmed: a refit is of the finalists' winner"):
         choose_candidate(study, trial=None, unconfirmed=True, refit=True)
-    with pytest.raises(SearchError, match="--refit-seeds 2: give an odd number"):
+    with pytest.raises(SearchError, match="--refit-seeds 2 is even; give an odd number"):
         make_or_join_refit(study, seeds=2)
     create_or_join(study, top=2, seeds=2, new_set=True)
     with pytest.raises(SearchError, match=r"in s.finalists-3, are not done"):
@@ -135,5 +135,5 @@ def test_a_refit_selects_the_run_with_the_median_training_loss(
     train_runs(made, losses[2:])
     found = tabulate_refit(made)
     assert (found.losses, found.taken, found.pending) == (tuple(losses), taken, 0)
-    marked = [number for number, line in enumerate(format_refit(made, found)) if "it is taken" in line]
+    marked = [number for number, line in enumerate(format_refit(made, found)) if "the median, selected" in line]
     assert marked == ([] if taken is None else [taken])

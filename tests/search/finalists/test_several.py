@@ -96,7 +96,7 @@ def test_a_removed_finalist_is_replaced_by_a_trial_only_it_dominates(storage: Po
 
 def test_no_feasible_trial_is_an_error(storage: PostgresStorage) -> None:
     study = search_several(storage, "b", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
-    with pytest.raises(SearchError, match=r"no complete trial within its constraints: .*--infeasible$"):
+    with pytest.raises(SearchError, match=r"no complete trial within its constraints; .*--infeasible$"):
         create_or_join(study, top=None, seeds=1)
     chosen, _ = create_or_join(study, top=None, seeds=1, infeasible=True)
     assert chosen.spec.finalists_of is not None
@@ -117,7 +117,7 @@ def test_the_pareto_front_of_finalists_is_that_of_the_means(
     assert [found.is_confirmed(trial) for trial in (0, 1, 2)] == [True, False, True]
     assert [row.trial for row in rank_finalists(study, found)] == [0, 2, 1]
     assert format_confirmation(study) == [
-        "front on 2 new splits: trials 0 and 2, which no other finalist dominates",
+        "Pareto front on 2 new splits: trials 0 and 2",
         "dominated on new seeds: trial 1",
     ]
     PlainConsole().print(finalist_table(study, found))
@@ -157,9 +157,11 @@ def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy)
 
 def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match="no finalist of 's' dominates trials 0, 2: choose one with --trial"):
+    with pytest.raises(
+        SearchError, match="no finalist of 's' dominates all others; choose one of trials 0, 2 with --trial"
+    ):
         choose_candidate(study, trial=None, unconfirmed=False)
-    with pytest.raises(SearchError, match="dominates trials 0, 2"):
+    with pytest.raises(SearchError, match="choose one of trials 0, 2"):
         choose_candidate(study, trial=1, unconfirmed=False)
     for trial in (0, 2):
         candidate = choose_candidate(study, trial=trial, unconfirmed=False)
@@ -186,9 +188,11 @@ def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
 
 def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no finalist of 's' dominates trials 0, 2: choose one with --trial"):
+    with pytest.raises(
+        SearchError, match=r"no finalist of 's' dominates all others; choose one of trials 0, 2 with --trial"
+    ):
         make_or_join_refit(study, seeds=None)
-    with pytest.raises(SearchError, match="dominates trials 0, 2"):
+    with pytest.raises(SearchError, match="choose one of trials 0, 2"):
         make_or_join_refit(study, seeds=None, trial=1)
     made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
@@ -198,7 +202,7 @@ def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     _, found = read_refit(study, 2)
     assert (found.taken, found.of) == (2, 2)
     assert why(made, 2) == "the test set was not opened for it yet"
-    with pytest.raises(SearchError, match="the winner of study 's' is not trained on all data yet"):
+    with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
         read_refit(study, 0)
 
 

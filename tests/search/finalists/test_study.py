@@ -106,8 +106,8 @@ def test_a_new_set_of_finalists_counts_once_it_has_a_winner(study: StoredStudy) 
     train(second, lambda *_: 0.6, trials=1)
     assert (table(study).study, table(study).winner) == ("s.finalists", 3)
     assert format_confirmation(study)[0].startswith("winner: trial 3")
-    assert format_confirmation(study)[-1] == ("chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 new seed")
-    with pytest.raises(SearchError, match=r"in s.finalists-2, are not done, 1 are left: go on with"):
+    assert format_confirmation(study)[-1] == ("new set in s.finalists-2: finalists: 1 of 2 trained, on 1 new seed")
+    with pytest.raises(SearchError, match=r"in s.finalists-2, have 1 unfinished runs; continue with"):
         choose_candidate(study, trial=None, unconfirmed=False)
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)
@@ -161,12 +161,12 @@ def test_eight_processes_create_one_set_of_finalists(study: StoredStudy, databas
 
 def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> None:
     study = search(storage, "s", [finished(0, 0.5)], budget=2)
-    with pytest.raises(SearchError, match=r"'s' is not over, 1 of 2 trials are done.*: hpsearch stop s$"):
+    with pytest.raises(SearchError, match=r"'s' has not ended, with 1 of 2 trials done; .* hpsearch stop s$"):
         create_or_join(study, top=1, seeds=1)
     claim = Claims(storage.engine, study.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     study.set_attr(STOPPED, "by ann@host")
-    with pytest.raises(SearchError, match=r"has 1 running trial: wait for the end: hpsearch stop s --wait$"):
+    with pytest.raises(SearchError, match=r"has 1 running trial; wait for their end with hpsearch stop s --wait$"):
         create_or_join(study, top=1, seeds=1)
     Claims(storage.engine, study.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     assert create_or_join(study, top=1, seeds=1)[1]

@@ -41,8 +41,7 @@ def test_the_table_of_new_seeds_decides(study: StoredStudy) -> None:
     assert row.spread == pytest.approx(0.0212132, abs=1e-6), "the sample standard deviation"
     lines = format_confirmation(study)
     assert (
-        "winner: trial 4, val accuracy 0.8650 on 2 new seeds, standard deviation 0.0212 (the search said 0.8000)"
-        in lines
+        "winner: trial 4, val accuracy 0.8650 on 2 new seeds, standard deviation 0.0212 (0.8000 in the search)" in lines
     )
     assert "the search values of the finalists are too optimistic by 0.0717 on average" in lines
 
@@ -150,8 +149,8 @@ def test_ties_and_unknown_spreads_are_mentioned(study: StoredStudy) -> None:
     found = table(study)
     assert (found.winner, found.tie, found.row(1).spread) == (1, (3,), None)
     lines = format_confirmation(study)
-    assert "tied with trial 3: their values are equal; the better mean wins" in lines
-    assert "with one seed the standard deviation is unknown: a difference may be chance" in lines
+    assert "tied with trial 3, equal values; the better mean wins" in lines
+    assert "with one seed the standard deviation is unknown, and a difference may be due to chance" in lines
 
 
 def test_the_table_is_printed_without_truncation(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:

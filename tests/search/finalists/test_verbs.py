@@ -43,7 +43,7 @@ def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -
 def test_finalists_remain_if_another_program_deletes_the_search(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     study.storage.delete_study(study.study_id)
-    with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
+    with pytest.raises(SearchError, match=r"'s.finalists' holds the finalists of 's', which was deleted"):
         load_parent_study(chosen)
     again = search(study.storage, "s", [finished(0, 0.5)])
     assert read_finalists(again) is None, "another study under the old name"
@@ -61,7 +61,7 @@ def test_a_spec_file_cannot_create_finalists(say: Say, tmp_path) -> None:
 def test_a_search_cannot_have_the_name_of_finalists(say: Say, study: StoredStudy) -> None:
     away = ("--tracking-uri", "http://127.0.0.1:1", "--workers", "0")
     said = say("run", "digits", "--name", "s.finalists-2", *away, code=2)
-    assert "--name 's.finalists-2' is kept for the finalists of 's'" in said
+    assert "--name 's.finalists-2' is reserved for the finalists of 's'" in said
     assert len(study.storage.get_all_studies()) == 1
 
 
@@ -75,7 +75,7 @@ def test_evaluate_test_needs_a_winner(study: StoredStudy, say: Say) -> None:
         "is trial 3: leave it out, or open the test set for an unconfirmed trial with --unconfirmed --trial 1"
         in say("evaluate-test", "s", "--yes", "--trial", "1", code=2)
     )
-    assert "names no tracking server" in say("evaluate-test", "s", "--yes", code=2)
+    assert "has no tracking server" in say("evaluate-test", "s", "--yes", code=2)
 
 
 def test_an_opened_test_set_is_shown_but_not_evaluated_again(study: StoredStudy, say: Say) -> None:
@@ -85,6 +85,6 @@ def test_an_opened_test_set_is_shown_but_not_evaluated_again(study: StoredStudy,
     )
     assert "opened on" in say("evaluate-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
     write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
-    assert "test set: accuracy 0.8750, opened on " in say("show", "s")
+    assert "test set: accuracy 0.8750, evaluated on " in say("show", "s")
     refused = say("evaluate-test", "s", "--yes", code=2)
     assert "by ann@host for trial 1; it can be evaluated only once; see it with: hpsearch show s" in refused

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.freeze_thaw.forecast import Forecast, forecast_final_values, format_forecast
 from hpsearch.search.freeze_thaw.observations import get_loss_bound
-from hpsearch.search.study.terminator import RemainingBudget, expected_gain
+from hpsearch.search.study.terminator import RemainingBudget, compute_expected_gain
 from tests.factories import X
 
 LEFT = RemainingBudget(trials=500, epochs=4)
@@ -49,9 +49,9 @@ def test_the_expected_gain_is_limited_by_the_bound_of_the_metric(
     metric: str, direction: str, best: float, most: float
 ) -> None:
     study = searched(best, direction=direction)
-    gain = expected_gain(study, LEFT, seed=0, metric=metric)
+    gain = compute_expected_gain(study, LEFT, seed=0, metric=metric)
     assert gain == pytest.approx(most, abs=1e-12)
-    unbounded = expected_gain(study, LEFT, seed=0, metric="of somebody's own")
+    unbounded = compute_expected_gain(study, LEFT, seed=0, metric="of somebody's own")
     assert unbounded is not None
     assert unbounded > 0.0005
 

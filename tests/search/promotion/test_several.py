@@ -98,7 +98,7 @@ def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None
 def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: Tracked) -> None:
     stored, engine = several.stored, several.storage.engine
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match="no finalist of 'several-promoted' dominates trials 1, 0"):
+    with pytest.raises(SearchError, match="choose one of trials 1, 0 with --trial"):
         choose_candidate(stored, trial=None, unconfirmed=False)
     assert promote(stored, several.tracking, trial=0).unconfirmed == "the test set was not opened for it"
     (finalists,) = read_finalist_studies(engine, stored.study_id)
@@ -154,6 +154,6 @@ def test_the_pareto_front_is_sent_to_mlflow_and_the_dashboard(several: Tracked) 
 def test_cleanup_keeps_the_models_of_the_pareto_front(several: Tracked, tmp_path: Path) -> None:
     found, problems = find_garbage(several.stored, home=tmp_path, tracking=several.tracking, keep_top=1)
     assert problems == []
-    assert [(garbage.what, garbage.trials) for garbage in found] == [
+    assert [(garbage.kind, garbage.trials) for garbage in found] == [
         ("models and best checkpoints beyond the front and the best 1", (2,))
     ]

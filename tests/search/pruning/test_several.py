@@ -99,7 +99,7 @@ def test_a_threshold_applies_to_the_named_metric(
 
 def test_a_threshold_must_name_a_reported_metric() -> None:
     pruner = {"name": "threshold", "upper": 5, "metric": "latency_ms"}
-    assert "pruner.metric 'latency_ms' is none of the study's (accuracy)" in refused(
+    assert "pruner.metric 'latency_ms' is not a metric of the study (accuracy)" in refused(
         metric="accuracy", direction="maximize", pruner=pruner
     )
     made = spec(metric="accuracy", direction="maximize", constraints="latency_ms<=9", pruner=pruner)

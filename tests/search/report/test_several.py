@@ -37,7 +37,7 @@ def test_the_table_has_a_column_for_each_metric(study: StoredStudy) -> None:
     [head] = [line for line in lines if line.startswith("trial ")]
     assert head.split() == ["trial", "state", "epochs", "accuracy", "latency_ms", "reason"]
     assert lines[lines.index(head) + 1].split() == ["0", "COMPLETE", "2", "0.9", "4"]
-    assert "front: 2 trials that no other dominates" in lines
+    assert "Pareto front: 2 trials" in lines
 
 
 def test_a_trial_has_its_values_by_epoch_and_its_violated_constraints(study: StoredStudy) -> None:

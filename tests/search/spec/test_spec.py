@@ -11,7 +11,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.rungs import choose_bracket, compute_bracket_shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
-from hpsearch.search.spec.settings import differences
+from hpsearch.search.spec.settings import list_differences
 from hpsearch.search.spec.spec import Settings, StudySpec, parse_spec, parse_stored_spec
 from hpsearch.storage.urls import Addresses
 from tests.factories import BASE
@@ -187,10 +187,10 @@ def test_derived_seeds_differ_and_are_stable() -> None:
 def test_differences_name_each_setting() -> None:
     stored = parse_spec(BASE).model_dump()
     wanted = StudySpec.model_validate({**stored, "n_trials": 50, "sampler": {"name": "random"}}).model_dump()
-    lines = differences(stored, wanted)
+    lines = list_differences(stored, wanted)
     assert "n_trials: 24 -> 50" in lines
     assert any(line.startswith("sampler: ") for line in lines)
-    assert differences(stored, stored) == []
+    assert list_differences(stored, stored) == []
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,15 @@ from tests.factories import BASE
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tensorboard": ""}, "--tensorboard '': give a folder that this machine sees (it is empty)"),
+        ({"tensorboard": ""}, "--tensorboard '' is not usable (it is empty); give a folder"),
         (
-            {"tensorboard": "s3://bucket/runs"},
-            "--tensorboard 's3://bucket/runs': give a folder that this machine sees (an object store takes no files "
-            "that grow)",
+            {"tensorboard": "s3://b"},
+            "--tensorboard 's3://b' is not usable (object stores cannot append to files); give",
         ),
         ({"tensorboard": 5}, "--tensorboard is 5: it must be a valid string"),
-        ({"wandb": "a/b/c"}, "--wandb 'a/b/c': give a project of Weights & Biases, or entity/project, such as me/wine"),
-        ({"wandb": ""}, "--wandb '': give a project of Weights & Biases, or entity/project, such as me/wine"),
-        ({"wandb": "a b"}, "--wandb 'a b': give a project of Weights & Biases, or entity/project, such as me/wine"),
+        ({"wandb": "a/b/c"}, "--wandb 'a/b/c' is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine"),
+        ({"wandb": ""}, "--wandb '' is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine"),
+        ({"wandb": "a b"}, "--wandb 'a b' is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine"),
     ],
 )
 def test_mistakes_are_errors_of_one_line(change: dict[str, Any], message: str) -> None:
@@ -76,7 +75,7 @@ class OtherTracker(BaseModel):
 
 
 def test_a_wrong_folder_is_named_by_its_setting() -> None:
-    with pytest.raises(ValidationError, match="csv 's3://runs': give a folder that this machine sees"):
+    with pytest.raises(ValidationError, match="csv 's3://runs' is not usable"):
         OtherTracker(csv="s3://runs")
 
 

@@ -49,8 +49,8 @@ def test_results_of_an_earlier_version_are_shown(url: str, capsys: pytest.Captur
         "kept.finalists (finalists)",
         "study kept: 8 of 8 trials (8 complete, 0 pruned, 0 failed)",
         "best: trial 7, val auroc 0.9905",
-        "winner: trial 0, val auroc 0.9869 on 1 new seed, standard deviation unknown (the search said 0.9902)",
-        "test set: auroc 0.9838, opened on 2026-11-22 at 03:29 UTC by ann@host for trial 0",
+        "winner: trial 0, val auroc 0.9869 on 1 new seed, standard deviation unknown (0.9902 in the search)",
+        "test set: auroc 0.9838, evaluated on 2026-11-22 at 03:29 UTC by ann@host for trial 0",
         "kept@champion",
         "auroc 0.878808 is below the threshold 0.985",
     ):

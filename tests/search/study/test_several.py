@@ -11,7 +11,7 @@ from optuna.study import StudyDirection
 
 from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.settings import check_settings, named, read_spec_file
+from hpsearch.search.spec.settings import check_settings, expand_names, read_spec_file
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows
 from hpsearch.search.study.steering import extend_study
@@ -43,7 +43,7 @@ class Both(One):
 
 def made(url: str, searched: LoopObjective | None = None, /, **settings: Any) -> tuple[StoredStudy, bool]:
     storage = open_storage(url, application_name="test")
-    given = named({"name": "s", **settings, "objective": "x.py"})
+    given = expand_names({"name": "s", **settings, "objective": "x.py"})
     check_settings(given)
     return create_or_join(storage, given, searched or Both(), sanity_check=lambda *_: None)
 
@@ -127,9 +127,9 @@ THREE = {**WAYS, "parameters": "minimize"}
             ["directions: accuracy maximize, ", "parameters minimize, latency_ms minimize"],
         ),
         ({"constraints": "accuracy>=0.5"}, ["constraints: ", "-> accuracy >= 0.5"]),
-        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "put it first in --directions"]),
-        ({"metric": "loss"}, ["--metric 'loss' is none of --directions accuracy, latency_ms, parameters"]),
-        ({"direction": "minimize"}, ["--direction minimize", "leave --direction out"]),
+        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "put it first"]),
+        ({"metric": "loss"}, ["--metric 'loss' is not in --directions accuracy, latency_ms, parameters"]),
+        ({"direction": "minimize"}, ["--direction minimize", "remove --direction"]),
     ],
 )
 def test_other_metrics_are_rejected_in_a_line_that_names_them(

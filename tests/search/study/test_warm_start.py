@@ -99,8 +99,8 @@ def test_unusable_earlier_studies_are_rejected_before_creation(storage, objectiv
     made(storage, objective, "empty")
     cases = {
         "nope": "--warm-start nope: no study 'nope'",
-        "empty": "--warm-start empty: no trial of it has reported anything yet: run it first, or leave it out",
-        "other_way": "--warm-start other_way: it is to minimize .*: name a study of the same direction",
+        "empty": "--warm-start empty: none of its trials has a report; run it first, or remove it",
+        "other_way": "--warm-start other_way: its direction is minimize .*; name a study with the same direction",
         "other_space": "--warm-start other_space: its trials have none of the parameters of Wine",
         "out_of_range": "--warm-start out_of_range: no trial is in this search space",
     }
@@ -119,7 +119,7 @@ def test_finalists_cannot_be_or_have_earlier_studies(storage, objective):
     storage.create_filled_study(
         [optuna.study.StudyDirection.MAXIMIZE], "first.finalists", user_attrs={SPEC: spec.model_dump()}, trials=[]
     )
-    with pytest.raises(SearchError, match="holds the finalists of 'first': name first instead"):
+    with pytest.raises(SearchError, match="holds the finalists of 'first'; name first instead"):
         made(storage, objective, "new", warm_start=["first.finalists"])
     assert load_study(storage, "first.finalists").spec.warm_start is None
 
@@ -127,10 +127,10 @@ def test_finalists_cannot_be_or_have_earlier_studies(storage, objective):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--warm-start", "a"], "the sampler tpe learns from its own study alone: use --sampler freeze_thaw"),
-        (["--sampler", "gp", "--warm-start", "a"], "the sampler gp learns from its own study alone"),
-        (["--sampler", "freeze_thaw", "--warm-start", "a,a"], "a is named twice"),
-        (["--sampler", "freeze_thaw", "--warm-start", "a,"], "'' cannot name a study"),
+        (["--warm-start", "a"], "--warm-start is not available with the sampler tpe; use --sampler freeze_thaw"),
+        (["--sampler", "gp", "--warm-start", "a"], "--warm-start is not available with the sampler gp"),
+        (["--sampler", "freeze_thaw", "--warm-start", "a,a"], "--warm-start names a twice"),
+        (["--sampler", "freeze_thaw", "--warm-start", "a,"], "'' cannot be the name of a study"),
         (["--sampler", "freeze_thaw", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
     ],
 )

@@ -43,7 +43,7 @@ def send(tracked: Tracked, study: StoredStudy, home: Path, tell: Callable[[str],
 def deliver(tracked: Tracked, home: Path, number: int) -> None:
     """What the other process does once MLflow has all of a trial."""
     RunLinks(tracked.stored.engine).record_delivery(tracked.stored.trials()[number]._trial_id, None)
-    open_checkpoints(tracked.stored, home, None).forget_trial(number)
+    open_checkpoints(tracked.stored, home, None).delete_trial(number)
 
 
 def test_a_lost_checkpoint_is_reported_for_each_trial(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:

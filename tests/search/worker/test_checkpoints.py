@@ -150,7 +150,7 @@ def test_a_commit_with_a_lost_reply_keeps_its_file(study: Study) -> None:
 def test_a_completed_trial_keeps_only_its_best_checkpoint(study: Study) -> None:
     first = study.attempt(1).epochs(0, 1)
     study.storage.set_trial_state_values(study.trial_id, TrialState.COMPLETE, [1.0])
-    first.kept.forget()
+    first.kept.delete()
     assert (study.files(), study.pointers()) == ([], [])
     assert [path.name for path in first.local.run_dir.glob("*.pt")] == ["best.pt"]
 
@@ -171,7 +171,7 @@ def test_files_of_dead_workers_are_removed(study: Study, state: TrialState, file
     half_written.write_bytes(b"PK")
     if state != TrialState.RUNNING:
         study.storage.set_trial_state_values(study.trial_id, state, [1.0] if state == TrialState.COMPLETE else None)
-    study.checkpoints.tidy(study.folder / "a" / "s-1-abcd")
+    study.checkpoints.clean_up(study.folder / "a" / "s-1-abcd")
     assert study.files() == files
     assert bool(study.pointers()) == resumable
     assert first.local.last_path.exists() == half_written.exists() == (state == TrialState.RUNNING)
@@ -180,7 +180,7 @@ def test_files_of_dead_workers_are_removed(study: Study, state: TrialState, file
 
 def test_files_of_a_deleted_study_are_removed(study: Study) -> None:
     study.attempt(1).epochs(0)
-    study.checkpoints.forget()
+    study.checkpoints.delete()
     assert study.files() == []
 
 

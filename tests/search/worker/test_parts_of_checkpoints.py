@@ -82,7 +82,7 @@ def test_a_full_store_keeps_no_shard_of_a_failed_checkpoint(study: Study, monkey
 def test_a_completed_trial_leaves_no_shards(study: Study) -> None:
     first = study.attempt(1).epochs(0, 1, parts=True)
     study.storage.set_trial_state_values(study.trial_id, TrialState.COMPLETE, [1.0])
-    first.kept.forget()
+    first.kept.delete()
     assert (study.files(), study.pointers()) == ([], [])
     assert not first.local.shards.exists()
 
@@ -101,8 +101,8 @@ def test_shards_of_dead_workers_are_removed(study: Study, state: TrialState, lef
     if state != TrialState.RUNNING:
         study.storage.set_trial_state_values(study.trial_id, state, [1.0] if state == TrialState.COMPLETE else None)
     runs = study.folder / "a" / "s-1-abcd"
-    _, local = study.checkpoints.leftovers(runs)
+    _, local = study.checkpoints.find_leftovers(runs)
     assert (local.get(first.local.shards, 0) > 0) == (state != TrialState.RUNNING)
-    study.checkpoints.tidy(runs)
+    study.checkpoints.clean_up(runs)
     assert study.files() == in_parts(*left)
     assert first.local.shards.exists() == (state == TrialState.RUNNING)

@@ -142,7 +142,7 @@ def test_trials_that_cannot_be_retried_are_rejected(say: Say, claims: Claims, st
     claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.9)
     claims.finish_attempt(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
     running = take(claims)
-    only = "only a failed or an infeasible trial is tried again"
+    only = "only failed and infeasible trials can be retried"
     assert f"--trial 0: it is complete; {only}" in say("retry", "s", "--trial", "0", code=2)
     assert "it was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
     assert "it is running" in say("retry", "s", "--trial", "2", code=2)

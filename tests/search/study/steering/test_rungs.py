@@ -53,14 +53,14 @@ def test_show_lists_waiting_promoted_and_pruned_trials_per_rung(
         claims.report_rung(claim, 0, value)
     take(claims)  # trial 0 is promoted
     shown = " ".join(say("show", "s").split())
-    assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in shown
+    assert "rung 0, 1 epoch: 4 reached, 2 promoted, 2 paused" in shown
     assert "paused at rung 0, epoch 1: rank 3 of 3 then" in shown
     stored = load_study(storage, "s")
-    assert "- rung 0, 1 epoch: 4 reached it, 2 went on, 2 wait" in study_note(stored, summarise(stored)).splitlines()
+    assert "- rung 0, 1 epoch: 4 reached, 2 promoted, 2 paused" in study_note(stored, summarise(stored)).splitlines()
     while isinstance(claims.claim(), PrunedTrial):
         pass
     shown = " ".join(say("show", "s").split())
-    assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 were pruned" in shown
+    assert "rung 0, 1 epoch: 4 reached, 2 promoted, 2 pruned" in shown
     assert "rank 4 of 4 at rung 0, promoted: best 2 of 4 trials" in shown
 
 
