@@ -195,7 +195,7 @@ def _find_run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:
             continue
         if int(match[2]) < int(trial.user_attrs.get(ATTEMPT, 1)):
             superseded.setdefault(trial.number, []).append(path)
-        # Records that are not in MLflow exist only here, and `retry` continues the logs of failed and infeasible trials.
+        # Records that are not in MLflow exist only here. `retry` continues the logs of failed and infeasible trials.
         elif has_ended and trial.state != TrialState.FAIL and _is_tracked(trial):
             done.setdefault(trial.number, []).append(path)
     kinds = (("run directories with a copy in MLflow", done), ("run directories of superseded attempts", superseded))

@@ -1,1 +1,1 @@
-"""Workers: claim a trial, run it, settle it, take the next."""
+"""Workers: processes that claim trials and train them."""

@@ -50,16 +50,18 @@ class Attempt:
         self._session: TrialSession | None = None  # once the trial is configured
         try:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)
-        except OSError as error:  # a full disk costs no attempt
+        except OSError as error:  # a full disk does not count as a failed attempt
             context.claims.finish_attempt(claim, Outcome.RELEASED)
-            raise CheckpointStoreError(f"{context.runs_dir}: no run directory can be made: {error.strerror}") from error
+            raise CheckpointStoreError(
+                f"{context.runs_dir}: cannot create a run directory: {error.strerror}"
+            ) from error
 
     def run(self) -> TrialEnd | None:
         """Run the trial; return its end, or None if another attempt continues it.
 
         Raises:
             CheckpointStoreError: the checkpoint store is unavailable; the trial was released.
-            RankLostError: a rank is gone; the trial was left to other workers.
+            RankLostError: a rank ended or does not answer; other workers can take the trial.
             Exception: one of `SERVICE_ERRORS`: the database is unavailable.
         """
         log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
@@ -74,7 +76,7 @@ class Attempt:
         except ClaimLostError as lost:
             self._abandon(lost)
             return None
-        except RankLostError:  # as if this process had died: others go on, and it counts as an attempt
+        except RankLostError:  # handled like the death of this process: another worker resumes, and the attempt counts
             context.claims.expire_lease(self._claim)
             self._tracked.leave()
             raise
@@ -87,27 +89,28 @@ class Attempt:
         except NonFiniteError as error:
             assert self._session is not None
             self._session.report_non_finite(error.epoch)
-            return self._infeasible(error)
+            return self._end_infeasible(error)
         except DeviceMemoryError as error:
-            return None if self._retry("memory", str(error)) else self._infeasible(error)
+            return None if self._retry("memory", str(error)) else self._end_infeasible(error)
         except CheckpointStoreError:
-            self._give_back(Outcome.RELEASED)
+            self._release(Outcome.RELEASED)
             raise
         except (ClaimLostError, RankLostError, *SERVICE_ERRORS):
             raise
-        except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
+        except (Exception, SystemExit) as error:  # errors of the user's code end the trial, not the worker
             return self._fail(error)
         if result.status != "stopped":
-            return self._settle(result)
-        if isinstance(standing := result.verdict.reason, RungRank):  # this attempt has ended with that
+            return self._finish(result)
+        if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
             self._tracked.leave()
-            place = (standing.rung, standing.rank, standing.reached)
-            log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
+            log.info(
+                "trial %d: paused at rung %d, rank %d of %d", self._claim.number, rank.rung, rank.rank, rank.reached
+            )
             return None
-        self._give_back(Outcome.RELEASED)
+        self._release(Outcome.RELEASED)
         assert self._session is not None
-        why = "" if result.verdict.reason is None else f": {result.verdict.reason}"
-        log.info("trial %d: given back %s%s", self._claim.number, self._session.saved, why)
+        reason = "" if result.verdict.reason is None else f": {result.verdict.reason}"
+        log.info("trial %d: released %s%s", self._claim.number, self._session.saved, reason)
         return None
 
     def _train(self) -> RunResult:
@@ -128,41 +131,41 @@ class Attempt:
             current_ranks(), context.objective, job, session=self._session, device=context.options.device
         )
 
-    def _settle(self, result: RunResult) -> TrialEnd:
-        """Publish a complete or pruned training, and end the trial."""
+    def _finish(self, result: RunResult) -> TrialEnd:
+        """Publish the result of a complete or pruned run, and end the trial."""
         session = self._session
         assert session is not None
         session.keep_best()
         kept = self._tracked.publish(result, session.files)
-        pace = summarize_throughput([record.metrics for record in result.history])
+        throughput = summarize_throughput([record.metrics for record in result.history])
         spec = self._context.spec
         if isinstance(decision := result.verdict.reason, Decision):
-            grounds = decision.record()
-            self._tracked.tag_pruning(grounds)
+            record = decision.record()
+            self._tracked.tag_pruning(record)
             last = spec.select_metrics(result.history[-1].metrics)
-            attrs = {PRUNING: grounds, **pace}
-            ended = self._end(
+            attrs = {PRUNING: record, **throughput}
+            end = self._end(
                 Outcome.PRUNED, decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
             )
         else:
-            value, told = result.best_value, pace
+            value, attrs = result.best_value, throughput
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
             if result.resplit_score is not None:
                 value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
-                told = {**pace, FRESH: result.resplit_score.record()}
+                attrs = {**throughput, FRESH: result.resplit_score.record()}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
-                told = {**pace, REFIT: {"train_loss": loss}}
+                attrs = {**throughput, REFIT: {"train_loss": loss}}
                 reason = f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and val"
             best = {**spec.select_metrics(result.best_metrics), spec.metric: value}
             vector = [best[name] for name in spec.direction_by_metric]
-            ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
-        session.kept.delete(but_last=kept)
+            end = self._end(Outcome.COMPLETE, reason, value=vector, attrs=attrs, kept=kept, metrics=best)
+        session.checkpoints.delete(keep_stored=kept)
         remove_earlier_attempts(self._context.runs_dir, self._claim)
-        return ended
+        return end
 
-    def _infeasible(self, error: Exception) -> TrialEnd:
-        """End a trial that diverged or ran out of memory; the sampler uses it."""
+    def _end_infeasible(self, error: Exception) -> TrialEnd:
+        """End a trial that diverged or ran out of memory. Samplers use such trials."""
         value = self._session.last_value if self._session else None
         return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
 
@@ -181,11 +184,11 @@ class Attempt:
         spec = self._context.spec
         if kind not in spec.retry_on or self._context.claims.count_failures(self._claim) >= spec.retries:
             return False
-        self._give_back(Outcome.FAILED, {REASON: reason})
-        log.warning("trial %d: given back after %s", self._claim.number, reason)
+        self._release(Outcome.FAILED, {REASON: reason})
+        log.warning("trial %d: released for a retry after %s", self._claim.number, reason)
         return True
 
-    def _give_back(self, outcome: Outcome, attrs: dict[str, object] | None = None) -> None:
+    def _release(self, outcome: Outcome, attrs: dict[str, object] | None = None) -> None:
         self._context.claims.finish_attempt(self._claim, outcome, retry=True, attrs=attrs)
         self._tracked.leave()
 
@@ -199,14 +202,14 @@ class Attempt:
         kept: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> TrialEnd:
-        # What `study.tell` does, but for the sampler's `after_trial`: constraints are written here.
+        # This replaces `study.tell`. It writes the constraints, because the sampler's `after_trial` is not called.
         spec = self._context.spec
-        out_of_bounds = [] if metrics is None else spec.list_violations(metrics)
-        if out_of_bounds:
-            untold = [line for line in out_of_bounds if line not in reason]
-            reason += f"; out of bounds: {', '.join(untold)}" if untold else ""
-            self._tracked.tag_bounds(out_of_bounds)
-        attrs = {REASON: reason, TRACKING: self._tracked.pending(), VIOLATIONS: out_of_bounds or None, **(attrs or {})}
+        violations = [] if metrics is None else spec.list_violations(metrics)
+        if violations:
+            missing = [line for line in violations if line not in reason]
+            reason += f"; out of bounds: {', '.join(missing)}" if missing else ""
+            self._tracked.tag_bounds(violations)
+        attrs = {REASON: reason, TRACKING: self._tracked.pending(), VIOLATIONS: violations or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
         system = {} if metrics is None else measure_violations(spec, metrics)
         self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)
@@ -215,11 +218,11 @@ class Attempt:
         return TrialEnd(outcome, reason)
 
     def _abandon(self, lost: ClaimLostError) -> None:
-        """Stop working on a trial that another attempt owns, and remove the traces of this attempt."""
-        log.warning("%s: letting go of it", lost)
+        """Stop working on a trial that another attempt owns, and remove the files of this attempt."""
+        log.warning("%s; this worker stops working on it", lost)
         self._context.claims.release(self._claim)
         if self._session is not None:
-            self._session.kept.abandon()
+            self._session.checkpoints.abandon()
         self._tracked.abandon(str(lost))
 
 

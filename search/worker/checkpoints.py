@@ -1,4 +1,4 @@
-"""A trial's checkpoints: stored for all machines, restored by the next attempt, removed at the end of the trial."""
+"""Checkpoints of an attempt: save to the store, restore from it, and delete superseded ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hpsearch.storage.trials.claims import Claim
 
 log = logging.getLogger(__name__)
 
-# A store that is away for a moment is waited for before a trial is given back.
-_waiting = tenacity.Retrying(
+# A short outage of the store must not release the trial.
+_retry_download = tenacity.Retrying(
     retry=tenacity.retry_if_exception_type(CheckpointStoreError),
     stop=tenacity.stop_after_delay(60.0),
     wait=tenacity.wait_random_exponential(multiplier=0.5, max=5.0),
@@ -34,13 +34,13 @@ _waiting = tenacity.Retrying(
 
 
 class TrialCheckpoints:
-    """The checkpoints of one attempt at a trial.
+    """Checkpoints of one attempt at a trial.
 
-    A state is saved to the run directory and under the study's URL. It counts once the statement that reports its
-    epoch has written its pointer. A store that is full or away costs checkpoints, not the trial.
+    A state is saved to the run directory and to the store. It becomes valid when the statement that reports its epoch
+    writes its pointer. If the store is full or unavailable, the trial continues without new checkpoints.
 
     Attributes:
-        pending: the stored state whose pointer is to be written; None if the last one was not stored, or counts.
+        pending: stored state without a pointer in the database; None if the last state was not stored, or has one.
     """
 
     def __init__(self, study: StudyCheckpoints, files: RunFiles, claim: Claim) -> None:
@@ -48,50 +48,47 @@ class TrialCheckpoints:
         self._files = files
         self._claim = claim
         self._folder = f"{study.folder}/{claim.number:04d}"
-        self._known: dict[int, StoredFile] = {}  # by epoch: those in the database, as far as this attempt knows
-        self._parts: dict[str, list[str]] = {}  # of a checkpoint, both by their paths in the store
-        self._failing = False
+        self._known: dict[int, StoredFile] = {}  # files with a pointer in the database, by epoch
+        self._parts: dict[str, list[str]] = {}  # paths of part files, by the path of their checkpoint in the store
+        self._is_failing = False
         self.pending: StoredFile | None = None
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Save the state after an epoch and put it into the store.
-
-        A full disk is logged and costs only the checkpoint.
-        """
+        """Save the state after an epoch and put it into the store. Errors are logged, and the trial continues."""
         epoch = len(state["history"]) - 1
-        with self._failure_costs_the_checkpoint(epoch):
+        with self._log_errors(epoch):
             try:
                 self._files.save(state, best=best)
             except OSError:
                 if best:
-                    self._files.best_path.unlink(missing_ok=True)  # it is no longer the best
+                    self._files.best_path.unlink(missing_ok=True)  # the file has an earlier epoch, no longer the best
                 raise
             if not self._files.best_path.exists():
                 self._files.write_best(state)
             self._put_last(f"{epoch:04d}", state)
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Save a mid-epoch state and put it into the store, in place of the state after the epoch before."""
+        """Save a mid-epoch state and put it into the store, in place of the state after the previous epoch."""
         epoch = len(state["history"]) - 1
-        with self._failure_costs_the_checkpoint(epoch):
+        with self._log_errors(epoch):
             self._files.save_last(state)
             self._put_last(f"{epoch + 1:04d}.{state['within']['sums']['steps']}", state)
 
     @contextlib.contextmanager
-    def _failure_costs_the_checkpoint(self, epoch: int) -> Iterator[None]:
+    def _log_errors(self, epoch: int) -> Iterator[None]:
         self.pending = None
         try:
             yield
         except (OSError, CheckpointStoreError) as error:
             self._warn(epoch, error)
         else:
-            self._failing = False
+            self._is_failing = False
 
     def _put_last(self, name: str, state: dict[str, Any]) -> None:
         path = f"{self._folder}/{name}-{self._claim.attempt}.pt"
-        parts = _parts(path, state)
+        parts = _list_parts(path, state)
         try:
-            for local, part in parts.items():  # before the file that names them, which alone makes them count
+            for local, part in parts.items():  # before the checkpoint file, which refers to them
                 self._study.files.put(self._files.shards / local, name=part.path, sha256=part.sha256)
             pending = self._study.files.put(self._files.last_path, name=path)
         except (OSError, CheckpointStoreError):
@@ -101,60 +98,61 @@ class TrialCheckpoints:
         self.pending = pending
 
     def _warn(self, epoch: int, error: Exception) -> None:
-        if self._failing:
+        if self._is_failing:
             return
-        self._failing = True
+        self._is_failing = True
         known = max(self._known, default=-1)
-        where = "from its beginning" if known < 0 else f"after epoch {known + 1}"
+        place = "from the first epoch" if known < 0 else f"after epoch {known + 1}"
         log.warning(
-            "trial %d: no checkpoint of epoch %d: %s; the trial goes on, and would be resumed %s",
-            *(self._claim.number, epoch + 1, error, where),
+            "trial %d: no checkpoint of epoch %d: %s; the trial continues, and a resume would start %s",
+            *(self._claim.number, epoch + 1, error, place),
         )
 
     @kill_point("remove superseded checkpoints")
     def committed(self, epoch: int) -> None:
-        """Record that the pending state of `epoch` is in the database, and remove the files that it supersedes."""
+        """Record that the pending state of `epoch` has a pointer, and remove the files that it supersedes."""
         if self.pending is None:
             return
-        # As the database does it: the one before stays, for two survive a torn file.
+        # The previous checkpoint is kept, as in the database, because the new file may be damaged.
         before = max((e for e in self._known if e < epoch), default=epoch)
-        gone = [self._known.pop(e).path for e in list(self._known) if e < before or e == epoch]
+        superseded = [self._known.pop(e).path for e in list(self._known) if e < before or e == epoch]
         self._known[epoch], self.pending = self.pending, None
-        self._remove([path for of in gone for path in (of, *self._parts.pop(of, ()))])
+        self._remove([path for old in superseded for path in (old, *self._parts.pop(old, ()))])
 
     @kill_point("restore checkpoint")
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest state that the database knows of and that can be trusted, or None to start anew.
+        """Return the newest undamaged state with a pointer in the database; None to start from scratch.
 
-        Local files that no pointer names are not looked at: their epochs were never reported.
+        Local files without a pointer are ignored, because their epochs were never reported.
 
         Raises:
-            CheckpointStoreError: the store does not answer for a minute. What is in it is too precious to start anew.
+            CheckpointStoreError: the store is unavailable for a minute. The attempt does not start from scratch then,
+                because that would discard the trained epochs.
         """
         self._files.remove_leftovers()
         if self._claim.attempt > 1:
             self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
-            self._sweep()
+            self._remove_unreferenced()
         for epoch, stored in self._known.items():
             try:
-                self._bring(stored)
+                self._fetch(stored)
                 state = self._files.read(self._files.last_path)
-                self._bring_parts(stored, state)
+                self._fetch_parts(stored, state)
             except (StoredCheckpointError, CheckpointError) as error:
-                log.warning("trial %d: epoch %d cannot be resumed: %s", self._claim.number, epoch + 1, error)
+                log.warning("trial %d: cannot resume after epoch %d: %s", self._claim.number, epoch + 1, error)
                 continue
-            self._begin_from(state)
+            self._prepare_run_dir(state)
             return state
         if self._known:
             log.warning("trial %d: no checkpoint is usable; starting from the first epoch", self._claim.number)
         self._files.remove(self._files.last_path, self._files.previous_path, self._files.best_path)
         return None
 
-    def _begin_from(self, state: dict[str, Any]) -> None:
-        """Leave only `last.pt` and the best of its state in the directory; the run reports its metrics again."""
+    def _prepare_run_dir(self, state: dict[str, Any]) -> None:
+        """Keep only `last.pt`, write the best state from it, and remove the metrics, which the run writes again."""
         files = self._files
         files.remove(files.previous_path, files.run_dir / "metrics.jsonl", files.best_path)
-        if not state["best"]:  # before the end of the first epoch
+        if not state["best"]:  # a checkpoint within the first epoch
             return
         try:
             files.write_best(state)
@@ -162,62 +160,65 @@ class TrialCheckpoints:
             self._warn(len(state["history"]) - 1, error)
 
     @kill_point("fetch checkpoint")
-    def _bring(self, stored: StoredFile) -> None:
+    def _fetch(self, stored: StoredFile) -> None:
         for path in (self._files.last_path, self._files.previous_path):
             if is_identical(path, stored):
                 path.replace(self._files.last_path)
                 return
-        _waiting(self._study.files.get, stored, self._files.last_path)
+        _retry_download(self._study.files.get, stored, self._files.last_path)
 
-    def _bring_parts(self, stored: StoredFile, state: dict[str, Any]) -> None:
-        for local, part in _parts(stored.path, state).items():
+    def _fetch_parts(self, stored: StoredFile, state: dict[str, Any]) -> None:
+        for local, part in _list_parts(stored.path, state).items():
             if not is_identical(path := self._files.shards / local, part):
-                _waiting(self._study.files.get, part, path)
+                _retry_download(self._study.files.get, part, path)
 
-    def _sweep(self) -> None:
-        """Remove files of this attempt or earlier ones that no pointer names; a later attempt's are its own."""
+    def _remove_unreferenced(self) -> None:
+        """Remove files without a pointer, except those of later attempts."""
         try:
             found = self._study.files.find(self._folder)
             known = {stored.path for stored in self._known.values()}
-            self._parts = {of: [p for p in found if p != of and get_checkpoint_path(p) == of] for of in known}
-            left = [p for p in found if get_checkpoint_path(p) not in known and _attempt(p) <= self._claim.attempt]
+            self._parts = {file: [p for p in found if p != file and get_checkpoint_path(p) == file] for file in known}
+            left = [
+                p for p in found if get_checkpoint_path(p) not in known and _parse_attempt(p) <= self._claim.attempt
+            ]
             self._study.files.remove(left)
         except CheckpointStoreError as error:
-            log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._claim.number, error)
+            log.warning("trial %d: files of earlier attempts not removed: %s", self._claim.number, error)
 
     def abandon(self) -> None:
-        """Remove what this attempt put and never committed, and its directory: the trial is somebody else's by now."""
+        """Remove the run directory and the stored files without a pointer; another attempt owns the trial."""
         self.pending = None
         shutil.rmtree(self._files.run_dir, ignore_errors=True)
         self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
-        self._sweep()
+        self._remove_unreferenced()
 
     @kill_point("remove checkpoints")
-    def delete(self, *, but_last: bool = False) -> None:
-        """Remove all of it but the local `best.pt`: the trial is COMPLETE or PRUNED, and its best is published.
+    def delete(self, *, keep_stored: bool = False) -> None:
+        """Delete the checkpoints of a COMPLETE or PRUNED trial, except the local `best.pt`.
 
         Args:
-            but_last: leave what is in the store until the trial's model has arrived in MLflow.
+            keep_stored: whether to keep the files in the store, until the trial's model is in MLflow.
         """
         self._files.remove(self._files.last_path, self._files.previous_path)
-        if not but_last:
+        if not keep_stored:
             self._study.delete_trial(self._claim.number)
 
     def _remove(self, paths: list[str]) -> None:
         try:
             self._study.files.remove(paths)
         except CheckpointStoreError as error:
-            log.warning("trial %d: an old checkpoint stays for now: %s", self._claim.number, error)
+            log.warning("trial %d: superseded checkpoint not removed: %s", self._claim.number, error)
 
 
-def _parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
-    """What of a state is not in the file at `path`: where it is below the folder of parts, and in the store."""
+def _list_parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
+    """Return the part files of the checkpoint at `path`, by their local path in the shards folder."""
     manifest = state.get("shards", {"folder": "", "files": {}})
     folder = PurePosixPath(manifest["folder"]).name
-    return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **of) for name, of in manifest["files"].items()}
+    files = manifest["files"].items()
+    return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **fields) for name, fields in files}
 
 
-def _attempt(path: str) -> int:
-    """The attempt's number in ``STUDY/0007/0004-1.pt``, in ``0004.120-1.pt``, or in a copy that was never finished."""
+def _parse_attempt(path: str) -> int:
+    """Return the attempt number in ``STUDY/0007/0004-1.pt`` or ``0004.120-1.pt``, also of an unfinished copy."""
     match = re.match(r"[\d.]+-(\d+)\.pt", PurePosixPath(path).name)
     return int(match[1]) if match else sys.maxsize

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerContext:
-    """A worker in its study.
+    """Services and settings of a worker of one study.
 
     Args:
         name: name of the study.
@@ -50,24 +50,24 @@ class WorkerContext:
         study: the study.
         sampled: the same study, opened by Optuna for its sampler.
         objective: objective to train.
-        claims: gives trials to the worker.
-        lease: renews the lease of the trial that runs.
-        pruner: decides on pruning.
+        claims: claims of trials by this worker.
+        lease: thread that renews the lease of the running trial.
+        pruner: pruner of the study.
         rungs: epochs at which trials pause; None without rungs.
-        tracking: the tracking server.
-        tracker: logs the trials.
-        checkpoints: of the study.
+        tracking: client of the tracking server.
+        tracker: logger of the trials.
+        checkpoints: checkpoints of the study.
         runs_dir: folder of the study's run directories on this machine.
-        register: the worker's row in the study.
-        shutdown: whether it is to stop, and the seconds that are left then.
-        watchdog: beats while the worker makes progress.
-        is_fleet_gone: whether the fleet that started it has ended; None if no fleet did.
-        failed_at_start: failed trials at the start of the fleet; None if unknown.
+        registration: the worker's row in the database.
+        shutdown: state of the graceful shutdown, with the remaining seconds.
+        watchdog: monitor of the worker's progress.
+        is_fleet_gone: function that returns whether the fleet that started the worker has ended; None without a fleet.
+        failed_at_start: number of failed trials at the start of the fleet; None if unknown.
 
     Raises:
-        SearchError: no such study, or it names no tracking server and none was given.
-        ObjectiveError: the study's objective cannot be loaded here.
-        StorageError: a service cannot be used.
+        SearchError: the study does not exist, or has no tracking server and none was given.
+        ObjectiveError: the study's objective cannot be loaded on this machine.
+        StorageError: a service is unavailable.
     """
 
     def __init__(self, name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None) -> None:
@@ -78,11 +78,11 @@ class WorkerContext:
         check_release(study)
         check_trackers(spec)
         services = resolve_tracking(services, study, required=options.tracking_required)
-        if away := services.tracking_error:
-            log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
+        if error := services.tracking_error:
+            log.warning("%s; the search continues, and its records wait in %s", error, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective()
-        with as_search_error(f"study {name!r} cannot be joined here: "):
+        with as_search_error(f"study {name!r} cannot run on this machine: "):
             spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
             log.warning(warning)
@@ -118,7 +118,7 @@ class WorkerContext:
         self.is_fleet_gone: Callable[[], bool] | None = None
         self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
-            # A rank's parent is what started it: that one looks after the fleet.
+            # The parent of a rank is the process of its node, which watches the fleet.
             self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current_ranks().is_single_process else lambda: False
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
             self.failed_at_start = int(failed) if failed else None
@@ -144,6 +144,6 @@ class WorkerContext:
     def is_stopping(self) -> bool:
         """Return whether the worker should stop; it stops with its fleet."""
         if not self.shutdown.has_begun and self.is_fleet_gone is not None and self.is_fleet_gone():
-            log.warning("the fleet that started this worker is gone: stopping")
+            log.warning("fleet gone; this worker stops")
             self.shutdown.begin()
         return self.shutdown.has_begun

@@ -15,8 +15,8 @@ from hpsearch.storage.trials.register import WorkerIdentity
 def worker_name(pid: int | None = None) -> str:
     """Return ``host:pid-mark`` of a process, by default this one.
 
-    The mark is a hash of the machine's boot, the container and the process start: containers may share host names and
-    pids.
+    The mark is a hash of the machine's boot, the container and the process start, because containers may share host
+    names and pids.
     """
     pid = pid or os.getpid()
     mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
@@ -27,14 +27,14 @@ def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
     """Return the identity of this process.
 
     Args:
-        device: its device; None stands for a GPU if there is one.
+        device: device of the process; None stands for a GPU if one exists.
         devices: number of such devices that train each trial together.
     """
     engine, job = detect_engine(os.environ)
-    on = device or get_default_device()
+    device = device or get_default_device()
     if devices > 1:
-        on = f"{devices} x {on.partition(':')[0]}"
-    return WorkerIdentity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
+        device = f"{devices} x {device.partition(':')[0]}"
+    return WorkerIdentity(worker_name(), socket.gethostname(), os.getpid(), engine, job, device, version("hpsearch"))
 
 
 def get_default_device() -> str:

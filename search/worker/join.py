@@ -1,4 +1,4 @@
-"""A worker process: joins a study by its name, and stops after a stop signal."""
+"""A worker process: join a study, run its trials, exit with a code."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ from hpsearch.storage.errors import CheckpointStoreError, format_error
 
 log = logging.getLogger(__name__)
 
-# Seconds that a worker stays for MLflow when there is nothing left to train, and when it was told to go.
+# Time to send records to MLflow before the exit, without trials left and after a stop signal.
 _DELIVERY_SECONDS, _STOPPED_DELIVERY_SECONDS = 60.0, 10.0
 
-# Exit codes, for a person.
 _EXIT_REASONS = {
-    EXIT_DONE: "nothing was to be taken",
-    EXIT_DRAINED: "told to go",
-    EXIT_GAVE_UP: "the objective failed every trial",
-    EXIT_UNAVAILABLE: "a service was away",
+    EXIT_DONE: "no trial left to run",
+    EXIT_DRAINED: "stopped",
+    EXIT_GAVE_UP: "all trials failed",
+    EXIT_UNAVAILABLE: "a service was unavailable",
 }
 
 
 def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None = None) -> int:
-    """Run a worker process of study `name`; return its exit code. Raises the errors of `run_worker`.
+    """Run a worker of study `name` and log to stderr; return its exit code. Raises the errors of `run_worker`.
 
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops it; None stands for SIGTERM and SIGINT, if this is the main thread.
+        stop: event that stops the worker; None stands for SIGTERM and SIGINT, if this is the main thread.
     """
     _log_to_stderr()
     return run_worker(name, options, stop)
@@ -59,7 +58,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops it; None stands for SIGTERM and SIGINT.
+        stop: event that stops the worker; None stands for SIGTERM and SIGINT.
 
     Raises:
         SearchError: the study does not exist, or has no tracking server and none was given.
@@ -73,14 +72,14 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         current_ranks().on_stop_request = context.shutdown.begin  # if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
-        ended = Worker(context).work()
-        _deliver_records(context, over=ended == EXIT_DONE)
-        code = ended
+        exit_code = Worker(context).work()
+        _deliver_records(context, is_done=exit_code == EXIT_DONE)
+        code = exit_code
     except SERVICE_ERRORS as error:
-        # The trial is free as soon as this process has ended: the next start of this worker resumes it.
+        # Other workers can take the trial as soon as this process has ended.
         log.error("the study's database does not answer: %s", format_error(error, 300))
     except RankLostError as error:
-        log.error("trial left to other workers: %s", error)
+        log.error("trial released: %s", error)
     except CheckpointStoreError as error:
         log.error("trial released: %s", error)
     finally:
@@ -90,25 +89,25 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     return code
 
 
-def _deliver_records(context: WorkerContext, *, over: bool) -> None:
+def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
     """Send the remaining records to MLflow, and close the study after its last worker."""
     study, tracker, checkpoints, shutdown = context.study, context.tracker, context.checkpoints, context.shutdown
-    over = over and STOPPED not in study.attrs
-    # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
-    patience = (
+    is_done = is_done and STOPPED not in study.attrs
+    # A stopped worker is killed after its grace period. The next worker, or `run`, sends the remaining records.
+    timeout = (
         _DELIVERY_SECONDS
-        if over and not shutdown.has_begun
+        if is_done and not shutdown.has_begun
         else min(_STOPPED_DELIVERY_SECONDS, max(shutdown.seconds_left(), 1.0))
     )
-    if left := tracker.sender.flush(patience):
-        lacking = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
-        log.warning("%s; send the rest with: hpsearch sync %s", lacking, study.spec.name)
+    if left := tracker.sender.flush(timeout):
+        unsent = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
+        log.warning("%s; send the rest with: hpsearch sync %s", unsent, study.spec.name)
     checkpoints.clean_up(context.runs_dir)
-    # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
-    alone = context.is_fleet_gone is None or context.is_fleet_gone()
-    if over and (alone or study.spec.finalists_of is not None):
+    # `hpsearch run` does the rest once, after all its workers have ended.
+    has_no_fleet = context.is_fleet_gone is None or context.is_fleet_gone()
+    if is_done and (has_no_fleet or study.spec.finalists_of is not None):
         resend(study, tracker, checkpoints, only=list_trials_requiring_model(study), objective=context.objective)
-        tracker.sender.flush(patience)
+        tracker.sender.flush(timeout)
         close_if_spent(study, context.tracking)
 
 
@@ -116,6 +115,6 @@ def _log_to_stderr() -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
-    for noisy in ("alembic", "httpx", "urllib3", "matplotlib"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for name in ("alembic", "httpx", "urllib3", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -13,14 +13,14 @@ from hpsearch.storage.trials import LEASE
 from hpsearch.storage.urls import Addresses
 
 MAX_DEVICES = 1024
-DEFAULT_GRACE_SECONDS = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
+DEFAULT_GRACE_SECONDS = 30.0  # the default of Kubernetes, and of Slurm after a time limit
 
-# Options of one worker, which a fleet does not pass on by the environment.
+# Options of single workers, which a fleet does not pass on in the environment.
 PER_WORKER_OPTIONS = {"device", "tracking_required", "idle_timeout", "max_trials", "max_time", "heartbeat", "nodes"}
 
 
 class FleetWorkerOptions(TypedDict, total=False):
-    """How the workers of a fleet run: see `WorkerOptions`."""
+    """Options of all workers of a fleet, as in `WorkerOptions`."""
 
     devices: int
     collective_timeout: float | None
@@ -75,7 +75,7 @@ class WorkerOptions(Options):
     idle_timeout: Number | None = Field(
         default=None,
         ge=0,
-        description="Exit after N seconds without a trial to run while other workers run theirs",
+        description="Exit after N seconds without a trial to run while other workers run the remaining trials",
     )
     max_trials: int | None = Field(default=None, ge=1, description="Exit after N trials")
     max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds, as after SIGTERM")
@@ -92,7 +92,7 @@ class WorkerOptions(Options):
         default=LEASE,
         ge=1,
         le=86_400,
-        description="Seconds without a heartbeat after which other workers take a worker's trial over",
+        description="Seconds without a heartbeat after which another worker may take over a trial",
     )
     tracking_required: bool = Field(
         default=False,
@@ -120,7 +120,7 @@ class WorkerOptions(Options):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_one_line(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
+    def _format_errors(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
         try:
             return validate(values)
         except ValidationError as error:
@@ -134,7 +134,7 @@ class WorkerOptions(Options):
 
     @property
     def addresses(self) -> Addresses:
-        """Where studies, runs and checkpoints are kept."""
+        """The addresses of the services."""
         return {
             "storage_url": self.storage_url,
             "tracking_uri": self.tracking_uri,
@@ -143,10 +143,12 @@ class WorkerOptions(Options):
         }
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables for a worker command: unlike in arguments, a password is not visible in them."""
+        """Return the options as environment variables, in which passwords are not visible to other users."""
         given = self.model_dump(exclude=PER_WORKER_OPTIONS, exclude_none=True)
-        said = {name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)}
-        return {format_variable(name): "1" if value is True else str(value) for name, value in said.items()}
+        needed = {
+            name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)
+        }
+        return {format_variable(name): "1" if value is True else str(value) for name, value in needed.items()}
 
 
 def format_flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A worker of several processes: rank 0 is the worker, the other ranks train with it."""
+"""Workers with several processes: rank 0 runs the worker loop, the other ranks train with it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def fit_on_all_ranks(
     """Train on all ranks; with one process, call `fit`.
 
     Raises:
-        RankLostError: a rank is gone or does not answer: this process has to exit.
-        Exception: an error of `fit`, on any rank.
+        RankLostError: a rank ended or does not answer, and this process has to exit.
+        Exception: `fit` raised it on any rank.
     """
     _broadcast(ranks, job)
     with ranks.fail_together():
@@ -56,7 +56,7 @@ def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
     """Train the jobs of rank 0 until it sends an exit code, and return that code.
 
     Raises:
-        RankLostError: a rank is gone or does not answer.
+        RankLostError: a rank ended or does not answer.
     """
     loaded: dict[str, BaseObjective] = {}
     while isinstance(job := _receive_job(ranks), Job):
@@ -68,21 +68,20 @@ def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
                 fit(objective, job.config, job.plan, device=device)
         except RankLostError:
             raise
-        except (Exception, SystemExit) as error:  # rank 0 has the same, and ends the trial by it
+        except (Exception, SystemExit) as error:  # rank 0 raises the same error and ends the trial
             log.debug("rank %d: %s", ranks.rank, error)
     return job
 
 
 @kill_point("receive job")
 def _receive_job(ranks: Ranks) -> Job | int:
-    """What rank 0 says, on the others."""
     return _broadcast(ranks, 0)
 
 
-def _broadcast(ranks: Ranks, said: Job | int) -> Job | int:
-    """What rank 0 says between two trials, where no error can be but that a rank is gone."""
+def _broadcast(ranks: Ranks, message: Job | int) -> Job | int:
+    """Return the message of rank 0. Between two trials, any error of the broadcast means that a rank ended."""
     try:
-        return ranks.broadcast_object(said)
+        return ranks.broadcast_object(message)
     except (RuntimeError, ValueError) as error:
         raise RankLostError(f"a rank is gone: {error}") from error
 
@@ -91,6 +90,6 @@ def stop_followers(ranks: Ranks, code: int) -> None:
     """Send the exit code to the other ranks, which wait for a job.
 
     Raises:
-        RankLostError: a rank is gone.
+        RankLostError: a rank ended.
     """
     _broadcast(ranks, code)

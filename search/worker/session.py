@@ -27,7 +27,7 @@ _CHECK_INTERVAL_SECONDS = 0.05  # a step may take less than 0.1 ms
 _KILL_MARGIN_SECONDS = 2.0  # reserve before the process is killed
 
 
-BUDGET_EXHAUSTED = "the budget has no room for its next epoch"
+BUDGET_EXHAUSTED = "no budget left for another epoch"
 
 
 def describe_position(state: dict[str, Any]) -> str:
@@ -49,55 +49,60 @@ class TrialSession:
         self._context = context
         self._claim = claim
         self._log_epoch = log_epoch
-        self.kept = TrialCheckpoints(context.checkpoints, files, claim)
+        self.checkpoints = TrialCheckpoints(context.checkpoints, files, claim)
         spec = context.spec
         known = context.storage.get_trial(claim.trial_id).intermediate_values
         self.curve = Curve(spec.metric, maximize=spec.maximize, keep_last=spec.refit is not None, known=known)
-        self.saved = "at its beginning"  # after which epoch or step
-        self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
-        self._ask_at = 0.0
-        self._saving = 0.0  # seconds that the last epoch's took
+        self.saved = "before the first epoch"  # position of the last checkpoint, as text
+        self.files: list[Path] = []  # files of the run, to be uploaded at its end
+        self._next_check = 0.0
+        self._save_seconds = 0.0  # duration of the last save at the end of an epoch
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state whose epoch the study has, from any machine; None to start from scratch."""
-        state = self.kept.restore()
+        state = self.checkpoints.restore()
         if state is not None:
             self.saved = describe_position(state)
-            log.info("trial %d: goes on %s", self._claim.number, self.saved)
+            log.info("trial %d: resumes %s", self._claim.number, self.saved)
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Save the state and store it; it counts once its epoch is reported."""
+        """Save the state locally and to the store. It becomes valid when its epoch is reported."""
         began = time.monotonic()
-        self.kept.save(state, best=best)
+        self.checkpoints.save(state, best=best)
         self.saved = describe_position(state)
-        self._saving = time.monotonic() - began
+        self._save_seconds = time.monotonic() - began
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """Leave the epoch where it would not end before the worker is killed; else save as often as was asked for."""
+        """Return whether to save a mid-epoch checkpoint, and whether to stop after it.
+
+        Args:
+            left: function that returns the seconds until the end of the epoch. If the worker is stopping and would be
+                killed before that, the epoch stops.
+        """
         now = time.monotonic()
-        if now < self._ask_at:
+        if now < self._next_check:
             return MidEpochAction.NONE
-        self._ask_at = now + _CHECK_INTERVAL_SECONDS
+        self._next_check = now + _CHECK_INTERVAL_SECONDS
         self._context.watchdog.beat()
         if (
             self._context.is_stopping()
-            and left() + 2 * self._saving + _KILL_MARGIN_SECONDS > self._context.shutdown.seconds_left()
+            and left() + 2 * self._save_seconds + _KILL_MARGIN_SECONDS > self._context.shutdown.seconds_left()
         ):
             return MidEpochAction.SAVE_AND_STOP
         return MidEpochAction.SAVE if self._files.is_due(self._context.save_every_seconds) else MidEpochAction.NONE
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Save, and let the state count: the trial goes on from there, on any machine.
+        """Save a mid-epoch state and make it valid, so that any machine resumes from it.
 
         Raises:
-            ClaimLostError: the trial is no longer this worker's.
+            ClaimLostError: another attempt owns the trial.
         """
-        self.kept.save_mid_epoch(state)
-        if self.kept.pending is not None:  # else the store was away, and the trial would resume from before
+        self.checkpoints.save_mid_epoch(state)
+        if self.checkpoints.pending is not None:  # None if the store was unavailable
             epoch = len(state["history"]) - 1
-            self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.kept.pending)
-            self.kept.committed(epoch)
+            self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.checkpoints.pending)
+            self.checkpoints.committed(epoch)
             self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -106,51 +111,52 @@ class TrialSession:
         Raises:
             ClaimLostError: another attempt owns the trial; nothing was written.
         """
-        # First of all, because a worker that lost its trial must not change runs or files.
+        # The report comes first, because a worker that lost its trial must not change runs or files.
         spec = self._context.spec
-        metrics = self._asked(record)
+        metrics = self._select_metrics(record)
         vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
         reported = self._report(record.epoch, metrics[spec.metric], vector)
         self._context.watchdog.beat()
         if not reported.is_counted:
-            return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)  # also after the last epoch: it is not written
-        # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
+            return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)  # also after the last epoch, which was not written
+        # Epochs before a crash are logged again, because the other machine may not have sent them; MLflow removes
+        # duplicates.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = reported.is_stopped or self._context.is_stopping()
         if record.epoch < max(self.curve.values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
-        # A trial is not pruned after its last epoch: a full curve is worth more to the sampler.
+        # A trial is not pruned after its last epoch, because samplers learn more from a complete curve.
         if record.epoch < spec.epochs - 1:
-            best = self._asked(self.curve.best_up_to(record.epoch))
+            best = self._select_metrics(self.curve.best_up_to(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
             decision = self._context.pruner(
                 trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.direction_by_metric]
             )
             if decision.prune:
                 return Verdict.PRUNE.with_reason(decision)
-            standing = self._reach_rung(record.epoch, best)
-            if standing is not None and not standing.is_promoted:
-                return Verdict.PAUSE.with_reason(standing)
+            rank = self._report_rung(record.epoch, best)
+            if rank is not None and not rank.is_promoted:
+                return Verdict.PAUSE.with_reason(rank)
             if not reported.has_room:
                 return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
-    def _asked(self, record: EpochRecord) -> dict[str, float]:
-        """Return the metrics of a record that the study optimises or bounds, by name.
+    def _select_metrics(self, record: EpochRecord) -> dict[str, float]:
+        """Return the metrics of a record that the study optimizes or constrains, by name.
 
         Raises:
-            ObjectiveError: one is missing; one line names it and the ones that were reported.
+            ObjectiveError: a metric is missing; the message has the reported metrics.
         """
         try:
             return self._context.spec.select_metrics(record.metrics)
         except KeyError as missing:
-            there = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
+            names = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
             raise ObjectiveError(
-                f"metric {missing} is not reported{suggest_names(str(missing.args[0]), there)}"
+                f"metric {missing} is not reported{suggest_names(str(missing.args[0]), names)}"
             ) from None
 
-    def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
-        """Return where the trial stands if `epoch` is that of a rung; `best` are the metrics of its best epoch."""
+    def _report_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
+        """Report the metrics of the best epoch if `epoch` is a rung; return the trial's rank, None at other epochs."""
         rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
             return None
@@ -159,9 +165,9 @@ class TrialSession:
         return self._context.claims.report_rung(self._claim, rung, value, system=measure_violations(spec, best))
 
     def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
-        reported = self._context.claims.report(self._claim, epoch, value, self.kept.pending, metrics=vector)
+        reported = self._context.claims.report(self._claim, epoch, value, self.checkpoints.pending, metrics=vector)
         if reported.is_counted:
-            self.kept.committed(epoch)
+            self.checkpoints.committed(epoch)
             self.curve.values.setdefault(epoch, value)
         return reported
 
@@ -179,7 +185,7 @@ class TrialSession:
             return values[last]
         if last >= self.curve.next_epoch or not math.isfinite(values[last]):
             return None
-        metrics = self._asked(self.curve.history[last])
+        metrics = self._select_metrics(self.curve.history[last])
         return [metrics[name] for name in spec.direction_by_metric]
 
     def log(self, path: Path) -> None:
@@ -192,8 +198,8 @@ class TrialSession:
 
     def report_non_finite(self, epoch: int) -> None:
         """Report NaN at `epoch`, so that the sampler learns that the configuration is infeasible."""
-        ways = self._context.spec.direction_by_metric
-        self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)
+        n_metrics = len(self._context.spec.direction_by_metric)
+        self._report(epoch, math.nan, [math.nan] * n_metrics if n_metrics > 1 else None)
 
 
 def measure_violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:

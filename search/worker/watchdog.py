@@ -15,7 +15,7 @@ from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
-MIN_PAUSE_SECONDS = 60.0  # shorter pauses are never a stall: the machine may be busy
+MIN_PAUSE_SECONDS = 60.0  # shorter pauses are never a stall, because the machine may be busy
 _TOUCH_INTERVAL_SECONDS = 1.0  # of the heartbeat file
 
 
@@ -67,7 +67,7 @@ class Watchdog:
     def _run(self) -> None:
         assert self._stall_factor is not None
         while True:
-            time.sleep(min(1.0, MIN_PAUSE_SECONDS / 4))  # it looks for what does not come: nothing could wake it
+            time.sleep(min(1.0, MIN_PAUSE_SECONDS / 4))  # polls, because a missing step cannot wake the thread
             release, pause = self._release, time.monotonic() - self._last
             if (
                 release is None

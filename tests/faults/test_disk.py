@@ -38,7 +38,7 @@ def test_a_full_disk_costs_checkpoints_but_no_trial(
     again = {(e["trial"], e["epoch"]) for e in arena.events("training") if e["attempt"] == 2}
     assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each trial resumes after its last complete checkpoint"
     log = "".join(worker.log.read_text() for worker in arena.workers)
-    assert log.count("File too large; the trial goes on") == 3, "each worker logs it once"
+    assert log.count("File too large; the trial continues") == 3, "each worker logs it once"
 
 
 def test_a_trial_resumes_on_another_machine(

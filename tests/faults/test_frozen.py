@@ -52,7 +52,7 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
                 w for w in arena.list_frozen_workers() if str(w.pid) == (arena.orders / f"obeyed-{early}").read_text()
             )
             first.send(signal.SIGCONT)
-            wait_for(lambda: "letting go" in first.log.read_text(), "the frozen worker to let go of its trial")
+            wait_for(lambda: "stops working on it" in first.log.read_text(), "the frozen worker to let go of its trial")
             (arena.orders / "open").touch()
 
     arena.work(2, meanwhile=replace)
@@ -60,10 +60,10 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
     assert len(late) == len(POINTS)
     for worker in late:
         worker.send(signal.SIGCONT)
-    wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in late), "the frozen workers to leave")
-    assert {worker.exit_code for worker in arena.workers} == {0}, arena.describe_failure("not all left in peace")
-    assert all("letting go" in worker.log.read_text() for worker in late)
-    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in late), "the frozen workers to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
+    assert all("stops working on it" in worker.log.read_text() for worker in late)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
 
 

@@ -140,7 +140,7 @@ def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Aren
         workers = [arena.start() for _ in range(2)]
         wait_for(lambda: arena.poll_workers() or all(w.ended for w in workers), "the workers to leave")
         assert [w.exit_code for w in workers] == [0, 0]
-        assert "the search goes on" in workers[0].log.read_text()
+        assert "the search continues" in workers[0].log.read_text()
         line.mend()
         assert "2 trials sent, nothing is left" in arena.run("sync", arena.name)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)

@@ -43,12 +43,12 @@ def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> 
     assert row(arena, second)["state"] == "lost"
     first.send(signal.SIGTERM)
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.poll_workers() or first.ended, "the first worker to leave")
-    assert (row(arena, first)["state"], row(arena, first)["left_as"]) == ("left", "told to go")
+    wait_for(lambda: arena.reap() or first.ended, "the first worker to leave")
+    assert (row(arena, first)["state"], row(arena, first)["left_as"]) == ("left", "stopped")
     (arena.orders / "mended").touch()
     arena.work(1)
     found = standing(arena)
-    (last,) = [each for each in found["workers"] if each["left_as"] == "nothing was to be taken"]
+    (last,) = [each for each in found["workers"] if each["left_as"] == "no trial left to run"]
     assert (last["state"], last["trials"]) == ("left", 2)
     assert (found["progress"]["complete"], found["eta"]) == (2, 0.0)
     assert [event["outcome"] for event in found["events"]][:2] == ["complete", "complete"]
@@ -57,7 +57,7 @@ def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> 
     shown = arena.start("top", arena.name, "--once", COLUMNS="120")
     wait_for(lambda: arena.poll_workers() or shown.ended, "hpsearch top")
     said = shown.log.read_text()
-    for part in ("2/2 trials: 2 complete", "0 active workers, 3 gone", "slurm 77_3", "lost", "left: told to go"):
+    for part in ("2/2 trials: 2 complete", "0 active workers, 3 gone", "slurm 77_3", "lost", "left: stopped"):
         assert part in said, said
 
 

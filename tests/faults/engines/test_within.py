@@ -62,8 +62,8 @@ def test_an_epoch_that_exceeds_the_grace_period_is_saved_mid_epoch(
     arena.work(1, **SLOW)
     assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert set(steps_of(arena).values()) == {1}, "no step was trained twice"
-    assert f"trial 0: given back after epoch {epoch} and 2 steps\n" in worker.log.read_text()
-    assert f"trial 0: goes on after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
+    assert f"trial 0: released after epoch {epoch} and 2 steps\n" in worker.log.read_text()
+    assert f"trial 0: resumes after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
 
 
 @pytest.mark.soak  # the test above stops a worker once
@@ -140,7 +140,7 @@ def test_a_worker_that_froze_before_a_mid_epoch_checkpoint_writes_nothing(
         if arena.has_obeyed(1) and not (arena.orders / "open").exists():
             (first,) = arena.list_frozen_workers()
             first.send(signal.SIGCONT)
-            wait_for(lambda: "letting go" in first.log.read_text(), "the frozen worker to let go of its trial")
+            wait_for(lambda: "stops working on it" in first.log.read_text(), "the frozen worker to let go of its trial")
             (arena.orders / "open").touch()
 
     arena.work(1, meanwhile=replace, **OFTEN, **SLOW)

@@ -69,7 +69,7 @@ def test_the_previous_checkpoint_is_used_if_the_newest_is_torn_or_gone(
     study.replace("0000/0002-1.pt", data)
     second = study.attempt(2, machine="b")
     assert second.restore() == 1
-    assert "epoch 3 cannot be resumed" in caplog.text
+    assert "cannot resume after epoch 3" in caplog.text
     second.epochs(2)
     assert study.files() == ["0000/0001-1.pt", "0000/0002-2.pt"], "the torn file gave way"
     assert study.pointers() == ["0000/0002-2.pt", "0000/0001-1.pt"]
@@ -199,7 +199,7 @@ def test_a_lost_best_checkpoint_is_written_again(folder_study: Study, caplog: py
         assert first.kept.pending is None
         assert not first.local.best_path.exists()
     assert caplog.text.count("No space left on device") == 1, "logged once"
-    assert "the trial goes on, and would be resumed after epoch 2" in caplog.text
+    assert "the trial continues, and a resume would start after epoch 2" in caplog.text
     first.epochs(5)
     assert checkpoint.read(first.local.best_path)["epoch"] == 4
     assert folder_study.pointers() == ["0000/0005-1.pt", "0000/0001-1.pt"]

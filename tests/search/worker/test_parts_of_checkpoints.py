@@ -49,7 +49,7 @@ def test_the_previous_checkpoint_is_used_if_a_shard_is_damaged_or_gone(
     study.replace("0000/0002-1.pt.1_0.distcp", data)
     second = study.attempt(2, machine="b")
     assert second.restore() == 1
-    assert "epoch 3 cannot be resumed" in caplog.text
+    assert "cannot resume after epoch 3" in caplog.text
     assert [path.name for path in second.local.shards.iterdir()] == [
         checkpoint.read(second.local.last_path)["shards"]["folder"]
     ], "what was brought of the other is gone"
@@ -60,7 +60,7 @@ def test_failed_shards_cost_only_their_checkpoint(folder_study: Study, caplog: p
     state = {**state_after(1), "shards": {"folder": "x", "files": {}, "failed": "No space left on device"}}
     first.kept.save(state, best=False)
     assert first.kept.pending is None
-    assert "no checkpoint of epoch 2: No space left on device; the trial goes on" in caplog.text
+    assert "no checkpoint of epoch 2: No space left on device; the trial continues" in caplog.text
     assert folder_study.files() == in_parts("0000-1")
     assert folder_study.attempt(2).restore() == 0
 
