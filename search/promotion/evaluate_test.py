@@ -1,7 +1,7 @@
-"""The test set of a study: evaluated once, with the winner's model.
+"""Evaluate a study's test set once, with the winner's model.
 
-All checks come first: the weights are downloaded, loaded, and must reproduce the validation value. Only then is the
-evaluation recorded in the database, which rejects a second one, and only after that is the test data scored.
+The weights are downloaded and loaded first, and must reproduce the validation value. Then the evaluation is recorded in
+the database, which rejects a second one. The test samples are scored last.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Candidate:
 
     Attributes:
         trial: trial of the study.
-        finalists: name of the study whose finalists chose it; None if unconfirmed.
-        refit: study of the refit and its run, which is scored instead of the trial's own model.
+        finalists: name of the finalist study in which the trial won; None if unconfirmed.
+        refit: study of the refit and its selected run, which replaces the trial's own model; None without a refit.
     """
 
     trial: FrozenTrial
@@ -48,91 +48,91 @@ class Candidate:
 
     @property
     def subject(self) -> str:
-        """Whose model is scored, for a person."""
+        """The evaluated model as text: ``trial 7``, or ``the refit of trial 7``."""
         return f"{'' if self.refit is None else 'the refit of '}trial {self.trial.number}"
 
 
 def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
-    """Return for whom the test set of a study is to be opened.
+    """Return the model with which to evaluate the test set of a study.
 
-    An opening whose scores were never written is gone on with, whoever wins by now.
+    A recorded evaluation without scores is continued with its model, even if another trial is the winner by now.
 
     Args:
         study: the study.
-        trial: of that number, where finalists do not say which; by default the search's best.
-        unconfirmed: whether a trial will do that did not win among finalists.
-        refit: whether it is opened for the refit of the winner.
+        trial: number of the trial; None takes the winner of the finalists, or the best trial if `unconfirmed`.
+        unconfirmed: whether to accept a trial that did not win among finalists.
+        refit: whether to evaluate the refit of the winner.
 
     Raises:
-        SearchError: no finalists have decided, or for another trial, and it is not to be unconfirmed; or the trial
-            is not complete, or the refit not trained.
-        AlreadyEvaluatedError: it was opened, for another trial or with scores.
+        SearchError: the trial did not win among finalists and `unconfirmed` is False, the trial is not COMPLETE, or the
+            refit is not trained.
+        AlreadyEvaluatedError: the test set was evaluated with another trial, or has scores.
     """
-    opening = read_test_evaluation(study.engine, study.study_id)
-    if opening is not None:
-        other = trial not in {None, opening.trial_number} or refit != (opening.refit is not None)
-        if opening.scores is not None or other:
-            raise AlreadyEvaluatedError(opening)
+    evaluation = read_test_evaluation(study.engine, study.study_id)
+    if evaluation is not None:
+        is_other = trial not in {None, evaluation.trial_number} or refit != (evaluation.refit is not None)
+        if evaluation.scores is not None or is_other:
+            raise AlreadyEvaluatedError(evaluation)
         run = None
-        if opening.refit is not None:
-            made = load_study(study.storage, opening.refit)
+        if evaluation.refit is not None:
+            made = load_study(study.storage, evaluation.refit)
             run = made, find_selected_run(made, tabulate_refit(made))
-        return Candidate(_complete(study, opening.trial_number), opening.finalists, run)
+        return Candidate(_find_complete_trial(study, evaluation.trial_number), evaluation.finalists, run)
     if refit and unconfirmed:
-        raise SearchError("--unconfirmed: a refit is of the finalists' winner: leave it out")
+        raise SearchError("--unconfirmed is not available with --refit; remove one")
     found, number = read_finalists(study), trial
     if found is not None and number is None:
         promoted = [each.trial_number for each in list_current_promotions(study) if each.study_id == study.study_id]
         number = next((each for each in promoted if each in found.front), found.winner)
     run = None
     if refit:
-        made, its = read_refit(study, number)
-        number, run = its.of, (made, find_selected_run(made, its))
+        made, state = read_refit(study, number)
+        number, run = state.of, (made, find_selected_run(made, state))
     elif not unconfirmed:
         try:
             _, number = find_winner(study, number)
         except SearchError as error:
             instead = f"--unconfirmed --trial {'N' if number is None else number}"
-            raise SearchError(f"{error}, or open the test set for an unconfirmed trial with {instead}") from None
+            raise SearchError(f"{error}, or evaluate an unconfirmed trial with {instead}") from None
     if number is None:
         best = summarise(study).best
         if best is None:
-            name = study.spec.name
-            raise SearchError(f"study {name!r} has no complete trial: there is nothing to open the test set for")
+            raise SearchError(f"study {study.spec.name!r} has no complete trial to evaluate; continue the study first")
         number = best.number
-    confirmed = found is not None and number in (found.winner, *found.front)
-    return Candidate(_complete(study, number), found.study if found is not None and confirmed else None, run)
+    is_confirmed = found is not None and number in (found.winner, *found.front)
+    finalists = found.study if found is not None and is_confirmed else None
+    return Candidate(_find_complete_trial(study, number), finalists, run)
 
 
-def _complete(study: StoredStudy, number: int) -> FrozenTrial:
+def _find_complete_trial(study: StoredStudy, number: int) -> FrozenTrial:
     trial = find_trial(study, number)
     if trial.state != TrialState.COMPLETE:
-        raise SearchError(f"--trial {number}: it is {trial.state.name.lower()}; only a complete trial has a test score")
+        raise SearchError(f"--trial {number}: it is {trial.state.name.lower()}; only complete trials can be evaluated")
     return trial
 
 
 def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> TestEvaluation:
-    """Open the test set of a study for a trial, score its best weights, and return the opening with the scores.
+    """Record the test evaluation, score the candidate's best weights, and return the evaluation with the scores.
 
     Raises:
-        AlreadyEvaluatedError: somebody else has opened it.
-        SearchError: the weights are not to be had, or are not the trial's.
-        ObjectiveError: the data or the model are not those of the trial any more.
+        AlreadyEvaluatedError: another process has recorded an evaluation.
+        SearchError: the weights are unavailable, or do not match the trial.
+        ObjectiveError: the data or the model have changed since the trial ran.
     """
-    of, trial = candidate.refit or (study, candidate.trial)
+    trained_by, trial = candidate.refit or (study, candidate.trial)
     with tempfile.TemporaryDirectory() as folder:
-        weights = BestWeights(of, trial, undone="nothing was opened")
+        weights = BestWeights(trained_by, trial, undone="the test set was not evaluated")
         path = weights.fetch(tracking, Path(folder))
-        restored = restore_model(of.objective(), weights.read(path))
-        if not isinstance(restored, RestoredLoop):  # only its own loop can measure the value
+        restored = restore_model(trained_by.objective(), weights.read(path))
+        if not isinstance(restored, RestoredLoop):  # only the custom loop can measure its validation value
             weights.verify_score(restored)
-        opening = record_test_evaluation(
+        evaluation = record_test_evaluation(
             study.engine,
             study.study_id,
             trial_number=candidate.trial.number,
             model_sha256=compute_sha256(path),
             opened_by=get_user_and_host(),
             finalists=candidate.finalists,
-            refit=None if candidate.refit is None else of.spec.name,
+            refit=None if candidate.refit is None else trained_by.spec.name,
         )
-    return write_scores(study.engine, study.study_id, opening, restored.test())
+    return write_scores(study.engine, study.study_id, evaluation, restored.test())

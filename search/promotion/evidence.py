@@ -44,7 +44,7 @@ class Evidence:
         run_id: id of its MLflow run.
         run_url: page of that run.
         attempts: number of attempts of the trial.
-        metric: the optimised validation metric.
+        metric: the optimized validation metric.
         value: value of the trial in the search, which has selection bias.
         reason: why the trial ended.
         params: the suggested parameters.
@@ -95,14 +95,14 @@ class Confirmation:
         study: study of the trial: a search, its finalists or a refit.
         search: the search.
         finalists: finalists of the search; None without any.
-        opening: test evaluation of the search; None before it.
+        evaluation: test evaluation of the search; None before it.
         refit: the refit that `study` trains; None for other studies.
     """
 
     study: StoredStudy
     search: StoredStudy
     finalists: Finalists | None
-    opening: TestEvaluation | None
+    evaluation: TestEvaluation | None
     refit: Refit | None
 
     @classmethod
@@ -112,13 +112,13 @@ class Confirmation:
         search = study if refit is None else load_parent_study(study)
         return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
-    def is_opened_for(self, trial: int) -> bool:
+    def is_evaluated(self, trial: int) -> bool:
         """Return whether the test set was evaluated with the model of this trial; for a refit, its selected run."""
-        if self.opening is None:
+        if self.evaluation is None:
             return False
         if self.refit is not None:
-            return self.opening.refit == self.study.spec.name and self.refit.taken == trial
-        return self.opening.refit is None and self.opening.trial_number == trial
+            return self.evaluation.refit == self.study.spec.name and self.refit.taken == trial
+        return self.evaluation.refit is None and self.evaluation.trial_number == trial
 
     def why_unconfirmed(self, trial: int) -> str:
         """Return why the choice of a trial is not confirmed; empty if it is.
@@ -126,35 +126,38 @@ class Confirmation:
         A confirmed trial won among finalists on new seeds, and was evaluated on the test set, because the best of many
         trials has selection bias. A refit needs only the test evaluation.
         """
-        if why := self._why_not_chosen(trial) if self.refit is None else self._why_not_taken(self.refit, trial):
+        if why := self._why_not_winner(trial) if self.refit is None else self._why_not_selected(self.refit, trial):
             return why
-        if self.opening is None:
-            return "the test set was not opened for it" + ("" if self.refit is None else " yet")
+        if self.evaluation is None:
+            return "it was not evaluated on the test set" + ("" if self.refit is None else " yet")
         if self.refit is None:
-            if not self.is_opened_for(trial):
-                return f"the test set was opened for {self.opening.model_description}"
-            if self.opening.finalists is None:
-                return "the test set was opened for it without finalists"
-        elif not self.is_opened_for(trial):
-            model = self.opening.model_description
-            return f"the test set was opened for the model of {model}; this refit was not scored on it"
-        return "" if self.opening.scores is not None else "the test set was opened and has no scores"
+            if not self.is_evaluated(trial):
+                return f"the test set was evaluated with {self.evaluation.model_description}"
+            if self.evaluation.finalists is None:
+                return "it was evaluated on the test set without finalists"
+        elif not self.is_evaluated(trial):
+            return (
+                f"the test set was evaluated with the model of {self.evaluation.model_description}, not with this refit"
+            )
+        return "" if self.evaluation.scores is not None else "the test evaluation has no scores"
 
-    def _why_not_chosen(self, trial: int) -> str:
+    def _why_not_winner(self, trial: int) -> str:
         found = self.finalists
         if (of := self.study.spec.finalists_of) is not None:
-            return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
+            return f"it is a finalist of study {of.study}, retrained on another seed to confirm the winner"
         if found is None:
             return "no finalists were trained"
         if not found.is_decided:
-            waiting = f"{found.pending} of their trials have not ended" if found.pending else "none has all seeds"
-            return f"the finalists have no winner: {waiting}"
-        chose = found.winner if found.winner is not None else " or ".join(map(str, found.front))
-        return "" if found.is_confirmed(trial) else f"the finalists chose trial {chose}"
+            reason = (
+                f"{found.pending} of their runs have not ended" if found.pending else "none has a value for all seeds"
+            )
+            return f"the finalists have no winner: {reason}"
+        winner = found.winner if found.winner is not None else " or ".join(map(str, found.front))
+        return "" if found.is_confirmed(trial) else f"the winner among the finalists is trial {winner}"
 
-    def _why_not_taken(self, refit: Refit, trial: int) -> str:
+    def _why_not_selected(self, refit: Refit, trial: int) -> str:
         if trial != refit.taken:
-            return "it is not the run of the median training loss"
+            return "it is not the run with the median training loss"
         if self.finalists is None or (self.finalists.winner != refit.of and refit.of not in self.finalists.front):
             return f"it is a refit of trial {refit.of}, which is not the winner among the finalists"
         return ""
@@ -164,8 +167,8 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
     """Return the evidence of a trial and its model; values that MLflow does not return are None."""
     study, refit = found.study, found.refit
     run_id = str(trial.user_attrs[RUN_ID])
-    ran = _resolved_config(client, run_id)
-    environment = ran.get("environment") or {}
+    resolved = _read_resolved_config(client, run_id)
+    environment = resolved.get("environment") or {}
     return Evidence(
         study=study.spec.name,
         study_id=study.study_id,
@@ -177,30 +180,31 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         value=get_first_value(trial),
         reason=str(trial.user_attrs.get(REASON, "")),
         params=dict(trial.params),
-        config=ran.get("config"),
-        seed=ran.get("seed"),
+        config=resolved.get("config"),
+        seed=resolved.get("seed"),
         git_sha=environment.get("git_sha"),
         git_dirty=environment.get("git_dirty"),
-        data_sha256=ran.get("split_hash"),
+        data_sha256=resolved.get("split_hash"),
         finalists=None if found.finalists is None else asdict(found.finalists),
-        test=_opening(found.opening) if found.opening and found.is_opened_for(trial.number) else None,
+        test=_make_record(found.evaluation) if found.evaluation and found.is_evaluated(trial.number) else None,
         unconfirmed=found.why_unconfirmed(trial.number),
         weights_only=read_export_failure(client, Registry(client).find_registrable_model(run_id)),
         refit=None if refit is None else {"search": found.search.spec.name, **asdict(refit)},
     )
 
 
-def _opening(opening: TestEvaluation) -> dict[str, Any]:
-    return {"scores": opening.scores, "opened_at": opening.opened_at.isoformat(), "opened_by": opening.opened_by}
+def _make_record(evaluation: TestEvaluation) -> dict[str, Any]:
+    opened_at = evaluation.opened_at.isoformat()
+    return {"scores": evaluation.scores, "opened_at": opened_at, "opened_by": evaluation.opened_by}
 
 
-def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
+def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     """Return the run's `config.yaml`: configuration, seeds, data and environment; empty if unavailable."""
     try:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
-    except Exception as error:  # no such file, the server is away: the study's own record is the better part
-        log.warning("run %s gives no config.yaml: %s", run_id, describe_error(error))
+    except Exception as error:  # a missing file or server must not prevent the promotion
+        log.warning("run %s: config.yaml unavailable: %s", run_id, describe_error(error))
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -233,80 +237,81 @@ def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
         address: URI of the version: ``models:/digits/3``.
         written: current description; text above `HEADING` is kept.
     """
-    own = written.partition(HEADING)[0].rstrip()
-    room = DESCRIPTION_LIMIT - len(own) - 2
-    card = "\n".join(_card(evidence, address))
+    kept = written.partition(HEADING)[0].rstrip()
+    room = DESCRIPTION_LIMIT - len(kept) - 2
+    card = "\n".join(_format_card(evidence, address))
     if len(card) > room:  # the parameters at the end are in the tags too
         card = card[: max(room - 4, 0)].rpartition("\n")[0] + "\n..."
-    return f"{own}\n\n{card}".lstrip()[:DESCRIPTION_LIMIT]
+    return f"{kept}\n\n{card}".lstrip()[:DESCRIPTION_LIMIT]
 
 
-def _card(evidence: Evidence, address: str) -> list[str]:
+def _format_card(evidence: Evidence, address: str) -> list[str]:
     trial = f"trial {evidence.trial}"
     lines = [
         HEADING,
         "",
         f"{f'[{trial}]({evidence.run_url})' if evidence.run_url else trial} of study **{evidence.study}**",
         "",
-        *(_refit(evidence.refit) if evidence.refit is not None else ()),
-        *_confirmation(evidence),
+        *(_format_refit(evidence.refit) if evidence.refit is not None else ()),
+        *_format_confirmation(evidence),
         "",
-        *_table(("", ""), _facts(evidence)),
+        *_format_table(("", ""), _list_facts(evidence)),
     ]
     if evidence.finalists is not None:
-        lines += ["", *_finalists(evidence.finalists, evidence.metric)]
-    lines += ["", _loading(evidence, address), ""]
-    lines += _table(("parameter", "value"), [(key, format_value(value)) for key, value in evidence.params.items()])
-    return lines
+        lines += ["", *_format_finalists(evidence.finalists, evidence.metric)]
+    lines += ["", _format_loading(evidence, address), ""]
+    params = [(key, format_value(value)) for key, value in evidence.params.items()]
+    return [*lines, *_format_table(("parameter", "value"), params)]
 
 
-def _loading(evidence: Evidence, address: str) -> str:
+def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
         return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
     return (
-        f"It cannot be exported ({evidence.weights_only}): it is its checkpoint, `{CHECKPOINT}`, which takes the code "
-        "of the objective: `hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
+        f"The model could not be exported ({evidence.weights_only}). Its files contain the checkpoint `{CHECKPOINT}`, "
+        "which needs the objective's code: "
+        "`hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
     )
 
 
-def _refit(refit: dict[str, Any]) -> list[str]:
+def _format_refit(refit: dict[str, Any]) -> list[str]:
     """Return the lines about a refit, with the training loss of each run."""
     runs = [
-        (f"**{number}**" if number == refit["taken"] else str(number), str(seed), _number(loss))
+        (f"**{number}**" if number == refit["taken"] else str(number), str(seed), _format_number(loss))
         for number, (seed, loss) in enumerate(zip(refit["seeds"], refit["losses"], strict=True))
     ]
     return [
-        f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on train and "
-        f"validation for {pluralize(refit['epochs'], 'epoch')}, as its fresh runs chose. Of its runs that of the "
-        "median training loss was taken.",
+        f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on training and "
+        f"validation data together for {pluralize(refit['epochs'], 'epoch')}, the number that its runs on new seeds "
+        "selected. The run with the median training loss was selected.",
         "",
-        *_table(("run", "seed", "training loss"), runs),
+        *_format_table(("run", "seed", "training loss"), runs),
         "",
     ]
 
 
-def _confirmation(evidence: Evidence) -> list[str]:
+def _format_confirmation(evidence: Evidence) -> list[str]:
     if evidence.refit is not None:
         if evidence.unconfirmed:
-            return [f"**Not seen by the test set**: {evidence.unconfirmed}."]
-        return ["Confirmed: its configuration was chosen on new seeds, and the test set was opened for it, once."]
+            return [f"**Not evaluated on the test set**: {evidence.unconfirmed}."]
+        return ["Confirmed: its configuration won on new seeds, and it was evaluated once on the test set."]
     if evidence.unconfirmed:
-        return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value is that of the best of many, and too good by it."]
-    return ["Confirmed: it was chosen on new seeds, and the test set was opened for it, once."]
+        return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value has selection bias, as the best of many."]
+    return ["Confirmed: it won on new seeds, and it was evaluated once on the test set."]
 
 
-def _facts(evidence: Evidence) -> list[tuple[str, str]]:
+def _list_facts(evidence: Evidence) -> list[tuple[str, str]]:
     measured = "in the search" if evidence.refit is None else "on samples that it was trained on"
-    facts: list[tuple[str, object]] = [(f"val {evidence.metric}, {measured}", _number(evidence.value))]
+    facts: list[tuple[str, object]] = [(f"val {evidence.metric}, {measured}", _format_number(evidence.value))]
     expected = (evidence.finalists or {}).get("expected")
     chosen = evidence.trial if evidence.refit is None else evidence.refit["of"]
     if expected is not None and chosen == (evidence.finalists or {}).get("winner"):
-        between = f"{_number(expected['low'])} to {_number(expected['high'])}"
-        facts.append((f"{evidence.metric} to expect on new data ({LEVEL:.0%})", between))
+        interval = f"{_format_number(expected['low'])} to {_format_number(expected['high'])}"
+        facts.append((f"expected {evidence.metric} on new data ({LEVEL:.0%})", interval))
     if evidence.test is not None and evidence.test["scores"]:
-        facts += [(f"test {name}", _number(value)) for name, value in evidence.test["scores"].items()]
-        facts.append(("test set opened", f"{evidence.test['opened_at'][:16]} by {evidence.test['opened_by']}"))
-    changed = ", with git_diff changes" if evidence.git_dirty else ""
+        facts += [(f"test {name}", _format_number(value)) for name, value in evidence.test["scores"].items()]
+        facts.append(("test set evaluated", f"{evidence.test['opened_at'][:16]} by {evidence.test['opened_by']}"))
+    changed = ", with uncommitted changes" if evidence.git_dirty else ""
     facts += [
         ("attempts", evidence.attempts),
         ("seed", evidence.seed),
@@ -316,33 +321,33 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts if value is not None]
 
 
-def _finalists(finalists: dict[str, Any], metric: str) -> list[str]:
+def _format_finalists(finalists: dict[str, Any], metric: str) -> list[str]:
     seeds = finalists["seeds"]
     rows = [
         (
             f"**{row['trial']}**" if row["trial"] == finalists["winner"] else str(row["trial"]),
-            _number(row["search_value"]),
-            *map(_number, row["values"]),
-            _number(row["mean"]),
-            _number(row["spread"]),
+            _format_number(row["search_value"]),
+            *map(_format_number, row["values"]),
+            _format_number(row["mean"]),
+            _format_number(row["spread"]),
         )
         for row in finalists["rows"]
     ]
-    columns = ("finalist", "search", *(f"seed {seed}" for seed in seeds), "mean", "spread")
-    tie = f"; trials {', '.join(map(str, finalists['tie']))} tie with it" if finalists["tie"] else ""
-    chosen = "not chosen yet" if finalists["winner"] is None else f"trial {finalists['winner']}{tie}"
-    anew = "seeds and divisions" if finalists.get("expected") else "seeds"
-    return [f"Finalists by val {metric}, trained again on fresh {anew}: {chosen}.", "", *_table(columns, rows)]
+    columns = ("finalist", "search", *(f"seed {seed}" for seed in seeds), "mean", "std")
+    tie = f", tied with trials {', '.join(map(str, finalists['tie']))}" if finalists["tie"] else ""
+    winner = "no winner yet" if finalists["winner"] is None else f"winner trial {finalists['winner']}{tie}"
+    varied = "seeds and splits" if finalists.get("expected") else "seeds"
+    return [f"Finalists by val {metric}, retrained on new {varied}: {winner}.", "", *_format_table(columns, rows)]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+def _format_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     head = list(columns)
-    return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
+    return [_format_row(head), _format_row(["---"] * len(head)), *map(_format_row, rows)]
 
 
-def _row(cells: Iterable[str]) -> str:
+def _format_row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -84,8 +84,8 @@ def promote(
     Args:
         study: the study.
         tracking: the MLflow server with its runs.
-        trial: number of the trial; None takes the winner of the finalists, or else the best trial. A multi-objective
-            study needs it unless one trial dominates all others.
+        trial: number of the trial; None takes the winner of the finalists, or without finalists the best trial. A
+            multi-objective study requires a number, unless one trial dominates all others.
         refit: whether to promote the refit of the winner.
         alias: alias of the version; its former version gets `previous_alias` of it.
         model: name of the registered model; None takes the study's name.
@@ -93,26 +93,25 @@ def promote(
 
     Raises:
         SearchError: the trial has no model to promote, or the refit is not trained.
-        ObjectiveError: the weights of a model to make do not fit the current code.
+        ObjectiveError: the weights in the checkpoint do not fit the current code.
         StorageError: MLflow is unavailable or rejects a request.
     """
     if (of := study.spec.finalists_of) is not None:
         again = format_command("promote", of.study) if of.refit is None else study.resume_command
-        raise SearchError(f"study {study.spec.name!r} holds {of.description}: promote it with: {again}")
+        raise SearchError(f"study {study.spec.name!r} holds {of.description}; promote it with {again}")
     name = model or study.spec.name
     check_alias(alias)
     check_model_name(name)
     if refit:
-        made, its = read_refit(study, trial)
-        return register(Confirmation.read(made), find_selected_run(made, its), tracking, alias=alias, name=name)
+        made, state = read_refit(study, trial)
+        return register(Confirmation.read(made), find_selected_run(made, state), tracking, alias=alias, name=name)
     found = Confirmation.read(study)
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
     chosen = find_trial(study, number)
     _check_promotable(study, chosen)
     if not infeasible and (lines := chosen.user_attrs.get(VIOLATIONS)):
         raise SearchError(
-            f"--trial {chosen.number}: it is out of bounds ({', '.join(lines)}): promote another, or this one all the "
-            "same with --infeasible"
+            f"--trial {chosen.number} is infeasible ({', '.join(lines)}); promote another, or add --infeasible"
         )
     return register(found, chosen, tracking, alias=alias, name=name)
 
@@ -122,7 +121,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
 
     Raises:
         SearchError: the model is unavailable.
-        ObjectiveError: the weights of a model to make do not fit the current code.
+        ObjectiveError: the weights in the checkpoint do not fit the current code.
         StorageError: MLflow is unavailable or rejects a request.
     """
     study, registry = found.study, Registry(tracking.client)
@@ -132,13 +131,13 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     model_id = model_id or make_model_from_checkpoint(study, chosen, tracking)
     evidence = gather_evidence(found, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
-        held = registry.get_version_by_alias(name, alias)
+        current = registry.get_version_by_alias(name, alias)
         tags = {**version_tags(evidence), tag_names.PROMOTED_BY: get_user_and_host()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
         check_lock_held(connection)
-        replaced = held if held is not None and held.number != version.number else None
-        if replaced is not None:  # first, so that doing it again after a death still knows what was there before
+        replaced = current if current is not None and current.number != version.number else None
+        if replaced is not None:  # first, so that a repetition after a crash still finds the former version
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
         record_promotion(connection, evidence.as_record(), name, version.number, alias, by=get_user_and_host())
@@ -172,7 +171,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
         for each, of in changed:
             version = registry.get_version_by_alias(each.model_name, each.alias)
             if version is None or version.number != each.version:
-                continue  # it has moved: `registry_watch` records that
+                continue  # the alias has moved, which `registry_watch` records
             evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
             write_evidence(registry, version, evidence)
             by = each.promoted_by
@@ -188,14 +187,14 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = list(_candidates(study, finalists, infeasible=infeasible))
+    front = list(_list_candidates(study, finalists, infeasible=infeasible))
     if not front:
         raise SearchError(f"study {study.spec.name!r} has no trial to promote: {describe_no_candidate(study)}")
     if len(front) > 1:
         metric = list(study.spec.direction_by_metric)[-1]
         raise SearchError(
-            f"study {study.spec.name!r} has {len(front)} trials that no other dominates "
-            f"({', '.join(map(str, front))}): choose one with --trial, or by what you prefer, such as --prefer {metric}"
+            f"the Pareto front of study {study.spec.name!r} has {len(front)} trials ({', '.join(map(str, front))}); "
+            f"choose one with --trial, or with a preference such as --prefer {metric}"
         )
     return front[0]
 
@@ -203,8 +202,8 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
 def describe_no_candidate(study: StoredStudy) -> str:
     """Return why no trial of a study can be promoted, and the remedy."""
     if study.best_trials(infeasible=True):
-        return "all that have run to their end break a constraint; promote one all the same with --infeasible"
-    return "none has run to its end"
+        return "all complete trials violate a constraint; promote one with --infeasible"
+    return "none is complete"
 
 
 _NOT_PROMOTABLE = {
@@ -221,18 +220,18 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     attrs = trial.user_attrs
     if trial.state == TrialState.COMPLETE and RUN_ID in attrs:
         return
-    infeasible = trial.state == TrialState.PRUNED and attrs.get(INFEASIBLE)
-    what = "is infeasible" if infeasible else _NOT_PROMOTABLE[trial.state]
+    is_infeasible = trial.state == TrialState.PRUNED and attrs.get(INFEASIBLE)
+    state = "is infeasible" if is_infeasible else _NOT_PROMOTABLE[trial.state]
     if trial.state in {TrialState.PRUNED, TrialState.FAIL} and (reason := attrs.get(REASON)):
-        what += f" ({reason})"
+        state += f" ({reason})"
     best = summarise(study).best
-    instead = f"promote one that has run to its end, such as {best.number}" if best else "no trial has run to its end"
-    raise SearchError(f"--trial {trial.number}: it {what}; {instead}")
+    instead = f"promote a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
+    raise SearchError(f"--trial {trial.number}: it {state}; {instead}")
 
 
 _CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_MAX_NEAREST = 3  # trials that are named where none will do
+_MAX_NEAREST = 3  # trials in the message if no trial satisfies the preference
 
 
 @dataclass(frozen=True)
@@ -252,12 +251,12 @@ class Condition:
         return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
 
 
-def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], list[str]]:
+def parse_preference(text: str, metrics: Sequence[str]) -> tuple[list[Condition], list[str]]:
     """Return the conditions of a preference, and the metrics that rank the trials that satisfy them.
 
     Args:
         text: such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
-        ways: the metrics of the study.
+        metrics: the metrics of the study.
 
     Raises:
         SearchError: the text has a syntax error or another metric.
@@ -267,16 +266,16 @@ def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], l
     for part in re.split(r"\s+then\s+|\s+and\s+|\s*,\s*", text.strip()):
         match = _CONDITION.fullmatch(part.strip())
         metric = match["metric"].strip() if match else part.strip()
-        if metric not in ways:
+        if metric not in metrics:
             raise SearchError(
-                f"--prefer {text!r}: {part.strip()!r} cannot be read: write conditions with 'and' between, then "
-                f"metrics, such as 'accuracy >= 0.98 then latency_ms'; the metrics to prefer by are {', '.join(ways)}"
+                f"--prefer {text!r}: {part.strip()!r} is not valid; write conditions, then metrics, such as "
+                f"'accuracy >= 0.98 and model_mb <= 10 then latency_ms', with the metrics {', '.join(metrics)}"
             )
         if match is None:
             then.append(metric)
             continue
         conditions.append(Condition(metric, match["sign"], _parse_limit(text, match["limit"])))
-    return conditions, then or [ways[0]]
+    return conditions, then or [metrics[0]]
 
 
 def _parse_limit(text: str, given: str) -> float:
@@ -284,7 +283,7 @@ def _parse_limit(text: str, given: str) -> float:
         limit = float(given)
         if not math.isnan(limit):
             return limit
-    raise SearchError(f"--prefer {text!r}: {given!r} is no number: write it as in 'accuracy >= 0.98'")
+    raise SearchError(f"--prefer {text!r}: {given!r} is not a number; write it as in 'accuracy >= 0.98'")
 
 
 def resolve_trial(
@@ -298,7 +297,7 @@ def resolve_trial(
     if preference is None:
         return trial
     if trial is not None:
-        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
+        raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one")
     return select_preferred(study, preference, infeasible=infeasible)
 
 
@@ -312,20 +311,23 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     """
     spec = study.spec
     if not spec.is_multi_objective:
-        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
+        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; remove it, or give --trial")
     conditions, then = parse_preference(text, list(spec.direction_by_metric))
-    found = _candidates(study, read_finalists(study), infeasible=infeasible)
+    found = _list_candidates(study, read_finalists(study), infeasible=infeasible)
     if not found:
-        raise SearchError(f"study {spec.name!r} has no trial to prefer: {describe_no_candidate(study)}")
+        raise SearchError(f"study {spec.name!r} has no trial to select: {describe_no_candidate(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
     if not kept:
-        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_describe_nearest(found, conditions)}")
-    signs = {name: -1 if way == "maximize" else 1 for name, way in spec.direction_by_metric.items()}
+        nearest = _describe_nearest(found, conditions)
+        raise SearchError(f"--prefer {text!r}: no trial of the Pareto front satisfies it; the nearest are {nearest}")
+    signs = {name: -1 if direction == "maximize" else 1 for name, direction in spec.direction_by_metric.items()}
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
-def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
-    """Return the trials of the Pareto front with their values: means on new seeds if there are any."""
+def _list_candidates(
+    study: StoredStudy, finalists: Finalists | None, *, infeasible: bool
+) -> dict[int, dict[str, float]]:
+    """Return the trials of the Pareto front with their values, with finalists the means on new seeds."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
@@ -333,13 +335,13 @@ def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: 
 
 
 def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
-    """Return the trials with the smallest violations, each relative to the range of the front."""
+    """Return the trials with the smallest violations, relative to the range of each metric on the front."""
     metrics = {each.metric for each in conditions}
     span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
 
-    def missed(trial: int) -> float:
+    def sum_violations(trial: int) -> float:
         return sum(each.violation(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
 
-    near = sorted(found, key=lambda trial: (missed(trial), trial))[:_MAX_NEAREST]
-    told = [f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in near]
-    return f"the nearest: {', '.join(told)}"
+    nearest = sorted(found, key=lambda trial: (sum_violations(trial), trial))[:_MAX_NEAREST]
+    lines = (f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in nearest)
+    return ", ".join(lines)

@@ -94,7 +94,7 @@ def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: T
         if version is not None and trial is not None:
             _record(connection, storage, tracking, trial, version, key[1])
             changed.add(trial.study_name)
-        # Else it is somebody else's model, or nothing; a promotion that was made on another server stays.
+        # The alias has no trial of these studies any more. Promotions on another MLflow server stay as they are.
         elif old is not None and registry.has_run(str(old.evidence.get("run_id"))):
             end_promotion(connection, old)
         else:
@@ -119,15 +119,15 @@ def _record(
 
     study = load_study(storage, trial.study_name)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
-    # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
-    before = is_recorded(connection, version.model, version.number)
-    by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
+    # Without a record, the tag has the user of a `promote` command that died. With one, the alias was moved in MLflow.
+    has_record = is_recorded(connection, version.model, version.number)
+    by = (None if has_record else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
     try:
         write_evidence(Registry(tracking.client), version, evidence)
     except StorageError as error:  # such as missing permissions; the promotion is recorded anyway
-        log.warning("version %d of %s lacks its evidence: %s", version.number, version.model, error)
+        log.warning("version %d of %s: evidence not written: %s", version.number, version.model, error)
     record_promotion(connection, evidence.as_record(), version.model, version.number, alias, by=by)
-    log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
+    log.info("trial %d of %s promoted to %s@%s by %s", trial.number, trial.study_name, version.model, alias, by)
 
 
 def _update_note(storage: PostgresStorage, name: str) -> None:
@@ -140,7 +140,7 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
             study = load_parent_study(study)
         write_note(study, summarise(study))
     except (SearchError, KeyError):
-        log.info("study %s was deleted: it has no note to update", name)
+        log.info("study %s: note not updated, the study was deleted", name)
 
 
 class RegistryWatcher:
@@ -150,7 +150,7 @@ class RegistryWatcher:
 
     Args:
         storage: storage of the studies.
-        tracking: returns the MLflow server; called in the thread.
+        tracking: function that returns a client of the MLflow server; called in the thread.
         every: interval in seconds.
     """
 
@@ -167,19 +167,19 @@ class RegistryWatcher:
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._thread.join(timeout=10.0)  # it may be waiting for MLflow
+        self._thread.join(timeout=10.0)  # limited, because a request to MLflow may take longer
 
     def _run(self) -> None:
         known: Aliases | None = None
-        told = False
+        is_logged = False
         while not self._end.is_set():
             try:
                 known = sync_promotions(self._storage, self._tracking(), known=known)
-                told = False
+                is_logged = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
                 log.info("promotions cannot be synchronized: %s; trying again", describe_error(error))
             except Exception:  # an unexpected error must not end the thread
-                if not told:
+                if not is_logged:
                     log.exception("promotions cannot be synchronized; trying again")
-                told = True
+                is_logged = True
             self._end.wait(self._every)

@@ -1,4 +1,4 @@
-"""Whether a registered model, loaded as whoever serves it loads it, still scores what its trial recorded."""
+"""Check that a registered model, loaded as a model server does, reproduces the validation value of its trial."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import build_step_function
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.errors import SearchError, suggest_names
-from hpsearch.search.promotion import predict_alone
+from hpsearch.search.promotion import predict_isolated
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -45,22 +45,22 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
-_PROCESS_TIMEOUT_SECONDS = 600.0  # seconds for the other process
+_PROCESS_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class ServeCheckResult:
-    """What a model scores where it is served, beside what its trial recorded.
+    """Result of a serve check.
 
     Attributes:
-        version: that was loaded.
-        study: of its trial.
-        trial: number of its trial.
+        version: the checked version.
+        study: name of the study.
+        trial: number of the trial.
         metric: the validation metric of the study.
-        recorded: the trial's value.
-        scored: what the predictions of the other process score; None when it could not load or run the model.
-        why: what is different, or what the other process died of; empty when the value is reproduced.
-        weights_only: why the model was loaded by the objective's code; empty where it was served alone.
+        recorded: value of the trial.
+        scored: value of the predictions; None if the model could not be loaded or run.
+        why: the difference, or the error of the isolated process; empty if the value is reproduced.
+        weights_only: why the model was loaded with the objective's code; empty if it was loaded without it.
     """
 
     version: Version
@@ -76,25 +76,25 @@ class ServeCheckResult:
 def serve_check(
     storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE
 ) -> ServeCheckResult:
-    """Load a version in a new process without this project's code, and judge what it predicts of the validation split.
+    """Load a version in a new process without this project's code, and score its predictions on the validation split.
 
     Args:
-        storage: of the studies.
-        tracking: the MLflow server.
+        storage: storage of the studies.
+        tracking: client of the MLflow server.
         reference: ``NAME@ALIAS`` or ``NAME/VERSION``, with or without ``models:/``.
-        tolerance: how far the score may be from the recorded one.
+        tolerance: largest accepted absolute difference to the recorded value.
 
     Raises:
-        SearchError: there is no such version, or it is of no trial of these studies.
-        ObjectiveError: the objective cannot be loaded here.
-        StorageError: MLflow refuses, or is away.
+        SearchError: the version does not exist, or does not belong to a trial of these studies.
+        ObjectiveError: the objective cannot be loaded on this machine.
+        StorageError: MLflow is unavailable or rejects a request.
     """
     version = find_version(Registry(tracking.client), reference)
     run = version.run_id or ""
     with storage.engine.connect() as connection:
         found = find_trials_of_runs(connection, [run]).get(run)
     if found is None:
-        raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
+        raise SearchError(f"{reference}: version {version.number} does not belong to a trial in this database")
     study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
@@ -103,20 +103,20 @@ def serve_check(
     splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
     changed = _describe_changes(study, objective, splits, version)
     scored: float | None
-    why_weights = read_export_failure(tracking.client, version.model_id)
+    export_failure = read_export_failure(tracking.client, version.model_id)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
-        if why_weights:
+        if export_failure:
             scored, error = _score_weights(version, objective, tracking.uri, Path(folder)), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
             scored, error = _score_isolated(version, objective, config, splits, tracking.uri, Path(folder))
-    if scored is not None and not abs(scored - value) <= tolerance:  # so that NaN is a difference
+    if scored is not None and not abs(scored - value) <= tolerance:  # negated, so that NaN is a difference
         error = f"it is off by {abs(scored - value):.3g}, more than {tolerance:g}{changed}"
-    return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, why_weights)
+    return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, export_failure)
 
 
 def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
-    """Return what a model that is but its checkpoint scores in the objective's code."""
+    """Return the score of a model that could not be exported, from its checkpoint and the objective's code."""
     assert version.model_id is not None
     path = download_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
     return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
@@ -125,7 +125,7 @@ def _score_weights(version: Version, objective: Objective, tracking_uri: str, fo
 def _score_isolated(
     version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
 ) -> tuple[float | None, str]:
-    """Return what a model scores in a process without this project's code, or None and why not."""
+    """Return the score of a model in a process without this project's code, or None and the error."""
     _write_inputs(splits, folder, get_eval_batch_size(config))
     predictions, error = _predict(version, objective, tracking_uri, folder)
     return None if predictions is None else _score_predictions(predictions, objective, splits, config), error
@@ -135,49 +135,49 @@ def find_version(registry: Registry, reference: str) -> Version:
     """Return the version that a reference names.
 
     Raises:
-        SearchError: it is no reference, or there is no such version.
+        SearchError: the reference is invalid, or the version does not exist.
     """
     name = reference.removeprefix("models:/")
     if by_alias := re.fullmatch(r"([^/]+)@([^@/]+)", name):
         model, alias = by_alias.groups()
-        found, what = registry.get_version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
+        found, wanted = registry.get_version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
     elif by_number := re.fullmatch(r"([^/]+)/(0*[1-9][0-9]*)", name):
         model, number = by_number.groups()
-        found, what = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
+        found, wanted = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
     else:
-        raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
+        raise SearchError(f"{reference!r} is not a version; give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
     if found is None:
         aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
-        hint = suggest_names(name, known) if known else "; see MLflow's page of models"
-        raise SearchError(f"{reference}: MLflow has no {what}{hint}")
+        hint = suggest_names(name, known) if known else "; see the models in MLflow"
+        raise SearchError(f"{reference}: MLflow has no {wanted}{hint}")
     return found
 
 
 def _describe_changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
-    """Return what is no longer as it was when the trial ran, as the end of a sentence."""
+    """Return the changes of data and code since the trial ran, as the end of a sentence."""
     changed = []
     if version.tags.get(tag_names.DATA_SHA256, splits.hash()) != splits.hash():
-        changed.append("the data are not those of the trial")
+        changed.append("the data have changed since the trial ran")
     if study.source_warning(objective):
-        changed.append("the objective's code has changed since the study was made")
+        changed.append("the objective's code has changed since the study was created")
     return "".join(f"; {change}" for change in changed)
 
 
 def _predict(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> tuple[list[Any] | None, str]:
-    """Return what the model predicts of each validation batch in a process of its own, or None and why not."""
+    """Return the predictions for each validation batch from an isolated process, or None and the error."""
     outputs, empty = folder / "outputs.pt", folder / "cwd"
     empty.mkdir()
-    ours = {"hpsearch", type(objective).__module__.partition(".")[0]}
-    # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
-    told = [version.uri, str(folder), str(outputs), str(EVALUATION_SEED)]
-    command = [sys.executable, "-I", predict_alone.__file__, *told, *sorted(ours)]
-    settings = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
+    blocked = {"hpsearch", type(objective).__module__.partition(".")[0]}
+    # -I ignores PYTHONPATH, the user's packages and the current folder. The script blocks the installed packages.
+    arguments = [version.uri, str(folder), str(outputs), str(EVALUATION_SEED)]
+    command = [sys.executable, "-I", predict_isolated.__file__, *arguments, *sorted(blocked)]
+    variables = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=empty,
-            env={**os.environ, **settings},
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -186,22 +186,22 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
         )
     except subprocess.TimeoutExpired:
         return None, f"it did not answer in {_PROCESS_TIMEOUT_SECONDS:.0f} s"
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    if process.returncode != 0:
+        lines = process.stderr.strip().splitlines()
+        return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {process.returncode}'}"
     return torch.load(outputs, weights_only=True), ""
 
 
 def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
-    """Write the validation inputs as the model takes them, a batch a file: they may be larger than the memory."""
+    """Write the validation inputs, one file per batch, because all together may exceed the memory."""
     for number, start in enumerate(range(0, len(splits.val), rows)):
         inputs = tensors(splits.val.inputs(slice(start, start + rows)))
-        parts: dict[str, Any] = {name or predict_alone.SINGLE_INPUT_KEY: part.numpy() for name, part in inputs}
+        parts: dict[str, Any] = {name or predict_isolated.SINGLE_INPUT_KEY: part.numpy() for name, part in inputs}
         np.savez(folder / f"{number:06d}.npz", **parts)
 
 
 class _Replay(nn.Module):
-    """Gives predictions that were made elsewhere, batch by batch in their order."""
+    """Module that returns the predictions of the isolated process, one batch per call."""
 
     def __init__(self, predictions: list[Any], batches: Iterator[Any], name: str) -> None:
         super().__init__()
@@ -211,23 +211,23 @@ class _Replay(nn.Module):
         if name in vars(nn.Module()) or name.startswith("_"):
             return super().__getattr__(name)
         raise ObjectiveError(
-            f"serve-check cannot judge {self._name}: its step uses model.{name}, and what is served can only be "
-            "called: let the step call the model once a batch"
+            f"serve-check cannot score {self._name}: its step uses model.{name}, which an exported model lacks; "
+            "let the step call the model once per batch"
         )
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         given = [part.shape for _, part in tensors([*inputs, *named.values()])]
-        wanted = [part.shape for _, part in tensors(next(self._batches, ()))]
-        if given != wanted:
+        expected = [part.shape for _, part in tensors(next(self._batches, ()))]
+        if given != expected:
             raise ObjectiveError(
-                f"serve-check cannot judge {self._name}: its step calls the model more than once a batch, or on other "
-                "inputs than the batch's"
+                f"serve-check cannot score {self._name}: its step does not call the model exactly once per batch, with "
+                "the inputs of the batch"
             )
         return next(self._left, None)
 
 
 def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
-    """Return the metric of predictions of the validation split, counted as in training."""
+    """Return the metric of predictions for the validation split, computed as in training."""
     rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):
         return float("nan")

@@ -32,7 +32,7 @@ from hpsearch.storage.mlflow.health import describe_error, mlflow_request
 from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
-_VALUE_TOLERANCE = 0.01  # relative; another device may differ for a sample, changed code or data differs more
+_VALUE_TOLERANCE = 0.01  # relative; allows different results of single samples on another device
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BestWeights:
     Attributes:
         study: the study.
         trial: the trial.
-        undone: end of each error message: the action that failed without the weights.
+        undone: end of each error message, with the action that was not done.
     """
 
     study: StoredStudy
@@ -58,23 +58,23 @@ class BestWeights:
         name, number = self.study.spec.name, self.trial.number
         run_id = self.trial.user_attrs.get(RUN_ID)
         if run_id is None:
-            raise SearchError(f"trial {number} of {name!r} has no run in MLflow: its weights are not kept")
+            raise SearchError(f"trial {number} of {name!r} has no run in MLflow and no stored weights; {self.undone}")
         if removed := self.trial.user_attrs.get(REMOVED):
-            raise SearchError(f"the weights of trial {number} are not kept ({removed}); {self.undone}")
+            raise SearchError(f"the weights of trial {number} were deleted ({removed}); {self.undone}")
         try:
             return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
-        except Exception as error:  # MLflow's client raises what its transport does
+        except Exception as error:  # MLflow's client raises errors of its transport
             send = format_command("sync", name)
             raise SearchError(
-                f"the weights of trial {number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
-                f"had ({describe_error(error)}); {self.undone}; should they wait on a machine, send them: {send}"
+                f"the weights of trial {number}, checkpoints/best.pt of its run {run_id} in MLflow, are unavailable "
+                f"({describe_error(error)}); {self.undone}; if they are on another machine, send them with {send}"
             ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return the content of the checkpoint.
 
         Raises:
-            SearchError: the file is damaged, or belongs to another training.
+            SearchError: the file is damaged, or does not belong to the trial.
         """
         try:
             best = checkpoint.read(path)
@@ -91,8 +91,8 @@ class BestWeights:
         differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
         if differ:
             raise SearchError(
-                f"checkpoints/best.pt in the run of trial {self.trial.number} is of another training "
-                f"({', '.join(differ)}): put back the file that the trial logged; {self.undone}"
+                f"checkpoints/best.pt in the run of trial {self.trial.number} belongs to another training "
+                f"({', '.join(differ)}); {self.undone}; restore the file that the trial logged"
             )
         return best
 
@@ -100,14 +100,14 @@ class BestWeights:
         """Check that the weights reproduce the validation value of the trial.
 
         Raises:
-            SearchError: they do not, because the code or data has changed.
+            SearchError: the weights have another value, because the code or data has changed.
         """
         metric = self.study.spec.metric
         now, then = restored.validate()[metric], float(get_first_value(self.trial) or 0.0)
         if not math.isclose(now, then, rel_tol=_VALUE_TOLERANCE, abs_tol=1e-6):
             raise SearchError(
                 f"the weights of trial {self.trial.number} give val {metric} {now:.6g} now and gave {then:.6g} in "
-                f"the search: put back the code that the study was run with; {self.undone}"
+                f"the search; {self.undone}; restore the code of the study"
             )
 
 
@@ -121,9 +121,9 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
     """
     missing = f"--trial {trial.number}: MLflow has no model of it"
     if removed := trial.user_attrs.get(REMOVED):
-        raise SearchError(f"{missing} ({removed}); promote one that has")
+        raise SearchError(f"{missing} ({removed}); promote a trial with a model")
     if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
-        raise SearchError(f"{missing} yet ({known}): send it with {format_command('sync', study.spec.name)}")
+        raise SearchError(f"{missing} yet ({known}); send it with {format_command('sync', study.spec.name)}")
     weights = BestWeights(study, trial, undone="nothing was promoted")
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder, run_id = Path(name), str(trial.user_attrs[RUN_ID])
@@ -144,8 +144,8 @@ def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any
     if isinstance(objective, LoopObjective):  # only a custom loop can measure its value
         if not objective.defines("export"):
             raise SearchError(
-                f"--trial {weights.trial.number}: MLflow has no model of it, and {objective.name} makes none: a "
-                "function makes none, a LoopObjective by its export()"
+                f"--trial {weights.trial.number}: {objective.name} exports no model; write it as a LoopObjective with "
+                "the method export()"
             )
         return partial(export_model, objective, best["model"], config_from_json(objective, best["config"]))
     restored = restore_best(require_model_objective(objective, "a model"), best)
@@ -154,8 +154,8 @@ def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any
 
 
 def _read_best_epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:
-    """Return the record of the best epoch with its timestamp in MLflow: another one would log the metrics twice."""
+    """Return the record of the best epoch with its timestamp in MLflow, because another one would log it twice."""
     history = tracking.client.get_metric_history(run_id, sanitize_name(key))
     at = next((point.timestamp for point in history if point.step == best["epoch"]), int(time.time() * 1000))
-    # MLflow has milliseconds; from the middle of one, a rounding error does not reach another.
+    # The middle of a millisecond, so that rounding to MLflow's milliseconds gives the same one.
     return EpochRecord(epoch=best["epoch"], metrics=dict(best["metrics"]), timestamp=(at + 0.5) / 1000)

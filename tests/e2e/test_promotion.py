@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, searc
     cli("run", str(path), *few)
     cli("promote", "branching")
     version = search.client.get_model_version_by_alias("branching", "champion")
-    assert "It cannot be exported (GuardOnDataDependentSymNode" in version.description
+    assert "The model could not be exported (GuardOnDataDependentSymNode" in version.description
     said = cli("serve-check", "branching@champion")
     recorded, served = re.findall(r"^(?:recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE)
     assert recorded == served
@@ -182,4 +182,6 @@ def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, 
     assert abs(float((served(val.x).argmax(dim=1) == val.y).double().mean()) - value) < 1e-6
     cli("gc", "worse", "--keep-top", "1", "--yes")
     gone = cli("promote", "worse", "--trial", "2", code=2)
-    assert "no model of it (hpsearch gc removed its model and its best checkpoint); promote one that has" in gone
+    assert (
+        "no model of it (hpsearch gc removed its model and its best checkpoint); promote a trial with a model" in gone
+    )

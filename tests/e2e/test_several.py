@@ -66,14 +66,14 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
     assert re.search("^(front on 1 new split|winner: trial)", output, re.MULTILINE), output
     refused = cli("promote", NAME, code=2)
     assert re.fullmatch(
-        rf"hpsearch: study '{NAME}' has \d trials that no other dominates \([\d, ]+\): choose one with --trial, or by "
-        r"what you prefer, such as --prefer parameters\n",
+        rf"hpsearch: the Pareto front of study '{NAME}' has \d trials \([\d, ]+\); choose one with --trial, or with a "
+        r"preference such as --prefer parameters\n",
         refused,
     )
     promoted = cli("promote", NAME, "--prefer", "accuracy >= 0.1 then parameters")
     number = int(re.match(rf"trial (\d+) of {NAME} is models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
     assert study.trials[number].values[1] == ONE, "the smallest"
-    assert "unconfirmed: the test set was not opened for it" in promoted
+    assert "unconfirmed: it was not evaluated on the test set" in promoted
     opened = cli("evaluate-test", NAME, "--yes")
     assert re.search(r"^test accuracy 0\.\d+$|^test accuracy 1$", opened, re.MULTILINE)
     assert "unconfirmed" not in opened
@@ -95,7 +95,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
             (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),
             "another spec (directions: ",
         ),
-        (("promote", NAME, "--prefer", "speed"), "'speed' cannot be read"),
+        (("promote", NAME, "--prefer", "speed"), "'speed' is not valid"),
     ):
         *steps, line = cli(*command, code=2).splitlines()
         assert line.startswith("hpsearch: "), line

@@ -170,10 +170,10 @@ def test_other_weights_do_not_open_the_test_set(arena: Arena, study: StoredStudy
     other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
     client.log_artifact(runs[0], other, "checkpoints")
     opening = ("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
-    assert "is of another training (seed" in arena.run(*opening, code=2)
+    assert "belongs to another training (seed" in arena.run(*opening, code=2)
     Path(other).write_bytes(Path(other).read_bytes()[:-9])
     client.log_artifact(runs[0], other, "checkpoints")
-    assert "its checksum differs; nothing was opened" in arena.run(*opening, code=2)
+    assert "its checksum differs; the test set was not evaluated" in arena.run(*opening, code=2)
     assert read_test_evaluation(study.storage.engine, study.study_id) is None
     said = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
     assert "unconfirmed by finalists" in said

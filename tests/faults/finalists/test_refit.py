@@ -77,7 +77,7 @@ def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("promote", NAME, "--refit")
     assert "worker logs" not in said, "there is nothing left to train"
     assert f"the refit, trial {refit.taken} of {MADE}, is models:/{NAME}@champion (version " in said
-    assert "test set: the test set was not opened for it yet" in said
+    assert "test set: it was not evaluated on the test set yet" in said
     made = load_study(study.storage, MADE)
     (promotion,) = read_promotions(study.engine, made.study_id)
     assert (promotion.trial_number, promotion.alias) == (refit.taken, "champion")
@@ -89,7 +89,7 @@ def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     assert json.loads(version.tags["hpsearch.refit"])["losses"] == list(refit.losses)
     for words in (
         f"A refit: the configuration of trial {refit.of} of study **{NAME}**",
-        "**Not seen by the test set**",
+        "**Not evaluated on the test set**",
     ):
         assert words in version.description
     assert f"promoted: the refit of trial {refit.of} is {NAME}@champion" in arena.run("show", NAME)
@@ -135,4 +135,4 @@ def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     assert json.loads(version.tags["hpsearch.test"])["scores"] == opening.scores
     assert client.get_run(version.run_id).data.metrics["test_accuracy"] == opening.scores["accuracy"]
     said = arena.run("promote", NAME, "--alias", "searched")
-    assert f"unconfirmed: the test set was opened for the refit of trial {refit.of}" in said
+    assert f"unconfirmed: the test set was evaluated with the refit of trial {refit.of}" in said

@@ -111,7 +111,7 @@ def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
         SearchError, match=r"--refit: the winner of study 's' has no refit yet; train it with .*--refit"
     ):
         choose_candidate(study, trial=None, unconfirmed=False, refit=True)
-    with pytest.raises(SearchError, match="--unconfirmed: a refit is of the finalists' winner"):
+    with pytest.raises(SearchError, match="--unconfirmed is not available with --refit"):
         choose_candidate(study, trial=None, unconfirmed=True, refit=True)
     with pytest.raises(SearchError, match="--refit-seeds 2 is even; give an odd number"):
         make_or_join_refit(study, seeds=2)

@@ -152,7 +152,7 @@ def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy)
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
     assert (found.front, found.winner, found.is_decided) == ((), None, False)
     assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 new seeds"]
-    assert why(study, 0) == "the finalists have no winner: none has all seeds"
+    assert why(study, 0) == "the finalists have no winner: none has a value for all seeds"
 
 
 def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
@@ -173,15 +173,15 @@ def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: Store
 def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
     assert why(study, 0) == "no finalists were trained"
     confirm(study, trials=2)
-    assert why(study, 0) == "the finalists have no winner: 4 of their trials have not ended"
+    assert why(study, 0) == "the finalists have no winner: 4 of their runs have not ended"
     confirm(study)
-    assert why(study, 1) == "the finalists chose trial 0 or 2"
-    assert why(study, 0) == why(study, 2) == "the test set was not opened for it"
+    assert why(study, 1) == "the winner among the finalists is trial 0 or 2"
+    assert why(study, 0) == why(study, 2) == "it was not evaluated on the test set"
     opening = record_test_evaluation(
         study.engine, study.study_id, trial_number=2, model_sha256="0" * 64, opened_by="me", finalists="s.finalists"
     )
-    assert why(study, 0) == "the test set was opened for trial 2"
-    assert why(study, 2) == "the test set was opened and has no scores"
+    assert why(study, 0) == "the test set was evaluated with trial 2"
+    assert why(study, 2) == "the test evaluation has no scores"
     write_scores(study.engine, study.study_id, opening, {"accuracy": 0.8})
     assert why(study, 2) == ""
 
@@ -201,7 +201,7 @@ def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     train_runs(made, [0.3, 0.1, 0.2], value=[0.9, 1.0])
     _, found = read_refit(study, 2)
     assert (found.taken, found.of) == (2, 2)
-    assert why(made, 2) == "the test set was not opened for it yet"
+    assert why(made, 2) == "it was not evaluated on the test set yet"
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
         read_refit(study, 0)
 
@@ -230,7 +230,7 @@ def test_prefer_uses_the_means_of_finalists(study: StoredStudy, say: Say) -> Non
     with pytest.raises(SearchError) as error:
         select_preferred(study, "accuracy >= 0.95")
     assert str(error.value) == (
-        "--prefer 'accuracy >= 0.95': no trial of the front is so; the nearest: trial 0 (accuracy 0.91, latency_ms "
+        "--prefer 'accuracy >= 0.95': no trial of the Pareto front satisfies it; the nearest are trial 0 (accuracy 0.91, latency_ms "
         "5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
     )
     assert say("promote", "s", "--prefer", "latency_ms < 1", code=2).endswith(
@@ -250,14 +250,14 @@ def test_prefer_breaks_ties_by_another_metric(storage: PostgresStorage) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("latency", "'latency' cannot be read"),
-        ("accuracy == 0.9", "'accuracy == 0.9' cannot be read"),
+        ("latency", "'latency' is not valid"),
+        ("accuracy == 0.9", "'accuracy == 0.9' is not valid"),
         ("accuracy >= high", "'high' is no number"),
         ("accuracy >= nan", "'nan' is no number"),
-        ("", "'' cannot be read"),
-        ("accuracy >= 0.9 or latency_ms", "conditions with 'and' between"),
-        ("accuracy >= 0.9 then", "the metrics to prefer by are accuracy, latency_ms"),
-        ("accuracy >=", "'accuracy >=' cannot be read"),
+        ("", "'' is not valid"),
+        ("accuracy >= 0.9 or latency_ms", "write conditions, then metrics"),
+        ("accuracy >= 0.9 then", "with the metrics accuracy, latency_ms"),
+        ("accuracy >=", "'accuracy >=' is not valid"),
     ],
 )
 def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> None:
@@ -269,10 +269,10 @@ def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> Non
     assert "\n" not in said
 
 
-def test_prefer_needs_several_metrics_and_a_trial(storage: PostgresStorage) -> None:
-    with pytest.raises(SearchError, match="has one metric, accuracy: leave it out, or give --trial"):
+def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: PostgresStorage) -> None:
+    with pytest.raises(SearchError, match="has one metric, accuracy; remove it, or give --trial"):
         select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
-    with pytest.raises(SearchError, match=r"has no trial to prefer: all that have run .* --infeasible"):
+    with pytest.raises(SearchError, match=r"has no trial to select: all complete trials .* --infeasible"):
         select_preferred(nobody, "accuracy")
     assert select_preferred(nobody, "accuracy", infeasible=True) == 0

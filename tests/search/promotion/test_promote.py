@@ -92,7 +92,7 @@ def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Trac
 
 def test_promoting_a_trial_that_is_not_complete_is_an_error(tracked: Tracked) -> None:
     states = {
-        TrialState.PRUNED: r"it was pruned \(why\); promote one that has run to its end, such as 1",
+        TrialState.PRUNED: r"it was pruned \(why\); promote a complete trial, such as 1",
         TrialState.FAIL: r"it failed \(why\); promote",
         TrialState.RUNNING: "it is still running; promote",
         TrialState.WAITING: "it has not been run yet; promote",
@@ -121,7 +121,11 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
             "pending: on its way from host",
             r"no model of it yet \(pending: .* host\): send it with .* sync s-",
         ),
-        (REMOVED, "hpsearch gc removed it", r"no model of it \(hpsearch gc removed it\); promote one that has$"),
+        (
+            REMOVED,
+            "hpsearch gc removed it",
+            r"no model of it \(hpsearch gc removed it\); promote a trial with a model$",
+        ),
     ):
         links.set_attr_of_trials([trial_id], key, value)
         with pytest.raises(SearchError, match=rf"^--trial 2: MLflow has {said}"):
@@ -273,9 +277,9 @@ def test_later_finalists_and_test_scores_update_a_promotion(tracked: Tracked) ->
     promote(tracked.stored, tracked.tracking)
     train_finalists(tracked, [1, 2], winner=2)
     refresh_evidence(tracked.stored, tracked.tracking)
-    assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 2"
+    assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the winner among the finalists is trial 2"
     done = promote(tracked.stored, tracked.tracking)
-    assert (done.trial, done.unconfirmed) == (2, "the test set was not opened for it")
+    assert (done.trial, done.unconfirmed) == (2, "it was not evaluated on the test set")
     (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     opening = record_test_evaluation(
         tracked.storage.engine,
@@ -308,7 +312,7 @@ def test_a_test_score_without_finalists_does_not_confirm_a_promotion(tracked: Tr
     assert promote(tracked.stored, tracked.tracking).unconfirmed == "no finalists were trained"
     train_finalists(tracked, [1, 2], winner=1)
     done = promote(tracked.stored, tracked.tracking)
-    assert done.unconfirmed == "the test set was opened for it without finalists"
+    assert done.unconfirmed == "it was evaluated on the test set without finalists"
 
 
 def test_an_ended_promotion_stays_ended(tracked: Tracked) -> None:

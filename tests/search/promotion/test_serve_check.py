@@ -14,7 +14,7 @@ from torch import nn
 
 from hpsearch import Batch, Objective, ObjectiveError, Splits, Step, TrainConfig
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion import predict_alone
+from hpsearch.search.promotion import predict_isolated
 from hpsearch.search.promotion.serve_check import _score_predictions, find_version, serve_check
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
@@ -24,7 +24,7 @@ from tests.search.promotion.support import Tracked
 
 def alone(code: str) -> str:
     """Return the output of code in an isolated Python that blocks hpsearch's packages, as for serving."""
-    path = Path(predict_alone.__file__)
+    path = Path(predict_isolated.__file__)
     refusing = "sys.meta_path.insert(0, alone['ImportBlocker'](['hpsearch', 'json5']))"
     start = f"import runpy, sys; alone = runpy.run_path({str(path)!r}); {refusing}; "
     done = subprocess.run([sys.executable, "-I", "-c", start + code], capture_output=True, text=True, check=False)
@@ -43,8 +43,8 @@ def test_serving_can_import_other_packages() -> None:
 @pytest.mark.parametrize(
     "reference", ["digits", "", "@champion", "digits@", "digits/", "digits/x", "digits/0", "a/b@c", "models:/a/1/2"]
 )
-def test_a_reference_without_a_version_is_an_error(reference: str) -> None:
-    with pytest.raises(SearchError, match="names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSI"):
+def test_what_names_no_version(reference: str) -> None:
+    with pytest.raises(SearchError, match="is not a version; give NAME@ALIAS, such as digits@champion, or NAME/VERSI"):
         find_version(None, reference)  # type: ignore[arg-type]
 
 
@@ -89,6 +89,6 @@ class Twice(Objective):
 def test_a_step_that_calls_its_model_twice_cannot_be_evaluated() -> None:
     objective = Twice()
     with pytest.raises(
-        ObjectiveError, match=r"^serve-check cannot judge Twice: its step calls the model more than once"
+        ObjectiveError, match=r"^serve-check cannot score Twice: its step does not call the model exactly once"
     ):
         _score_predictions([torch.zeros(36, 3)], objective, objective.data(0), TrainConfig())

@@ -63,7 +63,9 @@ def test_models_beyond_the_best_are_removed_with_their_files(
     again = load_study(open_storage(database_url, application_name="another process"), own_tracked.stored.spec.name)
     with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
         promote(again, own_tracked.tracking, trial=2)
-    with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
+    with pytest.raises(
+        SearchError, match=r"trial 2 were deleted \(hpsearch gc removed .*the test set was not evaluated"
+    ):
         evaluate_on_test_set(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
 
 

@@ -1,7 +1,8 @@
-"""Predicts with a model of the registry in a process that has none of this project's code.
+"""Predict with a registered model in a process without this project's code.
 
-Run by its path, with ``python -I``; it imports nothing of ours, and lets nobody else do so:
-``predict_alone.py URI INPUTS OUTPUTS.pt SEED REFUSED...``; INPUTS is a folder of batches, each an .npz of its tensors.
+``serve-check`` runs this file by its path, with ``python -I``:
+``predict_isolated.py URI INPUTS OUTPUTS.pt SEED BLOCKED...``. INPUTS is a folder with one .npz file of tensors per
+batch. The process cannot import the packages BLOCKED.
 """
 
 from __future__ import annotations
@@ -14,42 +15,42 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SINGLE_INPUT_KEY = "="  # what a batch that is one tensor is called
-MAX_ROWS = 256  # in one request, about
+SINGLE_INPUT_KEY = "="  # name in the .npz file of a batch that is a single tensor
+MAX_ROWS = 256  # approximate number of rows of one request
 
 
 class ImportBlocker(MetaPathFinder):
-    """Refuses to import some packages, installed or not: a model that needs them cannot be served without them."""
+    """Import hook that rejects some packages, even if they are installed, because a server may not have them."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = set(packages)
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002 importlib's interface
-        """Find nothing, and refuse what is to be refused."""
+        """Raise ModuleNotFoundError for a blocked package; return None for others, which other finders import."""
         if name.partition(".")[0] in self._packages:
-            raise ModuleNotFoundError(f"the model needs {name}, which is not there where it is served", name=name)
+            raise ModuleNotFoundError(f"the model needs {name}, which a server does not have", name=name)
         return None
 
 
 def main() -> None:
-    """Load the model and write what it predicts."""
-    uri, inputs, outputs, seed, *refused = sys.argv[1:]
-    sys.meta_path.insert(0, ImportBlocker(refused))
+    """Load the model and write its predictions."""
+    uri, inputs, outputs, seed, *blocked = sys.argv[1:]
+    sys.meta_path.insert(0, ImportBlocker(blocked))
     import mlflow
     import numpy as np
     import torch
 
     files = sorted(Path(inputs).glob("*.npz"))
     with np.load(files[0]) as first:
-        alone = list(first) == [SINGLE_INPUT_KEY]
-    told = mlflow.models.get_model_info(uri).signature
+        has_single_input = list(first) == [SINGLE_INPUT_KEY]
+    signature = mlflow.models.get_model_info(uri).signature
     predict = (
         load_single_input_predictor(uri)
-        if alone and told is not None and told.outputs is not None
+        if has_single_input and signature is not None and signature.outputs is not None
         else load_multi_input_predictor(uri)
     )
     predictions = []
-    torch.manual_seed(int(seed))  # a model may draw at random, as it did when it was judged
+    torch.manual_seed(int(seed))  # the seed of the evaluation in training, for models that use random numbers
     for file in files:
         with np.load(file) as parts:
             predictions.append(predict([parts[name] for name in parts]))
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
-    """Return what predicts from one array, as a service does that knows MLflow alone."""
+    """Return a function that predicts from one array with ``mlflow.pyfunc``, as MLflow's model server does."""
     import mlflow
     import numpy as np
     import torch
@@ -65,7 +66,7 @@ def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
     model = mlflow.pyfunc.load_model(uri)
 
     def predict(arrays: list[Any]) -> Any:
-        # No part of a single row, unless there is one row in all: an exported model may take two at least.
+        # Parts of similar size, because an exported model may require at least two rows.
         parts = np.array_split(arrays[0], max(-(-len(arrays[0]) // MAX_ROWS), 1))
         return torch.from_numpy(np.concatenate([np.asarray(model.predict(part)) for part in parts]))
 
@@ -73,7 +74,7 @@ def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
 
 
 def load_multi_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
-    """Return what takes several arrays, in their order, or gives several outputs: torch does, MLflow's own way not."""
+    """Return a function for models with several inputs or outputs, which ``mlflow.pyfunc`` does not support."""
     import mlflow.pytorch
     import torch
 
