@@ -230,8 +230,8 @@ def test_prefer_uses_the_means_of_finalists(study: StoredStudy, say: Say) -> Non
     with pytest.raises(SearchError) as error:
         select_preferred(study, "accuracy >= 0.95")
     assert str(error.value) == (
-        "--prefer 'accuracy >= 0.95': no trial of the Pareto front satisfies it; the nearest are trial 0 (accuracy 0.91, latency_ms "
-        "5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
+        "--prefer 'accuracy >= 0.95': no trial of the Pareto front satisfies it; the nearest are trial 0 (accuracy 0.91, "
+        "latency_ms 5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
     )
     assert say("promote", "s", "--prefer", "latency_ms < 1", code=2).endswith(
         "trial 0 (accuracy 0.91, latency_ms 5.1)\n"
@@ -252,8 +252,8 @@ def test_prefer_breaks_ties_by_another_metric(storage: PostgresStorage) -> None:
     [
         ("latency", "'latency' is not valid"),
         ("accuracy == 0.9", "'accuracy == 0.9' is not valid"),
-        ("accuracy >= high", "'high' is no number"),
-        ("accuracy >= nan", "'nan' is no number"),
+        ("accuracy >= high", "'high' is not a number"),
+        ("accuracy >= nan", "'nan' is not a number"),
         ("", "'' is not valid"),
         ("accuracy >= 0.9 or latency_ms", "write conditions, then metrics"),
         ("accuracy >= 0.9 then", "with the metrics accuracy, latency_ms"),

@@ -107,7 +107,7 @@ def test_a_new_set_of_finalists_counts_once_it_has_a_winner(study: StoredStudy) 
     assert (table(study).study, table(study).winner) == ("s.finalists", 3)
     assert format_confirmation(study)[0].startswith("winner: trial 3")
     assert format_confirmation(study)[-1] == ("new set in s.finalists-2: finalists: 1 of 2 trained, on 1 new seed")
-    with pytest.raises(SearchError, match=r"in s.finalists-2, have 1 unfinished runs; continue with"):
+    with pytest.raises(SearchError, match=r"in s.finalists-2, have 1 unfinished run; continue with"):
         choose_candidate(study, trial=None, unconfirmed=False)
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)

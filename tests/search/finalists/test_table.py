@@ -81,7 +81,7 @@ def test_the_test_score_is_compared_with_the_expected_one(study: StoredStudy, te
         finalists=chosen.spec.name,
     )
     write_scores(study.engine, study.study_id, opening, {"accuracy": test})
-    assert re.search(rf"^test set: accuracy {test:.4f}, {where} 0\.\d+ to 0\.\d+ \(90%\), opened", last_line(study))
+    assert re.search(rf"^test set: accuracy {test:.4f}, {where} 0\.\d+ to 0\.\d+ \(90%\), evaluated", last_line(study))
 
 
 def last_line(study: StoredStudy) -> str:

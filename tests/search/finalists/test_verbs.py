@@ -69,7 +69,7 @@ def test_evaluate_test_needs_a_winner(study: StoredStudy, say: Say) -> None:
     assert "'s' has no finalists" in say("evaluate-test", "s", "--yes", code=2)
     assert "--trial 77" in say("evaluate-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
     chosen, _ = create_or_join(study, top=2, seeds=1)
-    assert "are not done, 2 are left" in say("evaluate-test", "s", "--yes", code=2)
+    assert "have 2 unfinished runs" in say("evaluate-test", "s", "--yes", code=2)
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert "is trial 3; remove --trial, or evaluate an unconfirmed trial with --unconfirmed --trial 1" in say(
         "evaluate-test", "s", "--yes", "--trial", "1", code=2

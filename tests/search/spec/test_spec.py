@@ -66,7 +66,7 @@ def test_defaults_are_stored() -> None:
         ({"version": 9}, ["version", "9", "version 1"]),
         ({"sampler": {"name": "tpee"}}, ["sampler", "'tpee'", "'tpe'"]),
         ({"sampler": {"name": "tpe", "n_startup": 3}}, ["sampler.n_startup", "'n_startup_trials'"]),
-        ({"sampler": {"name": "random", "x": 3}}, ["sampler.x", "none"]),
+        ({"sampler": {"name": "random", "x": 3}}, ["sampler.x", "no options"]),
         ({"sampler": {"name": "tpe", "n_startup_trials": "auto"}}, ["sampler.n_startup_trials", "'auto'", "integer"]),
         ({"pruner": {"name": "hyperband", "max_resource": "auto"}}, ["pruner.max_resource", "'auto'", "integer"]),
         ({"sampler": {"name": "grid"}}, ["sampler.search_space is not set"]),

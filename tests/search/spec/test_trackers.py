@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import choose
-from hpsearch.search.spec.spec import FinalistsOf, StudySpec, _folder, parse_spec
+from hpsearch.search.spec.spec import FinalistsOf, StudySpec, _resolve_folder, parse_spec
 from hpsearch.search.tracking.tracker import TRACKERS, check_trackers
 from hpsearch.storage.errors import StorageError
 from tests.factories import BASE
@@ -71,7 +71,7 @@ def test_a_missing_package_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPat
 class OtherTracker(BaseModel):
     """A spec with another folder."""
 
-    csv: Annotated[str | None, BeforeValidator(_folder)] = None
+    csv: Annotated[str | None, BeforeValidator(_resolve_folder)] = None
 
 
 def test_a_wrong_folder_is_named_by_its_setting() -> None:

@@ -84,10 +84,10 @@ def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, sto
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--budget-epochs", "2"], ["--budget-epochs 2", "spent 2 epochs", "+N"]),
+        (["--budget-epochs", "2"], ["--budget-epochs 2", "used 2 epochs", "+N"]),
         (["--budget-epochs", "0"], ["--budget-epochs"]),
         (["--budget-epochs", "nan"], ["--budget-epochs 'nan'", "+N"]),
-        (["--budget-seconds", "+5"], ["--budget-seconds", "no budget in seconds"]),
+        (["--budget-seconds", "+5"], ["--budget-seconds", "without a budget in seconds"]),
         (["--budget-epochs", "+5", "--trials", "+5"], ["one budget at a time"]),
         ([], ["one budget at a time"]),
     ],

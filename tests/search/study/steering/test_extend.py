@@ -97,7 +97,7 @@ def test_a_trial_that_is_being_claimed_counts_as_started(stored: StoredStudy, da
 
     with locked_study(database_url, threading.Thread(target=extend)) as cursor:
         cursor.execute("INSERT INTO trials (study_id, number, state) VALUES (%s, 0, 'RUNNING')", (stored.study_id,))
-    assert "--trials 1: 1 trials" in str(refused[0])
+    assert "already started 1 trials" in str(refused[0])
     assert load_study(stored.storage, "s").spec.n_trials == 3
 
 
