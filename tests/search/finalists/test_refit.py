@@ -93,7 +93,7 @@ def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStu
     assert make_or_join_refit(study, seeds=1)[0].spec.name == "s.refit-3"
 
 
-def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -> None:
+def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
     with pytest.raises(SearchError, match=r"^--refit: study 's' has no finalists .* hpsearch finalists s$"):
         make_or_join_refit(study, seeds=None)
     chosen, _ = create_or_join(study, top=2, seeds=2)

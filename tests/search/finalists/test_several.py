@@ -230,8 +230,8 @@ def test_prefer_uses_the_means_of_finalists(study: StoredStudy, say: Say) -> Non
     with pytest.raises(SearchError) as error:
         select_preferred(study, "accuracy >= 0.95")
     assert str(error.value) == (
-        "--prefer 'accuracy >= 0.95': no trial of the Pareto front satisfies it; the nearest are trial 0 (accuracy 0.91, "
-        "latency_ms 5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
+        "--prefer 'accuracy >= 0.95': no trial of the Pareto front satisfies it; the nearest are trial 0 (accuracy "
+        "0.91, latency_ms 5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
     )
     assert say("promote", "s", "--prefer", "latency_ms < 1", code=2).endswith(
         "trial 0 (accuracy 0.91, latency_ms 5.1)\n"
@@ -269,7 +269,7 @@ def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> Non
     assert "\n" not in said
 
 
-def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: PostgresStorage) -> None:
+def test_prefer_needs_several_metrics_and_a_trial(storage: PostgresStorage) -> None:
     with pytest.raises(SearchError, match="has one metric, accuracy; remove it, or give --trial"):
         select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)

@@ -92,7 +92,7 @@ def test_messages_list_registered_samplers_and_pruners(change: dict[str, Any], m
 
 
 @pytest.mark.usefixtures("toys")
-def test_a_name_is_given_once() -> None:
+def test_a_name_can_be_registered_once() -> None:
     with pytest.raises(TypeError, match="sampler 'tpe' is already registered by TPE"):
 
         class Twin(SamplerSpec):
