@@ -44,10 +44,10 @@ from hpsearch.storage.trials.history import read_finalist_studies, read_refit_st
 
 
 def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
-    """Return a row per trial with parameters, value and the reason of its end.
+    """Return a DataFrame with a row per trial: parameters, value and the reason of its end.
 
-    Of several metrics `value` is that of the first, and each has a column, as Optuna names it: ``values_accuracy``.
-    Where there are constraints, `out_of_bounds` has those that the trial breaks.
+    With several metrics, `value` is the one of the first metric, and each metric has a column such as
+    ``values_accuracy``. With constraints, `out_of_bounds` lists the violated ones.
     """
     trials, waiting, spec = study.trials(), find_waiting_reasons(study), study.spec
     names = list(spec.direction_by_metric) if spec.is_multi_objective else []
@@ -74,26 +74,26 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     """Return the reference by which workers load an objective.
 
     Args:
-        objective: a reference, which is returned; or a class of a file or an installed module.
+        objective: a reference, which is returned unchanged; or a class in a file or an installed module.
 
     Raises:
-        SearchError: it is neither, or the class is of a notebook's cell or a running script, where no worker finds it.
+        SearchError: `objective` is neither, or the class is defined in a notebook or in the running script.
     """
     if isinstance(objective, str):
         return objective
     if not isinstance(objective, type):
-        raise SearchError(f"objective is {objective!r}: give a name, such as 'digits' or 'wine.py', or a class")
+        raise SearchError(f"objective is {objective!r}; give a name such as 'digits' or 'wine.py', or a class")
     name, module = objective.__name__, objective.__module__
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not objective:
         file = f"{name.lower()}.py"
         raise SearchError(
-            f"class {name} is defined in {module}, where no worker finds it: write it to a file (in a notebook: a "
-            f"cell that begins with %%writefile {file}) and give {file!r}"
+            f"class {name} is defined in {module}, from which workers cannot import it; write it to a file (in a "
+            f"notebook with %%writefile {file}) and give {file!r}"
         )
     reference = f"{module}:{name}"
     if "." in module:
         return {known: short for short, known in BUILTIN.items()}.get(reference, reference)
-    return f"{inspect.getsourcefile(objective)}:{name}"  # good from any folder
+    return f"{inspect.getsourcefile(objective)}:{name}"  # with the path, workers may start in any folder
 
 
 def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
@@ -102,7 +102,7 @@ def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
     Raises:
         SearchError: the study holds finalists, or the file cannot be written.
     """
-    study.require_search("look in the report of {study!r}")
+    study.require_search("see the report of {study!r}")
     sync_mlflow_promotions(services, study.storage, study)
     path = output or get_report_path(services, study)
     try:
@@ -115,7 +115,7 @@ def log(services: Services, study: StoredStudy, report: Path) -> None:
     """Log a report and the results to the study's MLflow run; do nothing without a tracking server.
 
     Raises:
-        SearchError: MLflow refused.
+        SearchError: MLflow rejected a request.
         StorageError: MLflow does not answer.
     """
     if find_tracking_uri(services, study) is None:
@@ -134,7 +134,7 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: b
     Raises:
         SearchError: the test set was evaluated already, the finalists have no winner, or the trial is not eligible.
     """
-    study.require_search("open the test set of {study!r}")
+    study.require_search("evaluate the test set of {study!r}")
     try:
         return choose_candidate(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     except AlreadyEvaluatedError as error:
@@ -152,67 +152,67 @@ def evaluate_test_set(
     """
     candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     try:
-        opening = evaluate_on_test_set(study, candidate, open_study_tracking(services, study))
+        evaluation = evaluate_on_test_set(study, candidate, open_study_tracking(services, study))
     except AlreadyEvaluatedError as error:
         raise _as_search_error(study, error) from None
 
-    def tell(tracking: Tracking) -> None:
+    def update(tracking: Tracking) -> None:
         close_study(study, summarise(study), tracking)
         refresh_evidence(study, tracking)
 
-    update_mlflow(services, study, tell)
-    return opening.scores or {}
+    update_mlflow(services, study, update)
+    return evaluation.scores or {}
 
 
 def _as_search_error(study: StoredStudy, error: AlreadyEvaluatedError) -> SearchError:
     name = study.spec.name
-    return SearchError(f"study {name!r}: {error}; see it with: {format_command('show', name)}")
+    return SearchError(f"study {name!r}: {error}; see the scores with {format_command('show', name)}")
 
 
 def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
     """Return the studies to delete, in order: finalists, refits, and the search itself.
 
-    The search is last, because the others are found by it.
+    The search is last, because the others are found through it.
 
     Raises:
-        SearchError: trials of one of them are running.
+        SearchError: trials of one of the studies are running.
     """
-    names = [of(study.engine, study.study_id) for of in (read_finalist_studies, read_refit_studies)]
-    own = [load_study(study.storage, name) for some in names for name in some]
-    for each in (study, *own):
-        if alive := count_running(each):
+    names = [read(study.engine, study.study_id) for read in (read_finalist_studies, read_refit_studies)]
+    companions = [load_study(study.storage, name) for some in names for name in some]
+    for each in (study, *companions):
+        if running := count_running(each):
             raise SearchError(
-                f"study {each.spec.name!r} has {pluralize(alive, 'running trial')}: "
-                f"stop it first: {format_command('stop', each.spec.name)}"
+                f"study {each.spec.name!r} has {pluralize(running, 'running trial')}; "
+                f"stop it first with {format_command('stop', each.spec.name)}"
             )
-    return [*own, study]
+    return [*companions, study]
 
 
 def describe_deletion(study: StoredStudy) -> str:
     """Return the list of items to delete, for the confirmation prompt.
 
     Raises:
-        SearchError: trials of it or of its finalists are running.
+        SearchError: trials of the study or of its finalists are running.
     """
-    what = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
-    what += ", its finalists" if len(list_studies_to_delete(study)) > 1 else ""
-    opened = read_test_evaluation(study.engine, study.study_id)
-    return what + (", and the record that its test set was opened" if opened else "")
+    items = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
+    items += ", its finalists" if len(list_studies_to_delete(study)) > 1 else ""
+    evaluation = read_test_evaluation(study.engine, study.study_id)
+    return items + (", and the record of its test evaluation" if evaluation else "")
 
 
 def delete_study(services: Services, study: StoredStudy) -> list[str]:
     """Delete a study with its finalists, checkpoints and local files; return the names of the deleted studies.
 
     Raises:
-        SearchError: trials of it or of its finalists are running.
+        SearchError: trials of the study or of its finalists are running.
         StorageError: the checkpoint store does not answer.
     """
-    gone = list_studies_to_delete(study)
-    for each in gone:
+    deleted = list_studies_to_delete(study)
+    for each in deleted:
         folders = get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)
         checkpoints = open_checkpoints(each, services.home, services.checkpoint_url)
         each.storage.delete_study(each.study_id)
         checkpoints.delete()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-    return [each.spec.name for each in gone]
+    return [each.spec.name for each in deleted]

@@ -23,14 +23,14 @@ from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import Addresses
 
 
-def update_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
-    """Run `tell` with the study's tracking server; print a warning if MLflow does not answer."""
+def update_mlflow(services: Services, study: StoredStudy, update: Callable[[Tracking], object]) -> None:
+    """Call `update` with the study's tracking server; print a warning if MLflow does not answer."""
     if RUN_ID not in study.attrs or find_tracking_uri(services, study) is None:
-        return  # nobody has opened a run of the study yet
+        return  # the study has no MLflow run yet
     try:
-        tell(open_study_tracking(services, study))
-    except Exception as error:  # the study is changed already: a server that is away must not hide it
-        warn(f"MLflow was not updated ({describe_error(error)}); it is when the trials run")
+        update(open_study_tracking(services, study))
+    except Exception as error:  # the study has already changed, which an unavailable server must not hide
+        warn(f"MLflow was not updated ({describe_error(error)}); workers update it when they run trials")
 
 
 def warn(message: str) -> None:
@@ -52,7 +52,7 @@ def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: 
 
             refresh_evidence(study, tracking)
     except StorageError as error:
-        logging.getLogger(__name__).debug("promotions are not noticed: %s", error)
+        logging.getLogger(__name__).debug("promotions not synchronized: %s", error)
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,19 @@ class StudyRow:
     """A study in a list.
 
     Attributes:
-        name, objective, metric: of the study; of one that hpsearch did not make the name alone.
-        finished, budget: trials that have ended, and are to end; among them complete, pruned and failed ones.
-        done: how much of all its budgets is spent, for a person.
-        running: trials that are being run.
-        best_value, best_number: of the best trial; None without a complete one. Of several metrics by the first.
-        front: how many trials none dominates; 0 of one metric.
-        promoted: what of it has a name in MLflow's registry, such as ``digits@champion (trial 7)``.
-        stopped: whether somebody stopped it.
-        stopped_early: whether it gave the rest of its budget up.
-        of_finalists: whether it holds the finalists of another study.
-        of_refit: whether it holds the refit of another study's winner.
-        ours: whether hpsearch made it.
+        name, objective, metric: of the study; only the name if another program created it.
+        finished, budget: numbers of finished trials and of all trials.
+        done: the spent share of all budgets, as text.
+        complete, pruned, failed: numbers of trials by state.
+        running: number of running trials.
+        best_value, best_number: value and number of the best trial by the first metric; None without a COMPLETE trial.
+        front: number of trials on the Pareto front; 0 with one metric.
+        promoted: current promotions, such as ``digits@champion (trial 7)``.
+        stopped: whether a user stopped the study.
+        stopped_early: whether the study terminated early.
+        of_finalists: whether the study holds the finalists of another study.
+        of_refit: whether the study holds the refit of another study's winner.
+        ours: whether hpsearch created the study.
     """
 
     name: str
@@ -130,15 +131,15 @@ def list_studies(where: Addresses) -> list[StudyRow]:
     """
     services, storage = open_services(where)
     sync_mlflow_promotions(services, storage)
-    return [_row(storage, frozen) for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name)]
+    return [_make_row(storage, frozen) for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name)]
 
 
-def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
+def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
     if (stored := frozen.user_attrs.get(SPEC)) is None:
         return StudyRow(frozen.study_name, ours=False)
     spec, engine = parse_stored_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
-    held = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
+    current = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(
         name=spec.name,
         objective=spec.objective,
@@ -153,7 +154,7 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         best_value=at.best_value,
         best_number=at.best_number,
         front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.is_multi_objective else 0,
-        promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
+        promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in current),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
         stopped_early=at.given_up is not None,
         of_finalists=spec.finalists_of is not None and spec.refit is None,

@@ -1,4 +1,4 @@
-"""`Study`: a search as an object, created or opened, run, steered, inspected, confirmed and promoted."""
+"""`Study`: the Python interface to a search, from its creation to the promotion of its winner."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class Study:
-    """A search in its database. Make one with `create`, or find one with `open`.
+    """A search that is stored in a database. `create` creates or joins a study, `open` opens an existing one.
 
-    Faults that a user can correct raise SearchError, StorageError or ObjectiveError with a message of one line. The
-    keywords `storage_url`, `tracking_uri`, `checkpoint_url` and `home` say where a study is kept; without them the
-    environment does (HPSEARCH_STORAGE_URL and so on), and without that it is the embedded stack, which is started.
+    Errors that a user can correct are SearchError, StorageError or ObjectiveError, with a message of one line. The
+    keywords `storage_url`, `tracking_uri`, `checkpoint_url` and `home` are the addresses of the services. Without them,
+    the environment variables apply (HPSEARCH_STORAGE_URL and so on), and without these the embedded services start.
 
     Attributes:
         name: name of the study.
@@ -74,9 +74,9 @@ class Study:
         """Create a study, or join the study of that name if its settings agree with the given ones.
 
         Args:
-            objective: digits or another built-in, package.module:Class, my_file.py; or a class in such a file.
-            spec: settings by their keys, or a .toml or .yaml file of them; keywords override it.
-            enqueue: configurations to run first: see `enqueue_trial`.
+            objective: a built-in such as digits, package.module:Class, my_file.py, or a class in such a file.
+            spec: settings by key, or a .toml or .yaml file with settings; keywords override them.
+            enqueue: configurations to run first, as in `enqueue_trial`.
             settings: addresses, and settings of the study; a table for a sampler or pruner has its `name` and options.
 
         Example:
@@ -142,15 +142,15 @@ class Study:
     def run(self, workers: int = 2, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Run the study with worker processes on this machine until its budget is spent, and show its progress.
 
-        It also returns when the study is stopped from elsewhere. An interrupt (Ctrl-C, a notebook's stop button) ends
-        the running epochs, saves, and raises KeyboardInterrupt; call `run` again to continue.
+        The method also returns when the study is stopped from elsewhere. After an interrupt (Ctrl-C, a notebook's stop
+        button), the workers finish their epoch and save, and KeyboardInterrupt is raised; call `run` again to continue.
 
         Args:
             workers: number of processes; 0 only prepares the study.
             how: options of the workers.
 
         Raises:
-            SearchError: the study is stopped, or its workers gave up before the budget was spent.
+            SearchError: the study was stopped before, or its workers gave up before the budget was spent.
 
         Example:
             summary = study.run(workers=1)
@@ -166,9 +166,9 @@ class Study:
         return ran.summary
 
     def _options(self, method: Callable[..., Any], workers: int, how: FleetWorkerOptions) -> WorkerOptions:
-        """Return the options of a fleet, and load what its workers need while this process loads what it needs."""
+        """Return the options of a fleet, and start the fork server, which imports modules in the background."""
         if not isinstance(workers, int) or workers < 0:
-            raise SearchError(f"{method.__name__}(workers={workers!r}): give a number of processes, such as workers=2")
+            raise SearchError(f"{method.__name__}(workers={workers!r}) is invalid; give a number such as workers=2")
         from hpsearch.search.fleet.fork import start_fork_server
 
         start_fork_server(workers)
@@ -185,14 +185,14 @@ class Study:
             return options.WorkerOptions(**self._services.addresses, device=device, **how)
 
     def run_worker(self, *, device: str | None = None, **how: Unpack[FleetWorkerOptions]) -> Summary:
-        """Be a worker of the study, in this process, until its budget is spent or it is stopped.
+        """Run a worker of the study in this process until the budget is spent or the study is stopped.
 
-        It logs at level INFO. An interrupt ends the epoch, saves, releases the trial and raises KeyboardInterrupt; in a
-        thread other than the main one only `stop` ends it.
+        The worker logs at level INFO. After an interrupt it finishes its epoch, saves, releases the trial and raises
+        KeyboardInterrupt. In a thread other than the main one, only `stop` ends it.
 
         Args:
-            device: device to train on; by default a GPU where there is one.
-            how: options of the worker: see `run`.
+            device: device to train on; None stands for a GPU if one exists.
+            how: options of the worker, as in `run`.
 
         Raises:
             SearchError: the objective fails every trial, or the database does not answer.
@@ -205,28 +205,28 @@ class Study:
         from hpsearch.search.worker.join import run_worker
 
         if (devices := how.get("devices", 1)) != 1:
-            raise SearchError(f"run_worker(devices={devices}): this process is one device: use run(devices={devices})")
+            raise SearchError(f"run_worker(devices={devices}) is not available; use run(devices={devices})")
         options = self._worker_options(self.run_worker, how, device)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
             code = run_worker(self.name, options, stop)
-        why = f"the worker gave up (exit code {code}): see its log, and `describe_trial` of the trials"
-        _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
+        reason = f"the worker gave up (exit code {code}); see its log, and `describe_trial` of the trials"
+        _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (reason,))
         return self.summary()
 
     # --- inspect ---
 
     @property
     def _stored(self) -> StoredStudy:
-        """The study as it is in its database now; `extend` changes its spec."""
+        """The study, read from the database, because `extend` changes its spec."""
         from hpsearch.search.study.study import load_study
 
         return load_study(self._storage, self.name)
 
     @property
     def spec(self) -> StudySpec:
-        """Every setting of the study.
+        """The settings of the study.
 
         Example:
             assert study.spec.epochs == 2
@@ -235,7 +235,7 @@ class Study:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """All trials by number, as Optuna's objects.
+        """All trials in the order of their numbers, as Optuna's FrozenTrial.
 
         Example:
             assert [trial.number for trial in study.trials] == [0, 1, 2]
@@ -243,10 +243,10 @@ class Study:
         return self._storage.get_all_trials(self._stored.study_id, deepcopy=True)
 
     def trials_dataframe(self) -> pd.DataFrame:
-        """Return a row per trial: number, state, value, parameters, epochs, duration, worker, reason.
+        """Return a DataFrame with a row per trial: number, state, value, parameters, epochs, duration, worker, reason.
 
-        With several metrics `value` is that of the first, and each has a column such as ``values_accuracy``. With
-        constraints the last column lists those that the trial violates.
+        With several metrics, `value` is the one of the first metric, and each metric has a column such as
+        ``values_accuracy``. With constraints, the last column lists the violated ones.
 
         Example:
             frame = study.trials_dataframe()
@@ -258,18 +258,18 @@ class Study:
 
     @property
     def best_trial(self) -> FrozenTrial:
-        """The best completed trial that satisfies the constraints, by the first metric.
+        """The best feasible COMPLETE trial by the first metric.
 
-        The best of many trials has a selection bias: see `train_finalists`.
+        The best of many trials has selection bias, which `train_finalists` measures.
 
         Raises:
-            SearchError: there is none yet.
+            SearchError: no trial is feasible and COMPLETE yet.
 
         Example:
             assert study.best_trial.value == max(trial.value for trial in study.trials)
         """
         if (best := self.summary().best) is None:
-            raise SearchError(f"study {self.name!r} has no completed trial that satisfies its constraints")
+            raise SearchError(f"study {self.name!r} has no complete trial within its constraints yet; run more trials")
         return best
 
     @property
@@ -292,9 +292,7 @@ class Study:
 
     @property
     def best_trials(self) -> list[FrozenTrial]:
-        """The Pareto front of the trials that satisfy the constraints, the best by the first metric first.
-
-        With one metric it is the best trial alone.
+        """The Pareto front in the order of the first metric, best first; with one metric, only the best trial.
 
         Example:
             assert study.best_trials == [study.best_trial]
@@ -302,7 +300,7 @@ class Study:
         return list(self.summary().front)
 
     def summary(self) -> Summary:
-        """Return the counts of trials, the best trials and the savings by pruning, as they are now.
+        """Return the current counts of trials, the best trials and the savings of pruning.
 
         Example:
             assert study.summary().failed == 0
@@ -312,7 +310,7 @@ class Study:
         return summarise(self._stored)
 
     def describe_trial(self, trial: int) -> str:
-        """Return all records of a trial, in lines: parameters, attempts, epochs, and the reason of its end.
+        """Return all records of a trial as text: parameters, attempts, epochs, and the reason of its end.
 
         Example:
             print(study.describe_trial(0))
@@ -330,7 +328,7 @@ class Study:
 
     @property
     def optuna_study(self) -> optuna.Study:
-        """Optuna's own object, for all of Optuna's functions and plots; workers ask for trials, not this object.
+        """Optuna's study object, for Optuna's functions and plots. Trials are run by workers, not through this object.
 
         Example:
             assert study.optuna_study.best_trial.number == study.best_trial.number
@@ -339,7 +337,7 @@ class Study:
 
     @property
     def urls(self) -> dict[str, str]:
-        """The pages of the study that are known: ``dashboard`` (Optuna's) and ``mlflow`` (its run).
+        """The known URLs of the study's pages: ``dashboard`` (Optuna dashboard) and ``mlflow`` (its run).
 
         Example:
             assert study.urls.keys() <= {"dashboard", "mlflow"}
@@ -348,10 +346,8 @@ class Study:
         from hpsearch.storage.attributes import RUN_URL
 
         stored, dashboard = self._stored, self._services.dashboard_url
-        found = {
-            "dashboard": dashboard and get_study_page(dashboard, stored.study_id),
-            "mlflow": stored.attrs.get(RUN_URL),
-        }
+        page = dashboard and get_study_page(dashboard, stored.study_id)
+        found = {"dashboard": page, "mlflow": stored.attrs.get(RUN_URL)}
         return {name: url for name, url in found.items() if url}
 
     def __repr__(self) -> str:
@@ -366,13 +362,13 @@ class Study:
     # --- steer ---
 
     def stop(self, *, wait: bool = False) -> str | None:
-        """Stop the study on all machines: its workers end their epoch, save, release their trials and exit.
+        """Stop the study on all machines: its workers finish their epoch, save, release their trials and exit.
 
         Args:
-            wait: whether to return only when no trial is running any more.
+            wait: whether to wait until no trial is running.
 
         Returns:
-            Who stopped it before, and when; None if it was not stopped.
+            User and time of an earlier stop; None if the study was not stopped before.
 
         Example:
             study.stop(wait=True)
@@ -381,11 +377,11 @@ class Study:
 
         before = stop_study(self._stored)
         while wait and count_running(self._stored):
-            time.sleep(0.5)  # a look; nothing wakes it
+            time.sleep(0.5)
         return before
 
     def start(self) -> str | None:
-        """Let a stopped study continue, also one that stopped early; return the reason, or None if it was not stopped.
+        """Start a study that was stopped or terminated early; return the reason of the stop, None if it had none.
 
         Example:
             study.start()
@@ -395,10 +391,10 @@ class Study:
         from hpsearch.search.tracking.publish import reopen_study
 
         stored = self._stored
-        before, why = stored.given_up, start_study(stored)
-        if before is not None:
+        given_up, reason = stored.given_up, start_study(stored)
+        if given_up is not None:
             update_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
-        return why
+        return reason
 
     def extend(
         self,
@@ -408,9 +404,9 @@ class Study:
         budget_seconds: int | str | None = None,
         enqueue: Configurations | None = None,
     ) -> BudgetChange:
-        """Change one of the budgets: ``"+50"`` adds fifty, ``50`` is the new total. Running workers follow it.
+        """Change one of the budgets. ``"+50"`` adds fifty, ``50`` is the new total. Running workers use the new budget.
 
-        Either the configurations of `enqueue` are added too (see `enqueue_trial`), or nothing changes.
+        The configurations of `enqueue` (see `enqueue_trial`) are added in the same transaction.
 
         Example:
             assert study.extend("+1").after == 4
@@ -422,7 +418,7 @@ class Study:
             return self._extend(budgets, enqueue)
 
     def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
-        """Change a budget; errors name the flags of the command."""
+        """Change a budget. Error messages have the flags of the command."""
         from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import extend_study
         from hpsearch.search.tracking.publish import reopen_study
@@ -439,16 +435,17 @@ class Study:
         return done
 
     def enqueue_trial(self, params: Configurations) -> int:
-        """Enqueue configurations, which run before new ones and count in the budget.
+        """Enqueue configurations, which run before sampled ones and count toward the budget.
 
-        A configuration that was enqueued before is not enqueued again. If the study stopped early, a warning says that
-        they wait until it is started.
+        A configuration that was enqueued before is not enqueued again. If the study terminated early, a warning is
+        printed, because the configurations wait until the study is started.
 
         Args:
-            params: parameters by their names, a list of these, or a .csv or .jsonl file; the sampler sets the rest.
+            params: parameters by name, a list of such tables, or a .csv or .jsonl file; the sampler suggests missing
+                parameters.
 
         Returns:
-            How many were enqueued now.
+            The number of newly enqueued configurations.
 
         Example:
             study.extend("+2")
@@ -462,38 +459,38 @@ class Study:
         stored = self._stored
         with keys_in_errors():
             made = enqueue(stored, _rows(stored, params))
-        if why := find_stopped_warning(stored):
-            warn(why)
+        if warning := find_stopped_warning(stored):
+            warn(warning)
         return made
 
     def retry(self, trial: int, *, from_start: bool = False) -> int | None:
-        """Run a failed or infeasible trial again: same number, same parameters, same MLflow run.
+        """Run a failed or infeasible trial again, with the same number, parameters and MLflow run.
 
         Args:
-            trial: its number.
-            from_start: whether to ignore its checkpoints.
+            trial: number of the trial.
+            from_start: whether to discard its checkpoints.
 
         Returns:
-            The epoch, from 0, after which it resumes; None for the beginning.
+            The epoch, from 0, after which the trial resumes; None if it starts from scratch.
 
         Example:
             try:
                 study.retry(0)
             except SearchError as error:
-                assert "only a failed or an infeasible trial is tried again" in str(error)
+                assert "only failed and infeasible trials can be retried" in str(error)
         """
         from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.steering import retry_trial
         from hpsearch.search.tracking.publish import reopen_study, reopen_trial_run
 
         stored = self._stored
-        was, epoch = retry_trial(stored, trial, from_start=from_start)
+        before, epoch = retry_trial(stored, trial, from_start=from_start)
 
-        def tell(tracking: Any) -> None:
-            reopen_trial_run(was, tracking)
+        def reopen_runs(tracking: Any) -> None:
+            reopen_trial_run(before, tracking)
             reopen_study(stored, tracking)
 
-        update_mlflow(self._services, stored, tell)
+        update_mlflow(self._services, stored, reopen_runs)
         return epoch
 
     # --- confirm and promote ---
@@ -508,19 +505,19 @@ class Study:
         infeasible: bool = False,
         **how: Unpack[FleetWorkerOptions],
     ) -> Finalists:
-        """Train the best configurations of a finished search again, and return their table with the winner.
+        """Retrain the best configurations of a finished search, and return their table with the winner.
 
-        All are trained on the same new seeds, each of which also draws a new train/validation split. A second call
-        continues where the first stopped.
+        All configurations are trained on the same new seeds, each with a new train/validation split. A second call
+        continues the existing set.
 
         Args:
-            top: number of configurations; 5, or as the set has it. With several metrics they are of the Pareto front,
-                by default all of it.
-            seeds: number of seeds; 2, or as the set has it.
-            workers: processes on this machine; 0 only chooses.
-            new_set: choose again, with other seeds; an earlier winner stays until these have one.
-            infeasible: include trials that violate a constraint.
-            how: options of the workers: see `run`.
+            top: number of configurations; None stands for the existing set's, or 5. With several metrics the
+                configurations are from the Pareto front, and None without a set takes all of it.
+            seeds: number of seeds; None stands for the existing set's, or 2.
+            workers: number of processes on this machine; 0 only chooses the finalists.
+            new_set: whether to choose a new set on other seeds; an earlier winner stays until the new set has one.
+            infeasible: whether to include trials that violate a constraint.
+            how: options of the workers, as in `run`.
 
         Example:
             study.run(workers=1)
@@ -541,7 +538,7 @@ class Study:
         infeasible: bool = False,
         **how: Unpack[FleetWorkerOptions],
     ) -> RetrainResult[Finalists]:
-        """Train the finalists and return how the training ended."""
+        """Train the finalists; return their table and how the training ended."""
         options = self._options(self.train_finalists, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_finalists
@@ -554,14 +551,15 @@ class Study:
     def evaluate_test(
         self, *, trial: int | None = None, unconfirmed: bool = False, refit: bool = False
     ) -> dict[str, float]:
-        """Score the best weights of the finalists' winner on the test set, once in the life of a study.
-
-        There is no confirmation prompt.
+        """Score the best weights of the finalists' winner on the test set, once per study, without confirmation prompt.
 
         Args:
-            trial: another trial than the winner, with `unconfirmed`.
-            unconfirmed: open it for a trial that did not win among finalists; the record says so.
-            refit: open it for the model that `promote(refit=True)` trained.
+            trial: number of the trial; None stands for the winner, or the best trial if `unconfirmed`.
+            unconfirmed: whether to accept a trial that did not win among finalists; the evaluation is marked as such.
+            refit: whether to evaluate the model that `promote(refit=True)` trained.
+
+        Returns:
+            The loss and metrics on the test set.
 
         Example:
             scores = study.evaluate_test()
@@ -584,20 +582,22 @@ class Study:
         workers: int = 2,
         **how: Unpack[FleetWorkerOptions],
     ) -> PromotionResult:
-        """Register a trial's model in MLflow with its evidence, and set an alias to it.
+        """Register a trial's model in MLflow with its evidence, and set its alias.
 
         Args:
-            trial: by default the finalists' winner, else the best; with several metrics the trial that dominates all
-                others.
-            prefer: choice of a trial of the Pareto front, such as ``accuracy >= 0.98 then latency_ms``.
-            alias: alias of this version; the version that had it becomes ``previous``.
-            model: name of the registered model, by default the study's.
-            infeasible: promote the trial though it violates a constraint.
-            refit: train the winner on train and validation, for the epochs that its fresh runs chose, and promote the
-                run of the median training loss. A second call continues where the first stopped.
-            seeds: number of runs of the refit, odd; 3, or as the refit has it.
-            workers: processes on this machine for the refit.
-            how: options of the workers: see `run`.
+            trial: number of the trial; None stands for the winner of the finalists, without finalists for the best
+                trial, and with several metrics for the trial that dominates all others.
+            prefer: preference that selects a trial of the Pareto front, such as
+                ``accuracy >= 0.98 then latency_ms``.
+            alias: alias of the new version; the version that had it gets the alias ``previous``.
+            model: name of the registered model; None stands for the study's name.
+            infeasible: whether to accept a trial that violates a constraint.
+            refit: whether to train the winner on training and validation data together, for the number of epochs that
+                its runs on new seeds selected, and promote the run with the median training loss. A second call
+                continues an existing refit.
+            seeds: number of runs of the refit, odd; None stands for the existing refit's, or 3.
+            workers: number of processes on this machine for the refit.
+            how: options of the workers, as in `run`.
 
         Example:
             assert study.promote().alias == "champion"
@@ -614,7 +614,7 @@ class Study:
     def _train_refit(
         self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[FleetWorkerOptions]
     ) -> RetrainResult[Refit]:
-        """Train the finalists' winner on train and validation, and return how the training ended."""
+        """Train the refit of the winner; return the refit and how the training ended."""
         options = self._options(self.promote, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_refit
@@ -626,7 +626,7 @@ class Study:
     def _promote(
         self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool
     ) -> PromotionResult:
-        """Promote a trial, or a refit that was trained."""
+        """Promote a trial, or an existing refit."""
         from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import open_study_tracking
         from hpsearch.search.study.summary import summarise
@@ -641,7 +641,7 @@ class Study:
     # --- report and tidy up ---
 
     def report(self, path: Path | str | None = None) -> Path:
-        """Write the study's report, one HTML page, log it to MLflow, and return its path.
+        """Write the study's report as an HTML page, log it to MLflow, and return its path.
 
         Example:
             assert study.report("example.html").exists()
@@ -653,7 +653,7 @@ class Study:
         return report
 
     def sync(self) -> SyncResult:
-        """Send MLflow the records that wait on this machine, and rebuild models of a lost machine; safe to repeat.
+        """Send the records in this machine's outbox, and rebuild models of lost machines. Idempotent.
 
         Example:
             assert study.sync().left == 0
@@ -667,8 +667,8 @@ class Study:
         """Return the surplus models, leftover checkpoints and old run directories of the study.
 
         Args:
-            keep_top: number of best trials whose models stay.
-            dry_run: whether to list them only; otherwise they are removed.
+            keep_top: number of best trials that keep their models.
+            dry_run: whether to only list the files; otherwise they are removed.
 
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
@@ -684,7 +684,7 @@ class Study:
         return found
 
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
-        """Return what `gc` removes, and a line for each place that could not be searched."""
+        """Return the entries for `gc`, and an error text for each place that could not be searched."""
         from hpsearch.search.study.cleanup import find_garbage
         from hpsearch.search.study.study import open_study_tracking
         from hpsearch.storage.attributes import RUN_ID
@@ -706,9 +706,9 @@ def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
 
 
 def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
-    """Delete a study with its trials, finalists, refits, checkpoints and files on this machine; return their names.
+    """Delete a study with its finalists, refits, checkpoints and files on this machine; return the deleted studies.
 
-    There is no confirmation prompt. Its runs and models in MLflow stay.
+    There is no confirmation prompt. Runs and models in MLflow are kept.
 
     Example:
         assert delete_study("example") == ["example.finalists", "example.refit", "example"]
@@ -727,15 +727,15 @@ def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:
 
 
 def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Reject keywords that a method does not have, such as misspelt ones."""
+    """Reject unknown keywords, such as misspelled ones."""
     for name in sorted(given.keys() - set(known)):
-        own = [each.name for each in inspect.signature(method).parameters.values() if each.kind != each.VAR_KEYWORD]
-        hint = suggest_names(name, [*own, *known])
+        parameters = inspect.signature(method).parameters.values()
+        hint = suggest_names(name, [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *known])
         raise SearchError(f"{method.__name__}({name}={given[name]!r}): unknown argument{hint}")
 
 
 def _raise_early_end(*, interrupted: bool, gave_up: Sequence[str]) -> None:
-    """Raise if a run was interrupted, or its workers gave up."""
+    """Raise an error if a run was interrupted, or its workers gave up."""
     if interrupted:
         raise KeyboardInterrupt
     if gave_up:

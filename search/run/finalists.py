@@ -165,10 +165,10 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
         companion = open_companion_study(services, study, options, make)
     chosen, created = companion.study, companion.created
     _print_finalists(console, study, chosen, created=created)
-    if (counting := read_finalists(study)) is not None and counting.study != chosen.spec.name:
-        stays = f"trial {counting.winner}" if counting.winner is not None else f"trials {counting.front}"
+    if (effective := read_finalists(study)) is not None and effective.study != chosen.spec.name:
+        winner = f"trial {effective.winner}" if effective.winner is not None else f"trials {effective.front}"
         console.print(
-            f"the winner of {counting.study} stays valid until the new finalists have one: {stays}", style="yellow"
+            f"the winner of {effective.study} stays valid until the new finalists have one: {winner}", style="yellow"
         )
     interrupted, gave_up = train_companion_study(
         console, companion, options, workers if tabulate(study, chosen).pending else 0
@@ -194,9 +194,9 @@ def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, 
     assert of is not None
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
     console.print(f"finalists of {study.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
-    opening = read_test_evaluation(study.engine, study.study_id)
-    if created and opening is not None:
-        console.print(f"{format_test_result(study, opening)}; another winner cannot be tested any more", style="yellow")
+    evaluation = read_test_evaluation(study.engine, study.study_id)
+    if created and evaluation is not None:
+        console.print(f"{format_test_result(study, evaluation)}; another winner cannot be tested", style="yellow")
     if len(of.trials) < of.top:
         console.print(
             f"only {len(of.trials)} finalists (--top {of.top}): no other COMPLETE trial has a distinct configuration "

@@ -101,9 +101,9 @@ def check_not_stopped(study: StoredStudy) -> None:
     Raises:
         SearchError: the study was stopped.
     """
-    if why := study.attrs.get(STOPPED):
+    if stopped := study.attrs.get(STOPPED):
         name = study.spec.name
-        raise SearchError(f"study {name!r} was stopped {why}; start it with {format_command('start', name)}")
+        raise SearchError(f"study {name!r} was stopped {stopped}; start it with {format_command('start', name)}")
 
 
 def run_fleet(
@@ -184,6 +184,6 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
         left = tracker.flush(show_step, timeout_seconds=patience, then=(lambda: None) if interrupted else resend_winner)
     if left:
         sender, again = tracker.sender, format_command("sync", study.spec.name)
-        why = f" ({sender.unavailable_reason})" if sender.unavailable_reason else ""
-        lacking = f"{pluralize(left, 'trial')} not fully sent to {sender.lagging_consumers}"
-        console.print(f"{lacking}{why}; send the rest with: {again}", style="yellow")
+        reason = f" ({sender.unavailable_reason})" if sender.unavailable_reason else ""
+        unsent = f"{pluralize(left, 'trial')} not fully sent to {sender.lagging_consumers}"
+        console.print(f"{unsent}{reason}; send the rest with: {again}", style="yellow")

@@ -100,7 +100,7 @@ class LiveView:
         return (time.monotonic() - self._begin) / spent * (1 - progress.share)
 
     def render(self, progress: Progress) -> RenderableType:
-        """Return the view as something rich can draw."""
+        """Return the view as a rich renderable."""
         details = [("  objective ", "dim"), (self._spec.objective, ""), ("  elapsed ", "dim")]
         details.append((format_seconds(time.monotonic() - self._begin), ""))
         rate = format_rate(self._epochs_per_second, self._eta(progress))

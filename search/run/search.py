@@ -85,20 +85,22 @@ def run_search(
         console.print(f"{tracking_error}; the search continues, and its records wait in {outbox}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
-    if why := find_stopped_warning(study):
-        console.print(why, style="yellow")
+    if warning := find_stopped_warning(study):
+        console.print(warning, style="yellow")
     if not workers:
         console.print(f"join it with: {format_command('worker', '--study', spec.name)}")
         return RunResult(begin)
     interrupted, gave_up = False, tuple[str, ...]()
     spent = study.is_spent(begin.finished)
-    if not spent or (spec.has_epoch_or_time_budget and begin.waiting):  # workers settle waiting trials
+    if not spent or (spec.has_epoch_or_time_budget and begin.waiting):  # workers end the waiting trials
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     else:
         given_up = study.given_up
         again = ("extend", spec.name, *_make_extend_options(study, begin)) if given_up is None else ("start", spec.name)
-        over = "the budget is spent" if given_up is None else given_up.reason
-        console.print(f"{over}; more trials with: {format_command(*again)}; or choose another --name for a new search")
+        reason = "the budget is spent" if given_up is None else given_up.reason
+        console.print(
+            f"{reason}; more trials with: {format_command(*again)}; or start a new search with another --name"
+        )
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 
@@ -116,8 +118,8 @@ def _print_begin(
     console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
     spec, at = study.spec, "new" if created else f"{begin.finished} trials finished"
-    what = f" ({at}): {spec.budget_description} of {spec.objective}, {pluralize(workers, 'worker')}"
-    console.print(Text.assemble("study ", (spec.name, "bold"), what))
+    details = f" ({at}): {spec.budget_description} of {spec.objective}, {pluralize(workers, 'worker')}"
+    console.print(Text.assemble("study ", (spec.name, "bold"), details))
     if spec.warm_start is not None:
         console.print(f"warm start: uses the trials of {', '.join(spec.warm_start)} as of the study's creation")
     if warning := study.source_warning(objective):

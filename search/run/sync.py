@@ -51,7 +51,7 @@ def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStu
     for summary in storage.get_all_studies():
         try:
             study = load_study(storage, summary.study_name)
-        except SearchError:  # not made by hpsearch
+        except SearchError:  # not created by hpsearch
             continue
         if get_outbox_folder(home, study).is_dir():
             found.append(study)
@@ -76,16 +76,16 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     tracker = Tracker(study, tracking, checkpoints, services.home, should_retry_rejected=True)
     problems: list[str] = []
     with show_steps(console) as step:
-        left = tracker.flush(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=step)))
+        left = tracker.flush(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, on_progress=step)))
     if tracking_error is not None and not left:
-        raise tracking_error  # records of a lost machine may be missing there
+        raise tracking_error  # MLflow may lack records of a lost machine
     sent = tracker.sender.sent_journals
     text = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
     if left:
-        why = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
-        console.print(f"{text}, {left} left{why}; try again with: {format_command('sync', name)}")
+        reason = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
+        console.print(f"{text}, {left} left{reason}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)
         console.print(f"{text}, nothing is left")

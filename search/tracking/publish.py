@@ -49,26 +49,26 @@ ARTIFACT = "finalists.json"
 def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
     """Log the finalists' results and the test scores to MLflow. Safe to repeat, also concurrently."""
     runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in study.trials() if RUN_ID in trial.user_attrs}
-    counting = find_effective_set(study)
-    if counting is not None and not counting[1].pending:
-        _log_finalists(study, *counting, runs, tracking)
-    opening = read_test_evaluation(study.engine, study.study_id)
-    if opening is not None and opening.scores is not None and (run := _scored_run(study, opening, runs)):
+    effective = find_effective_set(study)
+    if effective is not None and not effective[1].pending:
+        _log_finalists(study, *effective, runs, tracking)
+    evaluation = read_test_evaluation(study.engine, study.study_id)
+    if evaluation is not None and evaluation.scores is not None and (run := _find_run(study, evaluation, runs)):
         _annotate(
             tracking,
             run,
-            tags={TEST_OPENED: opening.description, TEST_CONFIRMED: str(opening.finalists is not None).lower()},
-            metrics={f"test_{name}": value for name, value in opening.scores.items()},
-            at=opening.opened_at.timestamp(),
+            tags={TEST_OPENED: evaluation.description, TEST_CONFIRMED: str(evaluation.finalists is not None).lower()},
+            metrics={f"test_{name}": value for name, value in evaluation.scores.items()},
+            at=evaluation.opened_at.timestamp(),
         )
 
 
-def _scored_run(study: StoredStudy, opening: TestEvaluation, runs: dict[int, str]) -> str | None:
-    """Return the run whose model was scored on the test set: the run of the trial or of its refit."""
-    if opening.refit is None:
-        return runs.get(opening.trial_number)
-    with suppress(SearchError):  # somebody deleted the refit
-        made = load_study(study.storage, opening.refit)
+def _find_run(study: StoredStudy, evaluation: TestEvaluation, runs: dict[int, str]) -> str | None:
+    """Return the run of the evaluated model, which belongs to the trial or to its refit."""
+    if evaluation.refit is None:
+        return runs.get(evaluation.trial_number)
+    with suppress(SearchError):  # the refit may have been deleted
+        made = load_study(study.storage, evaluation.refit)
         taken = tabulate_refit(made).taken
         return None if taken is None else made.trials()[taken].user_attrs.get(RUN_ID)
     return None
@@ -139,12 +139,12 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     }
 
 
-_TOP = 20  # trials of a front
+_MAX_LISTED = 20  # trials of a front
 
 
 def write_note(study: StoredStudy, summary: Summary) -> None:
     """Write the note of the study in the Optuna dashboard."""
-    from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
+    from optuna_dashboard import save_note  # imported here, because it would delay the start of a worker by a second
 
     optuna_study = optuna.load_study(study_name=study.spec.name, storage=study.storage)
     save_note(optuna_study, study_note(study, summary))
@@ -154,18 +154,18 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     """Return the note of the study in Markdown; the dashboard renders links only in notes, not in attributes."""
     spec = study.spec
     lines = [
-        f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.format_progress(summary.finished)}.",
+        f"**{spec.name}**: {spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}.",
         "",
         f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{format_command('top', spec.name)}`",
     ]
     if spec.is_multi_objective and summary.front:
-        lines += ["", "Front, the trials that no other dominates:", "", *_front_table(spec, summary.front)]
+        lines += ["", "Pareto front:", "", *_format_front_table(spec, summary.front)]
     elif (best := summary.best) is not None:
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
-        lines += ["", f"Best: {_linked(best)}, val {spec.metric} {get_first_value(best):.4f} with {params}."]
+        lines += ["", f"Best: {_format_link(best)}, val {spec.metric} {get_first_value(best):.4f} with {params}."]
     if summary.out_of_bounds:
         bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
-        lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
+        lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is violated."]
     for line in format_confirmation(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
     rungs = format_rungs(study)
@@ -176,25 +176,23 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _ways(spec: StudySpec) -> str:
+def _format_directions(spec: StudySpec) -> str:
     if not spec.is_multi_objective:
         return f"{spec.direction} val {spec.metric}"
-    return " and ".join(f"{way} {name}" for name, way in spec.direction_by_metric.items())
+    return " and ".join(f"{direction} {name}" for name, direction in spec.direction_by_metric.items())
 
 
-def _linked(trial: FrozenTrial) -> str:
+def _format_link(trial: FrozenTrial) -> str:
     url = trial.user_attrs.get(RUN_URL)
     return f"[trial {trial.number}]({url})" if url else f"trial {trial.number}"
 
 
-def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
-    head = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * len(spec.direction_by_metric)}"]
-    shown = [f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_TOP]]
-    return (
-        head
-        + shown
-        + ([f"| and {len(front) - _TOP} more | {'| ' * len(spec.direction_by_metric)}"] if len(front) > _TOP else [])
-    )
+def _format_front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
+    n_metrics, omitted = len(spec.direction_by_metric), len(front) - _MAX_LISTED
+    lines = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * n_metrics}"]
+    for trial in front[:_MAX_LISTED]:
+        lines.append(f"| {_format_link(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |")
+    return [*lines, f"| and {omitted} more | {'| ' * n_metrics}"] if omitted > 0 else lines
 
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
@@ -269,14 +267,14 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
             study = load_parent_study(study)
             summary = summarise(study)
         close_study(study, summary, tracking)
-    except Exception as error:  # its trials are safe: `hpsearch report` closes it later
+    except Exception as error:  # the trials are stored, and `hpsearch report` closes the study later
         log.warning("study %s: result not logged to MLflow (%s)", study.spec.name, describe_error(error))
 
 
 def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
     """Set the run of a study with new work to RUNNING, and update its tags."""
     if study.spec.finalists_of is not None:
-        return  # the run is that of the search, which is over
+        return  # finalists use the run of the search, which has ended
     tracking.reopen_run(open_parent_run(study, tracking))
     close_study(study, summarise(study), tracking)
 

@@ -36,7 +36,7 @@ from hpsearch.storage.trials.finishing import Outcome
 log = logging.getLogger(__name__)
 
 
-def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
+def list_pending_trials(study: StoredStudy) -> list[FrozenTrial]:
     """Return the COMPLETE trials with records that MLflow does not have yet."""
     # Read from the database, because the cached attributes of finished trials may be out of date.
     pending = RunLinks(study.engine).list_pending_trials(study.study_id)
@@ -44,7 +44,7 @@ def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
 
 
 def list_trials_requiring_model(study: StoredStudy) -> list[int]:
-    """Return the trials that must have a model: the best one; all of a refit, one of which is chosen later."""
+    """Return the trials that must have a model: the best one, and in a refit study all, before one is selected."""
     if study.spec.refit is not None:
         return [trial.number for trial in study.trials(TrialState.COMPLETE)]
     best = summarise(study).best
@@ -58,35 +58,35 @@ def resend(
     *,
     only: Collection[int] | None = None,
     objective: BaseObjective | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
     """Write new journals for trials with missing records, except for those in the outbox of this machine.
 
     Args:
         study: the study.
-        tracker: receives the journals.
+        tracker: tracker that sends the journals.
         checkpoints: the checkpoints of the study.
         only: the numbers of the trials to resend; None for all.
         objective: the objective of the study; None to load it when it is needed.
-        tell: called with each step, as text.
+        on_progress: called with each step, as text.
 
     Returns:
         One line per trial that could not be resent.
     """
     problems = []
-    for trial in pending_trials(study):
+    for trial in list_pending_trials(study):
         if (only is not None and trial.number not in only) or tracker.outbox.has_journal(f"{trial.number:04d}-"):
             continue
-        tell(f"rebuilding the model of trial {trial.number} from its checkpoint")
+        on_progress(f"rebuilding the model of trial {trial.number} from its checkpoint")
         try:
             if objective is None:
                 objective = study.objective()
             _resend(study, tracker, checkpoints, objective, trial)
         except (*USER_ERRORS, checkpoint.CheckpointError, StoredCheckpointError) as error:
-            if trial not in pending_trials(study):  # its machine has sent it and removed the checkpoint
+            if trial not in list_pending_trials(study):  # its machine has sent the records and removed the checkpoint
                 continue
             problems.append(f"trial {trial.number}: {describe_error(error)}")
-            log.warning("not resent to MLflow: %s", problems[-1])
+            log.warning("trial %d: not resent to MLflow: %s", trial.number, describe_error(error))
     return problems
 
 
@@ -95,7 +95,7 @@ def _resend(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder = Path(name)
-        result = _result(study, checkpoints, objective, trial, folder)
+        result = _rebuild_result(study, checkpoints, objective, trial, folder)
         claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))
         tracked = TrialTracking(tracker, study, claim)
         tracked.open(resumed=True)
@@ -108,7 +108,7 @@ def _resend(
         tracked.finish(Outcome.COMPLETE, str(trial.user_attrs.get(REASON, "")), kept=True, at=at)
 
 
-def _result(
+def _rebuild_result(
     study: StoredStudy, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial, folder: Path
 ) -> RunResult:
     """Return the training result of a trial from its last checkpoint.
@@ -120,7 +120,7 @@ def _result(
     """
     pointers = read_pointers(study.engine, trial._trial_id)
     if not pointers:
-        raise SearchError("its checkpoint is gone, and the machine that trained it has not sent its model")
+        raise SearchError("its checkpoint does not exist, and the machine that trained it has not sent its model")
     last = folder / "last.pt"
     checkpoints.files.get(next(iter(pointers.values())), last)
     state = checkpoint.read(last)

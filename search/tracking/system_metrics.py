@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERVAL = 10.0  # seconds, as MLflow's
+INTERVAL_SECONDS = 10.0  # as in MLflow
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and GPU, under the names that the MLflow UI plots.
+    """Sampler of CPU, memory, disk, network and GPU metrics, under the names that the MLflow UI plots.
 
     MLflow's own `SystemMetricsMonitor` sends samples directly to the server and loses them if it is unavailable.
     """
 
-    def __init__(self, interval: float = INTERVAL) -> None:
-        self._interval = interval
-        self._monitors = _monitors()
+    def __init__(self, interval_seconds: float = INTERVAL_SECONDS) -> None:
+        self._interval_seconds = interval_seconds
+        self._monitors = _make_monitors()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -47,7 +47,7 @@ class SystemMetrics:
             self._thread = None
 
     def _sample(self, journal: Journal, since: float, stop: threading.Event) -> None:
-        while not stop.wait(self._interval):
+        while not stop.wait(self._interval_seconds):
             now = time.time()
             values: dict[str, Any] = {}
             for monitor in self._monitors:
@@ -56,12 +56,12 @@ class SystemMetrics:
                     values |= monitor.aggregate_metrics()
                     monitor.clear_metrics()
                 except Exception as error:  # a failing driver must not fail the trial
-                    log.debug("no system metrics of %s: %s", type(monitor).__name__, error)
+                    log.debug("%s: system metrics unavailable: %s", type(monitor).__name__, error)
             named = {f"system/{name}": float(value) for name, value in values.items()}
             journal.append(journal_records.Metrics(max(int(now - since), 0), now, named))
 
 
-def _monitors() -> list[BaseMetricsMonitor]:
+def _make_monitors() -> list[BaseMetricsMonitor]:
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
@@ -71,5 +71,5 @@ def _monitors() -> list[BaseMetricsMonitor]:
     try:
         monitors.append(GPUMonitor())
     except Exception as error:  # no NVIDIA driver, or no pynvml
-        log.debug("no system metrics of GPUs: %s", error)
+        log.debug("GPU: system metrics unavailable: %s", error)
     return monitors

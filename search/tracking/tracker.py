@@ -42,7 +42,7 @@ def check_trackers(spec: StudySpec) -> None:
     Raises:
         StorageError: a package or a key is missing, or a folder cannot be written.
     """
-    for tracker, setting in _optional_trackers(spec):
+    for tracker, setting in _list_optional_trackers(spec):
         tracker.check(setting)
 
 
@@ -50,18 +50,18 @@ def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
     """Return the consumers of a study's journals in addition to MLflow; they keep local files in `home`."""
     return [
         tracker(setting, study.spec.name, study.folder, home, TrialOutcomes(study.engine))
-        for tracker, setting in _optional_trackers(study.spec)
+        for tracker, setting in _list_optional_trackers(study.spec)
     ]
 
 
-def _optional_trackers(spec: StudySpec) -> list[tuple[type[OptionalTracker], str]]:
+def _list_optional_trackers(spec: StudySpec) -> list[tuple[type[OptionalTracker], str]]:
     """Return the trackers that a study selects, with the values of their settings."""
     settings = [(tracker, getattr(spec, tracker.name)) for tracker in TRACKERS]
     return [(tracker, setting) for tracker, setting in settings if setting is not None]
 
 
 def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
-    """Return the id of the study's parent run, which is created if it is missing; concurrent calls get the same run.
+    """Return the id of the study's parent run, and create the run if it is missing; concurrent calls get the same run.
 
     An existing run is found without the study's lock, which a frozen process may hold.
 
@@ -91,7 +91,7 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
         run_id = tracking.ensure_study_run(
             spec.name,
             study.study_id,
-            params=_parameters(spec.model_dump(exclude={"finalists_of"})),
+            params=_flatten(spec.model_dump(exclude={"finalists_of"})),
             known_run_id=study.attrs.get(RUN_ID),
             before_create=lambda: check_lock_held(connection),
         )
@@ -102,7 +102,7 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
     return run_id
 
 
-def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
+def _flatten(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the spec with flat keys, such as ``sampler.n_startup_trials``."""
     flat: dict[str, Any] = {}
     for key, value in spec.items():
@@ -114,16 +114,16 @@ def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-_STARTUP_SECONDS = 15.0  # that a server may take to start
+_STARTUP_SECONDS = 15.0  # longest start of a server
 
 
-def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
+def make_pruning_tags(decision: dict[str, object]) -> journal_records.Tags:
     """Return the tags with the pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
-    return journal_records.Tags({tag_names.PRUNING: json.dumps(grounds)})
+    return journal_records.Tags({tag_names.PRUNING: json.dumps(decision)})
 
 
 class Tracker:
-    """Writes the trials of one study to journals, and sends them to all trackers, available or not.
+    """Writer of the journals of a study's trials, and sender of the journals to all trackers.
 
     Args:
         study: the study.
@@ -189,7 +189,7 @@ class Tracker:
         suffix = "-retired" if isinstance(trial, PrunedTrial) else "-lost"
         journal = self.open_journal(trial, resumed=True, suffix=suffix)
         if isinstance(trial, PrunedTrial) and trial.decision:
-            journal.append(pruning_tags(trial.decision))
+            journal.append(make_pruning_tags(trial.decision))
         outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST
         journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
         self.sender.wake(is_urgent=True)
@@ -203,12 +203,12 @@ class Tracker:
     ) -> int:
         """Send the pending journals on this machine, and stop the sender; return the number of journals left.
 
-        Journals of running workers are left too: those workers send them.
+        These include the journals of running workers, which the workers send.
 
         Args:
             on_progress: called with a line of text.
-            timeout_seconds: the longest time to wait; an unavailable server is given time to start.
-            then: called when everything was sent; it may create journals, which are sent too.
+            timeout_seconds: the longest time to wait, which includes the start of a server.
+            then: called when all journals were sent; the journals that it creates are sent too.
         """
 
         def print_progress(sent: int, left: int) -> None:

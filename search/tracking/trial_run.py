@@ -1,4 +1,4 @@
-"""What a trial logs to its trackers: parameters, metrics, artifacts, the model and its provenance."""
+"""Logging of a trial to its trackers: parameters, metrics, artifacts, the model and its provenance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import is_among_best, is_feasible, is_on_front
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.tracking.tracker import Tracker, pruning_tags
+from hpsearch.search.tracking.tracker import Tracker, make_pruning_tags
 from hpsearch.storage.attributes import PENDING
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
@@ -41,7 +41,7 @@ def write_model(
     """Export the model, or store its checkpoint if the export fails; return tags with the reason of the failure.
 
     Args:
-        exported: returns the model to export.
+        exported: function that returns the model to export.
         folder: the output folder, which is replaced if it exists.
         checkpoint: the trial's `best.pt`; None if there is none.
         objective: the reference of the objective.
@@ -149,24 +149,24 @@ class TrialTracking:
     def publish(self, result: RunResult, files: list[Path]) -> bool:
         """Log the results of the trial: files, the best values of a completed trial, and the model if required.
 
-        Called before the trial is settled: if the worker dies in between, the next attempt resumes from the last
-        checkpoint and publishes again. The reverse order could leave a winner without a model.
+        Called before the trial ends in the database: if the worker dies in between, the next attempt resumes from the
+        last checkpoint and publishes again. The reverse order could leave a winner without a model.
 
         Returns:
             Whether the trial's last checkpoint must be kept until MLflow has all records.
         """
         journal = self.journal
-        if journal.lost_records:  # the disk was full; the training state has every epoch
+        if journal.lost_records:  # the disk was full, but the training state has all epochs
             journal.lost_records = 0
             for record in result.history:
                 self.log_epoch(record.epoch, record.timestamp, record.metrics)
         if result.status == "completed" and self._spec.refit is None:
-            # Only for these: users sort runs by this metric to promote one. A pruned trial has no model, and a refit
-            # is scored on samples of its training set, so that it would always be first.
+            # Not for other runs, because users sort runs by these metrics to promote one. A pruned trial has no model,
+            # and a refit is scored on its training samples, so that it would always be first.
             last = result.history[-1]
-            asked = self._spec.reported_metrics
-            named = {key: value for key, value in result.best_metrics.items() if key.startswith("val_") or key in asked}
-            best = {f"best_{key}": value for key, value in named.items()}
+            reported = self._spec.reported_metrics
+            items = result.best_metrics.items()
+            best = {f"best_{key}": value for key, value in items if key.startswith("val_") or key in reported}
             best["best_epoch"] = float(result.best_epoch)
             if result.resplit_score is not None:
                 best[f"cross_fitted_val_{self._spec.metric}"] = result.resplit_score.value
@@ -174,22 +174,22 @@ class TrialTracking:
         self._log_data(result)
         if result.resume_note:
             journal.append(journal_records.Tags({tag_names.RESUMED: result.resume_note}))
-        # A finalist needs no model: the trial of the search, or a refit, is promoted.
-        confirms = self._spec.finalists_of is not None and self._spec.refit is None
-        whole = result.status == "completed" and not confirms
-        if not self._keep(files, result.best_path if whole else None):
-            # The checkpoint in the store contains all of it.
+        # A finalist needs no model, because only the trial of the search or a refit is promoted.
+        is_finalist = self._spec.finalists_of is not None and self._spec.refit is None
+        is_promotable = result.status == "completed" and not is_finalist
+        if not self._store_files(files, result.best_path if is_promotable else None):
+            # The checkpoint in the store contains the missing data.
             journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for its files and its model"))
-        elif result.has_model and self._leaves_model(result, whole=whole):
+        elif result.has_model and self._requires_model(result, is_promotable=is_promotable):
             self._log_model(result)
         journal.append(journal_records.ArtifactsComplete())
-        return whole
+        return is_promotable
 
-    def _leaves_model(self, result: RunResult, *, whole: bool) -> bool:
+    def _requires_model(self, result: RunResult, *, is_promotable: bool) -> bool:
         """Return whether the spec requires a registrable model of this trial."""
         if self._spec.models != "top":
-            return self._spec.models == "all" or (whole and self._spec.models == "complete")
-        if not whole:
+            return self._spec.models == "all" or (is_promotable and self._spec.models == "complete")
+        if not is_promotable:
             return False
         # Two trials that end at the same time may both store a model, but the best ones always do.
         spec, complete = self._spec, self._study.trials(TrialState.COMPLETE)
@@ -208,15 +208,15 @@ class TrialTracking:
             maximize=self._spec.maximize,
         )
 
-    def _keep(self, files: list[Path], best: Path | None) -> bool:
-        """Store the run's files and its best checkpoint as artifacts; return whether there was space for all of it."""
+    def _store_files(self, files: list[Path], best: Path | None) -> bool:
+        """Store the run's files and its best checkpoint as artifacts; return whether there was space for all files."""
         if not self._tracker.outbox.has_room():
             log.warning("trial %d: outbox full; files and model are not stored", self._claim.number)
             return False
-        kept = [self.journal.store_artifact(path) for path in files]
-        kept += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []
+        stored = [self.journal.store_artifact(path) for path in files]
+        stored += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []
         self.journal.append(journal_records.Artifacts())
-        return all(kept)
+        return all(stored)
 
     def _log_data(self, result: RunResult) -> None:
         if result.data_digest is None:
@@ -260,7 +260,7 @@ class TrialTracking:
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Tag the run with the pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
-        self.journal.append(pruning_tags(record))
+        self.journal.append(make_pruning_tags(record))
 
     def pending(self) -> str:
         """Return the TRACKING attribute of the trial until MLflow has all records."""
@@ -297,7 +297,7 @@ class TrialTracking:
             return
         try:
             ended = self._storage.get_trial(self._claim.trial_id).state.is_finished()
-        except KeyError:  # its study was deleted
+        except KeyError:  # the study was deleted
             ended = False
         if ended:
             self.finish(Outcome.CANCELLED, reason)
@@ -319,7 +319,7 @@ def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
     tags = {
         tag_names.VERSIONS: ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
         tag_names.DEVICE: str(found["device_name"]),
-        tag_names.DEVICES: str(current_ranks().world_size),  # that train a trial together
+        tag_names.DEVICES: str(current_ranks().world_size),
         tag_names.OBJECTIVE_SHA256: str(found["source_sha256"] or ""),
     }
     if sha := found.get("git_sha"):

@@ -151,7 +151,7 @@ def test_errors_name_keywords(settings: dict[str, Any], said: str) -> None:
 
 
 def test_an_invalid_objective_is_rejected() -> None:
-    with pytest.raises(SearchError, match=r"^objective is 42: give a name, such as 'digits' or 'wine.py', or a class$"):
+    with pytest.raises(SearchError, match=r"^objective is 42; give a name such as 'digits' or 'wine.py', or a class$"):
         Study.create(42)  # type: ignore[arg-type]  # the mistake
 
 
@@ -159,7 +159,7 @@ def test_an_invalid_objective_is_rejected() -> None:
     ("how", "said"),
     [
         ({"worker": 2}, "run(worker=2): unknown argument; did you mean 'workers'?"),
-        ({"workers": "x"}, "run(workers='x'): give a number of processes, such as workers=2"),
+        ({"workers": "x"}, "run(workers='x') is invalid; give a number such as workers=2"),
         ({"workers": 0, "lease": "x"}, "lease is 'x': it must be a valid number"),
     ],
 )
@@ -170,5 +170,5 @@ def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any]
 
 
 def test_errors_about_budgets_name_the_keyword(study: Study) -> None:
-    with pytest.raises(SearchError, match=r"^n_trials '5\+': give \+N for N more trials"):
+    with pytest.raises(SearchError, match=r"^n_trials '5\+' is invalid; give \+N for N more trials"):
         study.extend("5+")

@@ -70,7 +70,7 @@ def test_a_refit_is_not_listed_as_finalists(study: StoredStudy, say: Say) -> Non
     assert "s.refit (refit)" in say("studies")
     assert "holds the refit of 's' and cannot be extended" in say("extend", "s.refit", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.refit", code=2)
-    assert "open the test set of 's'" in say("evaluate-test", "s.refit", code=2)
+    assert "evaluate the test set of 's'" in say("evaluate-test", "s.refit", code=2)
     assert "hpsearch promote s --refit" in say("start", "s.refit")
     gone = say("delete", "s", "--yes").splitlines()
     assert gone == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s.refit", "s")]
@@ -116,7 +116,7 @@ def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
     with pytest.raises(SearchError, match="--refit-seeds 2 is even; give an odd number"):
         make_or_join_refit(study, seeds=2)
     create_or_join(study, top=2, seeds=2, new_set=True)
-    with pytest.raises(SearchError, match=r"in s.finalists-3, are not done"):
+    with pytest.raises(SearchError, match=r"in s.finalists-3, have 4 unfinished runs"):
         make_or_join_refit(study, seeds=None)
 
 

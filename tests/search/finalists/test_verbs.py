@@ -19,7 +19,7 @@ def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> Non
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.finalists", code=2)
-    assert "open the test set of 's'" in say("evaluate-test", "s.finalists", code=2)
+    assert "evaluate the test set of 's'" in say("evaluate-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
     shown = say("show", "s")
@@ -86,4 +86,4 @@ def test_an_opened_test_set_is_shown_but_not_evaluated_again(study: StoredStudy,
     write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
     assert "test set: accuracy 0.8750, evaluated on " in say("show", "s")
     refused = say("evaluate-test", "s", "--yes", code=2)
-    assert "by ann@host for trial 1; it can be evaluated only once; see it with: hpsearch show s" in refused
+    assert "by ann@host for trial 1; it can be evaluated only once; see the scores with hpsearch show s" in refused

@@ -119,7 +119,7 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
         (
             TRACKING,
             "pending: on its way from host",
-            r"no model of it yet \(pending: .* host\): send it with .* sync s-",
+            r"no model of it yet \(pending: .* host\); send it with .* sync s-",
         ),
         (
             REMOVED,
@@ -139,7 +139,7 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
 def test_finalists_are_promoted_through_their_search(tracked: Tracked) -> None:
     train_finalists(tracked, [1, 2], winner=1)
     (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
-    with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}'; promote it with: .*promote"):
+    with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}'; promote it with .*promote"):
         promote(load_study(tracked.storage, name), tracked.tracking)
 
 

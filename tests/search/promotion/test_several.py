@@ -139,7 +139,7 @@ def test_the_pareto_front_is_sent_to_mlflow_and_the_dashboard(several: Tracked) 
     note = study_note(stored, summarise(stored))
     assert "maximize accuracy and minimize latency_ms" in note
     assert "\n| trial | accuracy | latency_ms |\n|---|---|---|\n| trial 1 | 0.95 | 9 |\n| trial 0 | 0.9 | 5 |\n" in note
-    assert "1 complete trial out of bounds: `latency_ms <= 10` is broken." in note
+    assert "1 complete trial out of bounds: `latency_ms <= 10` is violated." in note
     confirm(several, {0: [0.96, 5.0], 1: [0.95, 4.0]})
     for trial in load_study(several.storage, f"{several.name}-f").trials():
         assert trial.datetime_complete is not None

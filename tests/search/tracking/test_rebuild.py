@@ -37,7 +37,7 @@ def study(tracked: Tracked, database_url: str) -> StoredStudy:
 
 def send(tracked: Tracked, study: StoredStudy, home: Path, tell: Callable[[str], None]) -> list[str]:
     checkpoints = open_checkpoints(study, home, None)
-    return resend(study, Tracker(study, tracked.tracking, checkpoints, home), checkpoints, tell=tell)
+    return resend(study, Tracker(study, tracked.tracking, checkpoints, home), checkpoints, on_progress=tell)
 
 
 def deliver(tracked: Tracked, home: Path, number: int) -> None:

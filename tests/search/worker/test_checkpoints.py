@@ -117,7 +117,7 @@ def test_an_unreachable_store_is_not_treated_as_empty(study: Study, monkeypatch:
         raise CheckpointStoreError("away")
 
     second = study.attempt(2, machine="b")
-    monkeypatch.setattr(checkpoints._waiting, "stop", tenacity.stop_after_attempt(2))
+    monkeypatch.setattr(checkpoints._retry_download, "stop", tenacity.stop_after_attempt(2))
     monkeypatch.setattr(study.checkpoints.files, "get", away)
     with pytest.raises(CheckpointStoreError):
         second.restore()
