@@ -60,10 +60,10 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
     assert len(late) == len(POINTS)
     for worker in late:
         worker.send(signal.SIGCONT)
-    wait_for(lambda: arena.reap() or all(worker.ended for worker in late), "the frozen workers to leave")
-    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
+    wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in late), "the frozen workers to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.describe_failure("not all left in peace")
     assert all("stops working on it" in worker.log.read_text() for worker in late)
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
 
 

@@ -43,7 +43,7 @@ def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> 
     assert row(arena, second)["state"] == "lost"
     first.send(signal.SIGTERM)
     (arena.orders / "open").touch()
-    wait_for(lambda: arena.reap() or first.ended, "the first worker to leave")
+    wait_for(lambda: arena.poll_workers() or first.ended, "the first worker to leave")
     assert (row(arena, first)["state"], row(arena, first)["left_as"]) == ("left", "stopped")
     (arena.orders / "mended").touch()
     arena.work(1)

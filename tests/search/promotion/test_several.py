@@ -89,7 +89,7 @@ def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None
     with pytest.raises(SearchError) as error:
         promote(several.stored, several.tracking, trial=2)
     assert str(error.value) == (f"--trial 2 is infeasible ({OUT}); promote another, or add --infeasible")
-    assert several.told() == []
+    assert several.promotion_rows() == []
     assert promote(several.stored, several.tracking, trial=2, infeasible=True).trial == 2
 
 

@@ -195,9 +195,9 @@ def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     mine = tmp_path / "mine.csv"
     mine.write_text("weight_decay\n0.003\n")
     home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
-    told = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
+    output = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
     why = "study 's' stopped early and does not run 1 enqueued trial; start it with hpsearch start s"
-    assert why in told.splitlines()
+    assert why in output.splitlines()
     assert isinstance(claims.claim(), NoTrialAvailable)
     shown = "mine.csv, line 2; enqueued: the study ended early; start it with hpsearch start s"
     assert shown in say("show", "s")
