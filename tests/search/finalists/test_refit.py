@@ -69,7 +69,7 @@ def test_a_refit_is_not_listed_as_finalists(study: StoredStudy, say: Say) -> Non
     assert table(study) == before
     assert "s.refit (refit)" in say("studies")
     assert "holds the refit of 's' and cannot be extended" in say("extend", "s.refit", "--trials", "+1", code=2)
-    assert "in the report of 's'" in say("report", "s.refit", code=2)
+    assert "see the report of 's'" in say("report", "s.refit", code=2)
     assert "evaluate the test set of 's'" in say("evaluate-test", "s.refit", code=2)
     assert "hpsearch promote s --refit" in say("start", "s.refit")
     gone = say("delete", "s", "--yes").splitlines()

@@ -18,7 +18,7 @@ def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> Non
     chosen, _ = create_or_join(study, top=2, seeds=2)
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
-    assert "in the report of 's'" in say("report", "s.finalists", code=2)
+    assert "see the report of 's'" in say("report", "s.finalists", code=2)
     assert "evaluate the test set of 's'" in say("evaluate-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
@@ -33,7 +33,7 @@ def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -
     chosen, _ = create_or_join(study, top=2, seeds=2)
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
-    assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
+    assert "'s.finalists' has 1 running trial;" in say("delete", "s", "--yes", code=2)
     Claims(chosen.storage.engine, chosen.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
