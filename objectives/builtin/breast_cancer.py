@@ -70,7 +70,7 @@ class BreastCancer(Objective):
         return Splits.make(x, 1 - benign, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return a network from raw measurements [n, 30] to one logit [n, 1]."""
+        """Return a network [n, 30] -> [n, 1] from raw measurements to one logit."""
         settings = self._settings(config)
         return nn.Sequential(
             GroupedScaling.fit(train.x), build_mlp(settings["layers"], settings["width"], settings["dropout"])

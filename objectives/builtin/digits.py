@@ -72,7 +72,7 @@ class Digits(Objective):
         return Splits.make(digits.images[:, None], digits.target, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return a network from raw pixels [n, 1, 8, 8] to logits [n, 10], scaled by the training images."""
+        """Return a network [n, 1, 8, 8] -> [n, 10] from raw pixels to logits, scaled by the training images."""
         settings = {**self.default_config().model, **config.model}
         net = _NETWORKS[settings.pop("kind")](**settings)
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
