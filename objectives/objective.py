@@ -295,11 +295,11 @@ class Objective(BaseObjective):
         The result is any object with `update`, `compute` and `reset`, such as a torchmetrics `Metric` or
         `MetricCollection`. It does not need to contain the metrics that `step` returns.
         """
-        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
+        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, build_metrics
 
         if overrides(self, "step") and (self.metric == "loss" or self.metric not in DIRECTIONS):
             return NoMetrics()
-        return metrics_for(self.metric, train)
+        return build_metrics(self.metric, train)
 
     def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model by name, after each epoch: operations, sparsity, robustness.

@@ -24,11 +24,15 @@ from hpsearch.objectives.errors import (
     wrap_user_errors,
 )
 from hpsearch.objectives.training.evaluation.step import bind_forward
-from hpsearch.objectives.training.exportable import exportable
+from hpsearch.objectives.training.exportable import make_exportable
 from hpsearch.objectives.training.loop.epoch import require_same
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.reports.report import format_value, image_lines, list_custom_settings, write_sections
-from hpsearch.objectives.training.reproducibility.environment import describe_differences, environment, git_diff
+from hpsearch.objectives.training.reports.report import format_image, format_value, list_custom_settings, write_sections
+from hpsearch.objectives.training.reproducibility.environment import (
+    describe_differences,
+    describe_environment,
+    read_git_diff,
+)
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel, RunResult
@@ -82,7 +86,7 @@ def write_loop_report(
             "Configuration": ["| setting | value |", "|---|---|", *rows] if rows else ["No settings."],
             "Reported metrics": [
                 *_format_reported_metrics(result),
-                *image_lines(path, "curves.png", "Curves over the epochs"),
+                *format_image(path, "curves.png", "Curves over the epochs"),
             ],
             "Not checked": [_NOT_CHECKED],
         },
@@ -149,7 +153,7 @@ def export_model(objective: LoopObjective, best: Any, config: Any) -> Exportable
         model, x = objective.export(best, config)
         if not isinstance(model, nn.Module):
             raise ObjectiveError(f"{owner}.export must return a module and an example, not {type(model).__name__}")
-        module, parts = exportable(model.eval(), bind_forward(model, x), x)
+        module, parts = make_exportable(model.eval(), bind_forward(model, x), x)
     return ExportableModel(module, parts, [frozenset({0})] * len(parts))
 
 
@@ -223,14 +227,14 @@ class LoopRun(BaseLoopRun):
             **self.plan.identity,
             "split_hash": "",
         }
-        self.resolved = {**identity, "environment": environment(self.device, source, self.ranks.world_size)}
+        self.resolved = {**identity, "environment": describe_environment(self.device, source, self.ranks.world_size)}
         if restored is not None:
             require_same(restored, identity)
             self.curve.load_state_dict(restored)
             if changed := describe_differences(restored["environment"], self.resolved["environment"]):
                 self.notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
             self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.notes]))
-        changes = git_diff(source.parent if source else Path.cwd()) if self.ranks.is_rank_zero else ""
+        changes = read_git_diff(source.parent if source else Path.cwd()) if self.ranks.is_rank_zero else ""
         verdict = self._open(self.curve, self.resolved, changes, resumed_at=0 if restored else None)
         return None if restored is None else restored["state"], verdict
 

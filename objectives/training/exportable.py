@@ -62,7 +62,7 @@ class PositionalInputsWrapper(nn.Module):
         self.forward = forward
 
 
-def exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
+def make_exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
     """Return a module to export, and its inputs by name; the name of a single tensor is empty.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.evaluation.step import Call
-from hpsearch.objectives.training.exportable import Example, exportable
+from hpsearch.objectives.training.exportable import Example, make_exportable
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, Verdict
 
@@ -169,4 +169,4 @@ class FitResult(RunResult):
         Raises:
             ObjectiveError: its inputs are not tensors.
         """
-        return ExportableModel(*exportable(self.model, self.call, self.example.x), self.example.dynamic_dims)
+        return ExportableModel(*make_exportable(self.model, self.call, self.example.x), self.example.dynamic_dims)

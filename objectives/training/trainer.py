@@ -19,10 +19,10 @@ from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_mid_epoch, train_epoch
 from hpsearch.objectives.training.loop.guards import NonFiniteError, translate_torch_errors
 from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
-from hpsearch.objectives.training.loop.measure import peak_memory, reset_peak_memory, unwrap_model
+from hpsearch.objectives.training.loop.measure import get_peak_memory, reset_peak_memory, unwrap_model
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.sanity_checks import config_warnings
-from hpsearch.objectives.training.loop.step_functions import forward_call
+from hpsearch.objectives.training.loop.sanity_checks import list_config_warnings
+from hpsearch.objectives.training.loop.step_functions import get_forward_call
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reports.report import write_report
 from hpsearch.objectives.training.reports.run_dir import RunDir
@@ -180,7 +180,7 @@ class Trainer(BaseTrainer):
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
         run.strategy.sync_buffers(run.model)
-        run.average.after_epoch(epoch, run.batch_source.inputs, forward_call(run.step_function))
+        run.average.after_epoch(epoch, run.batch_source.inputs, get_forward_call(run.step_function))
         run.strategy.sync_buffers(run.eval_model)
         scores = run.validate_epoch()
         measured = self._measure(run, scores, epoch)
@@ -199,7 +199,7 @@ class Trainer(BaseTrainer):
             if efficiency := run.strategy.scaling_efficiency():
                 metrics["scaling_efficiency"] = efficiency
         record = EpochRecord(epoch, time.time(), metrics)
-        if memory := peak_memory(run.device):
+        if memory := get_peak_memory(run.device):
             metrics["peak_memory_bytes"] = float(memory)
         best = run.curve.add(record, run.weights)
         if self.session is not None:
@@ -283,7 +283,7 @@ class Trainer(BaseTrainer):
             else f"{self.ranks.world_size} devices ({self.device}, {run.strategy.name})"
         )
         self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, format_metrics(untrained))
-        for note in [*run.notes, *config_warnings(run)]:
+        for note in [*run.notes, *list_config_warnings(run)]:
             self.files.log.warning("%s", note)
         return run
 
@@ -341,10 +341,10 @@ class Trainer(BaseTrainer):
             **shared,
             model=model,
             example=build_example(val),
-            call=forward_call(run.step_function),
+            call=get_forward_call(run.step_function),
             split_hash=run.identity["split_hash"],
             val=val,
-            memory=peak_memory(run.device),
+            memory=get_peak_memory(run.device),
             train_scores=train_scores,
             resplit_score=resplit_score,
         )

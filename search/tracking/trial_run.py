@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.ranks import current_ranks
-from hpsearch.objectives.training.reproducibility.environment import environment
+from hpsearch.objectives.training.reproducibility.environment import describe_environment
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import ExportableModel, RunResult
 from hpsearch.objectives.training.trainer import resolve_device
@@ -315,7 +315,7 @@ def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
         ObjectiveError: the device does not exist.
     """
     source = inspect.getsourcefile(type(objective))
-    found = environment(resolve_device(device), Path(source).resolve() if source else None)
+    found = describe_environment(resolve_device(device), Path(source).resolve() if source else None)
     tags = {
         tag_names.VERSIONS: ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
         tag_names.DEVICE: str(found["device_name"]),

@@ -17,9 +17,9 @@ from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.evaluation.step import Call, StepFunction
-from hpsearch.objectives.training.exportable import build_example, exportable
+from hpsearch.objectives.training.exportable import build_example, make_exportable
 from hpsearch.objectives.training.loop.prepare import prepare_splits
-from hpsearch.objectives.training.loop.step_functions import build_step_function, forward_call
+from hpsearch.objectives.training.loop.step_functions import build_step_function, get_forward_call
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel
 
@@ -48,12 +48,12 @@ class RestoredModel:
     def exportable_model(self) -> ExportableModel:
         """Return the model in the form in which it is served."""
         example = build_example(self.splits.val)
-        return ExportableModel(*exportable(self.model, self.call, example.x), example.dynamic_dims)
+        return ExportableModel(*make_exportable(self.model, self.call, example.x), example.dynamic_dims)
 
     @property
     def call(self) -> Call:
         """Function that calls the model with a batch of inputs."""
-        return forward_call(self._step_function)
+        return get_forward_call(self._step_function)
 
     @property
     def _step_function(self) -> StepFunction:

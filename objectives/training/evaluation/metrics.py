@@ -42,7 +42,7 @@ class Metrics(Protocol):
         """Move the state to a device."""
 
 
-def metrics_for(metric: str, train: Dataset) -> Metrics:
+def build_metrics(metric: str, train: Dataset) -> Metrics:
     """Return the built-in set of metrics that contains `metric`.
 
     Raises:

@@ -27,7 +27,7 @@ from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.resplit import ResplitEvaluation, build_resplit_evaluation
 from hpsearch.objectives.training.loop.run import FORMAT, Run
 from hpsearch.objectives.training.loop.sanity_checks import check_classes, check_epoch, check_ranks, sanity_check
-from hpsearch.objectives.training.loop.step_functions import as_module, build_step_function, forward_call
+from hpsearch.objectives.training.loop.step_functions import as_module, build_step_function, get_forward_call
 from hpsearch.objectives.training.loop.steplog import StepLog
 from hpsearch.objectives.training.optimizers.averaging import build_average
 from hpsearch.objectives.training.optimizers.optimizer import (
@@ -40,7 +40,7 @@ from hpsearch.objectives.training.optimizers.optimizer import (
 )
 from hpsearch.objectives.training.optimizers.schedules import build_schedule
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
-from hpsearch.objectives.training.reproducibility.environment import environment, git_diff
+from hpsearch.objectives.training.reproducibility.environment import describe_environment, read_git_diff
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import DDPStrategy, Strategy
@@ -118,8 +118,8 @@ def build(
             **plan.identity,
             "split_hash": split_hash,
         },
-        environment=environment(device, source, ranks.world_size),
-        changes=git_diff(source.parent if source else Path.cwd()),
+        environment=describe_environment(device, source, ranks.world_size),
+        changes=read_git_diff(source.parent if source else Path.cwd()),
         config=config,
         plan=plan,
         device=device,
@@ -141,7 +141,7 @@ def build(
         curve=curve or Curve(objective.metric, maximize=maximize, keep_last=plan.refit is not None),
         ranks=ranks,
         strategy=strategy,
-        measurer=ModelMeasurer(objective, config, forward_call(step_function), val, device, ranks, strategy),
+        measurer=ModelMeasurer(objective, config, get_forward_call(step_function), val, device, ranks, strategy),
         resplit=resplit,
     )
     strategy.set_model(model, step_function)

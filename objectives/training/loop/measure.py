@@ -192,13 +192,13 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
     return None
 
 
-def peak_memory(device: torch.device) -> int | None:
+def get_peak_memory(device: torch.device) -> int | None:
     """Return the peak bytes of tensors on a CUDA device since `reset_peak_memory`; None on other devices."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak of `peak_memory`."""
+    """Reset the peak of `get_peak_memory`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -258,7 +258,7 @@ class ModelMeasurer:
         Raises:
             ObjectiveError: the device is a CPU, where the memory of the process includes other trials and libraries.
         """
-        if "peak_memory_mb" in self.names and peak_memory(self.device) is None:
+        if "peak_memory_mb" in self.names and get_peak_memory(self.device) is None:
             raise ObjectiveError(
                 f"peak_memory_mb is not available on {self.device}, because the memory of a trial cannot be separated "
                 "from that of the process; use a CUDA device, or model_mb or parameters"
@@ -272,7 +272,7 @@ class ModelMeasurer:
         """
         found = {}
         if "peak_memory_mb" in self.names:  # first, because other measurements would count
-            self.peak = max(self.peak, *self.ranks.all_gather_object(peak_memory(self.device) or 0))
+            self.peak = max(self.peak, *self.ranks.all_gather_object(get_peak_memory(self.device) or 0))
             found["peak_memory_mb"] = self.peak / 1e6
         missing = {*self.names} - {*self.known, "peak_memory_mb"}
         if missing & {"model_mb", "parameters"}:
@@ -285,7 +285,7 @@ class ModelMeasurer:
         """Return the metrics so far as plain values; empty if none are required."""
         if not self.names:
             return {}
-        held = peak_memory(self.device) if "peak_memory_mb" in self.names else None  # also of an unfinished epoch
+        held = get_peak_memory(self.device) if "peak_memory_mb" in self.names else None  # also of an unfinished epoch
         return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from hpsearch.objectives.training.evaluation.metrics import (
 )
 from hpsearch.objectives.training.evaluation.step import LossStep, StepFunction
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.step_functions import forward_call
+from hpsearch.objectives.training.loop.step_functions import get_forward_call
 from hpsearch.objectives.training.optimizers.schedules import check_length
 from hpsearch.objectives.training.ranks import Ranks
 
@@ -99,7 +99,7 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
     return scores
 
 
-def config_warnings(run: Run) -> list[str]:
+def list_config_warnings(run: Run) -> list[str]:
     """Return warnings about valid but probably unintended settings, one line each."""
     samples, size, found = len(run.splits.train), run.config.batch_size, []
     if size > samples:
@@ -192,7 +192,7 @@ def _evaluate_samples(run: Run, samples: int) -> tuple[Batch, Any]:
     """Return some validation samples and the model's outputs for them."""
     batch = run.val.batch(slice(0, samples)).to(run.device)
     with evaluation_mode(run.eval_model, run.device, "rehearsal"):
-        return batch, forward_call(run.step_function)(run.eval_model, batch.x)
+        return batch, get_forward_call(run.step_function)(run.eval_model, batch.x)
 
 
 def _dims(shape: list[object]) -> str:

@@ -58,7 +58,7 @@ def build_step_function(
     return LossStep(loss, bind_forward(model, splits.val.inputs(slice(0, 2))))
 
 
-def forward_call(step_function: StepFunction) -> Call:
+def get_forward_call(step_function: StepFunction) -> Call:
     """Return the function that calls the model of a run with a batch of inputs."""
     return step_function.call if isinstance(step_function, LossStep) else call_single
 

@@ -125,12 +125,12 @@ def write_report(
         "Smoke test": _describe_smoke_test(path.parent),
         "Training and validation": [
             *_compare_splits(run, result, objective),
-            *image_lines(path, "curves.png", "Learning curves"),
+            *format_image(path, "curves.png", "Learning curves"),
         ],
         "Possible leakage": _describe_leakage(run, result),
         "Instabilities": [
             *instabilities,
-            *image_lines(path, "gradients.png", "Gradient norm of each layer by step"),
+            *format_image(path, "gradients.png", "Gradient norm of each layer by step"),
         ],
         "Checkpoints": _list_checkpoints(result),
         "Defaults": defaults,  # last, because MLflow does not fold details
@@ -147,7 +147,7 @@ def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def image_lines(report: Path, name: str, description: str) -> list[str]:
+def format_image(report: Path, name: str, description: str) -> list[str]:
     """Return the lines that embed a plot next to the report; empty if the plot does not exist."""
     return ["", f"![{description}]({name})"] if (report.parent / name).exists() else []
 

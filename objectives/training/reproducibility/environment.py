@@ -21,7 +21,7 @@ _DEFAULTS = {"world": 1}  # of checkpoints without an entry
 _MAX_DIFF_LENGTH = 1_000_000  # characters
 
 
-def environment(device: torch.device, source: Path | None, world: int = 1) -> dict[str, Any]:
+def describe_environment(device: torch.device, source: Path | None, world: int = 1) -> dict[str, Any]:
     """Return plain values that describe the process, the device, the number of ranks, and the objective's source."""
     return {
         "python": platform.python_version(),
@@ -64,7 +64,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 @lru_cache
-def git_diff(folder: Path) -> str:
+def read_git_diff(folder: Path) -> str:
     """Return the output of `git diff` for the repository of `folder`; empty without git."""
     diff = _run_git(folder, "diff", "--no-ext-diff", "HEAD")
     if len(diff) > _MAX_DIFF_LENGTH:

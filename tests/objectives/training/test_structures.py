@@ -14,7 +14,7 @@ from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.data.samples import pad_collate
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.step import Step
-from hpsearch.objectives.training.exportable import exportable
+from hpsearch.objectives.training.exportable import make_exportable
 from tests.objectives.training.support import Memory, built, exact, fit, same_result, take_step, weights_of
 
 VARIANTS = (
@@ -173,7 +173,7 @@ def test_loader_processes_change_no_result():
 
 def test_an_exported_model_takes_its_tensors_in_order_and_any_length():
     result = fit(Text(), TrainConfig(lr=0.05, batch_size=16), epochs=1)
-    module, parts = exportable(result.model, result.call, result.example.x)
+    module, parts = make_exportable(result.model, result.call, result.example.x)
     assert [name for name, _ in parts] == ["ids", "lengths"]
     assert result.example.dynamic_dims == [{0, 1}, {0}]
     shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in result.example.dynamic_dims]

@@ -15,7 +15,7 @@ from hpsearch.objectives.training.evaluation.losses import (
     build_default_loss,
 )
 from hpsearch.objectives.training.evaluation.metrics import binary
-from hpsearch.objectives.training.loop.sanity_checks import config_warnings
+from hpsearch.objectives.training.loop.sanity_checks import list_config_warnings
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
 
@@ -186,8 +186,8 @@ def test_a_loss_over_pairs_is_trained_with_a_warning(objective_with):
             return functional.cross_entropy(output[:, :3] @ output[:, :3].T, torch.arange(len(output)) % len(target))
 
     run = built(objective_with(loss=lambda *_: Pairs()))
-    assert any("the loss of a batch is not the mean over its samples" in line for line in config_warnings(run))
-    assert not any("not the mean" in line for line in config_warnings(built(objective_with())))
+    assert any("the loss of a batch is not the mean over its samples" in line for line in list_config_warnings(run))
+    assert not any("not the mean" in line for line in list_config_warnings(built(objective_with())))
 
 
 def test_ignore_index_is_not_counted_as_a_class():

@@ -8,9 +8,9 @@ from hpsearch import Dataset, ObjectiveError, evaluate
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.training.evaluation.metrics import (
     binary,
+    build_metrics,
     classification,
     list_compatible_metrics,
-    metrics_for,
     regression,
 )
 
@@ -72,13 +72,13 @@ def _labels(values):
 
 def test_the_metric_determines_the_set_of_metrics():
     labels, numbers = _labels([0, 1, 2]), _labels([0.5, 1.0, 2.0])
-    assert set(metrics_for("macro_f1", labels)) == {"accuracy", "macro_f1"}
-    assert set(_over_batches(metrics_for("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
+    assert set(build_metrics("macro_f1", labels)) == {"accuracy", "macro_f1"}
+    assert set(_over_batches(build_metrics("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
     with pytest.raises(ObjectiveError, match="metric 'acuracy' is not built in; did you mean 'accuracy'"):
-        metrics_for("acuracy", labels)
+        build_metrics("acuracy", labels)
     wrong = r"'accuracy' is incompatible with targets \[n\] of torch.float32; compatible metrics: rmse, mae, r2, loss"
     with pytest.raises(MetricError, match=wrong):
-        metrics_for("accuracy", numbers)
+        build_metrics("accuracy", numbers)
 
 
 def test_compatible_metrics_follow_from_targets_and_outputs():

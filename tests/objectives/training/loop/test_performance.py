@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpsearch import LocalSession, TrainConfig, Trainer, Verdict, load_objective
-from hpsearch.objectives.training.loop.measure import peak_memory
+from hpsearch.objectives.training.loop.measure import get_peak_memory
 from tests.objectives.training.support import exact, same_result, started
 
 CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.2}
@@ -143,7 +143,7 @@ def test_matmul_precision_is_set_only_during_the_run(objective_with, precision):
 
 
 def test_memory_is_measured_on_devices_with_their_own_memory(wine):
-    assert peak_memory(torch.device("cpu")) is None
+    assert get_peak_memory(torch.device("cpu")) is None
     result = _fit(wine, TrainConfig(), epochs=1)
     assert result.memory is None
     assert "peak_memory_bytes" not in result.history[0].metrics
@@ -186,11 +186,11 @@ def test_the_memory_of_a_device_is_recorded_and_reported(wine, monkeypatch, tmp_
     from hpsearch.objectives.training import trainer
     from hpsearch.objectives.training import trainer as conclude
 
-    assert trainer.peak_memory is conclude.peak_memory is peak_memory
+    assert trainer.get_peak_memory is conclude.get_peak_memory is get_peak_memory
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
-    assert peak_memory(torch.device("cuda:1")) == 5 * 2**20
+    assert get_peak_memory(torch.device("cuda:1")) == 5 * 2**20
     for module in (trainer, conclude):
-        monkeypatch.setattr(module, "peak_memory", lambda _device: peak_memory(torch.device("cuda")))
+        monkeypatch.setattr(module, "get_peak_memory", lambda _device: get_peak_memory(torch.device("cuda")))
     found = Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
     assert found.memory == found.history[0].metrics["peak_memory_bytes"] == 5 * 2**20
     assert "peak device memory 5 MiB" in (tmp_path / "report.md").read_text()

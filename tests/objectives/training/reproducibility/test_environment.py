@@ -13,7 +13,7 @@ import yaml
 
 from hpsearch import TrainConfig, Trainer, load_objective
 from hpsearch.objectives.training.loop.epoch import restore
-from hpsearch.objectives.training.reproducibility.environment import git_diff
+from hpsearch.objectives.training.reproducibility.environment import read_git_diff
 from tests.objectives.training.support import built
 
 SOURCE = """
@@ -72,13 +72,13 @@ def _author():
 def test_the_size_of_a_stored_diff_is_limited(repository):
     folder, _ = repository
     (folder / "mine.py").write_text("x = 1\n" * 400_000)
-    diff = git_diff(folder)
+    diff = read_git_diff(folder)
     assert len(diff) < 1_000_100
     assert "characters in total]" in diff
 
 
 def test_outside_of_git_no_commit_is_recorded(tmp_path):
-    assert git_diff(tmp_path) == ""
+    assert read_git_diff(tmp_path) == ""
 
 
 def test_the_environment_of_a_run_is_stored(wine, tmp_path):
