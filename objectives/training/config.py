@@ -78,7 +78,7 @@ class TrainConfig:
     lookahead_steps: Annotated[int, about('with "lookahead": steps between updates of the slow weights', ge=1)] = 5
     lookahead_alpha: Annotated[float, about('with "lookahead": step size of the slow weights', gt=0, le=1)] = 0.5
     sam_rho: Annotated[float, about("radius of the neighborhood in which SAM maximizes the loss", gt=0)] = 0.05
-    batch_size: Annotated[int, about("samples per micro-batch, summed over all devices", ge=1)] = 64
+    batch_size: Annotated[int, about("samples per micro-batch over all devices", ge=1)] = 64
     gradient_accumulation_steps: Annotated[
         int, about("micro-batches per optimizer step; the loss is the mean over all samples", ge=1)
     ] = 1
@@ -102,10 +102,11 @@ class TrainConfig:
     clip_grad_value: Annotated[float | None, about("maximum absolute gradient value; None does not clip", gt=0)] = None
     label_smoothing: Annotated[float, about("label smoothing of the default loss", ge=0, lt=1)] = 0.0
     ema_decay: Annotated[
-        float | None, about("decay of the moving average of weights to evaluate (EMA); None for none", ge=0, lt=1)
+        float | None, about("decay of the evaluated moving average of weights (EMA); None for no average", ge=0, lt=1)
     ] = None
     swa_fraction: Annotated[
-        float | None, about("share of last epochs whose mean weights are evaluated (SWA); None for none", gt=0, le=1)
+        float | None,
+        about("share of last epochs in the evaluated weight average (SWA); None for no average", gt=0, le=1),
     ] = None
     patience: Annotated[
         int | None, about("epochs without improvement after which the run ends; None for no limit", ge=1)

@@ -21,8 +21,8 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 class Verdict:
     """The result of a report: `CONTINUE`, `PRUNE`, `STOP` or `PAUSE`.
 
-    `STOP` ends a preempted run or one of a worker that shuts down; it resumes later from its checkpoint. A run with
-    `PAUSE` also resumes, when it is promoted or the budget has room. The comparison of verdicts ignores their reasons.
+    After `STOP`, for a preemption or a graceful shutdown, the run resumes later from its checkpoint. After `PAUSE` it
+    resumes when it is promoted or the budget has room. The comparison of verdicts ignores their reasons.
 
     Attributes:
         name: name of the verdict.
@@ -93,7 +93,7 @@ class Curve:
         self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
         return True
 
-    def best_up_to(self, epoch: int) -> EpochRecord:
+    def find_best_up_to(self, epoch: int) -> EpochRecord:
         """Return the record of the best epoch up to `epoch`; of several equal ones, the earliest."""
         best = self.history[0]
         for record in self.history[1 : epoch + 1]:

@@ -127,7 +127,7 @@ class TrialSession:
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # A trial is not pruned after its last epoch, because samplers learn more from a complete curve.
         if record.epoch < spec.epochs - 1:
-            best = self._select_metrics(self.curve.best_up_to(record.epoch))
+            best = self._select_metrics(self.curve.find_best_up_to(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
             decision = self._context.pruner(
                 trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.direction_by_metric]

@@ -243,11 +243,11 @@ def _resplit_rows(
     The validation rows come from the study's training rows: the configuration was selected on the study's validation
     rows, so these would overstate it. They are used for training instead.
     """
-    kept, fresh = draw_split(train, share, labels, groups, resplit_seed)
-    if len(fresh) < len(valid) * (1 - _SIZE_TOLERANCE):
+    kept, new_valid = draw_split(train, share, labels, groups, resplit_seed)
+    if len(new_valid) < len(valid) * (1 - _SIZE_TOLERANCE):
         with suppress(ObjectiveError):  # too few samples to split
-            _, valid = draw_split(valid, len(fresh) / len(valid), None, groups, resplit_seed)
-    return np.concatenate([kept, valid]), fresh
+            _, valid = draw_split(valid, len(new_valid) / len(valid), None, groups, resplit_seed)
+    return np.concatenate([kept, valid]), new_valid
 
 
 def _take_splits(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:

@@ -201,5 +201,5 @@ def test_the_earliest_of_equal_epochs_is_the_best() -> None:
         curve.add(EpochRecord(epoch, 0.0, {"val_accuracy": value}), dict) for epoch, value in enumerate((0.5, 0.7, 0.7))
     ]
     assert kept == [True, True, False]
-    assert [curve.best_up_to(epoch).epoch for epoch in range(3)] == [0, 1, 1]
+    assert [curve.find_best_up_to(epoch).epoch for epoch in range(3)] == [0, 1, 1]
     assert curve.values == {0: 0.4, 1: 0.7, 2: 0.7, 5: 0.9}, "what was reported before stays"
