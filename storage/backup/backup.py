@@ -199,10 +199,10 @@ def _check_target(file: Path, *, force: bool) -> None:
     except OSError as error:  # for example a name that is too long
         raise StorageError(f"{str(file)!r} cannot be written ({error.strerror}): give another file") from None
     if not has_folder or (exists and not is_file):
-        what = "is in a folder that does not exist"
+        fault = "is in a folder that does not exist"
         if has_folder:
-            what = "is a folder" if file.is_dir() else "is not a regular file"
-        raise StorageError(f"{str(file)!r} {what}: give the file to write, such as backup.tar")
+            fault = "is a folder" if file.is_dir() else "is not a regular file"
+        raise StorageError(f"{str(file)!r} {fault}: give the file to write, such as backup.tar")
     if exists and not force:
         raise StorageError(f"{str(file)!r} exists: give another file, or --force to replace it")
 

@@ -186,7 +186,7 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
         StorageError: a database has rows, or its server is older than that of the backup.
     """
     found: list[str] = []
-    was_cut_off = False
+    is_partial = False
     for database, tables in ((locations.studies, _STUDY_TABLES), (locations.mlflow, _MLFLOW_TABLES)):
         if database is None:
             continue
@@ -197,10 +197,10 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
                     f"the backup is from Postgres {manifest.postgres}, and the server is Postgres {server_version}: "
                     "use a newer server"
                 )
-            was_cut_off = was_cut_off or _is_partial_restore(cursor)
+            is_partial = is_partial or _is_partial_restore(cursor)
             numbers = {table: count_rows(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
-    if found and not was_cut_off:
+    if found and not is_partial:
         place = f"the stack in {str(locations.home)!r}" if locations.is_embedded else redact(locations.studies.url)
         fix = "give --home, or set HPSEARCH_HOME to another folder" if locations.is_embedded else "give empty databases"
         raise StorageError(f"{place} is not empty ({', '.join(found)}): nothing is overwritten; {fix}")
@@ -283,7 +283,7 @@ def release_trials(cursor: Any) -> None:
 
 
 # For trials whose run was completely uploaded to MLflow after the snapshot of the studies.
-_NOTE_ARRIVED = """
+_RECORD_UPLOADED = """
     WITH arrived AS (
         SELECT DISTINCT ON (t.trial_id) t.trial_id, r.run_id, r.model
           FROM jsonb_to_recordset(%(runs)s) AS r (study_id int, number int, run_id text, model text)
@@ -351,7 +351,7 @@ def reconcile(studies: Any, mlflow: Any) -> None:
         (later,),
     )
     keys = {"tracking": TRACKING, "pending": PENDING, "run_id": RUN_ID, "model": MODEL}
-    studies.execute(_NOTE_ARRIVED, {"runs": json.dumps(finished), **keys})
+    studies.execute(_RECORD_UPLOADED, {"runs": json.dumps(finished), **keys})
 
 
 def find_studies_with_unsent_trials(studies: Any) -> list[str]:

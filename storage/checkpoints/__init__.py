@@ -1,1 +1,1 @@
-"""Checkpoints: files under one URL, and the rows that say which of them count."""
+"""Checkpoints: files under one URL, and the database rows of the valid ones."""

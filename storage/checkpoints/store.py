@@ -1,8 +1,8 @@
-"""Where checkpoints are kept so that any machine can go on from them: a folder, a shared volume, or an object store.
+"""Checkpoint files in a folder, on a shared volume or in an object store, from which any machine can resume a trial.
 
-Everything lies under one URL of fsspec's. A file is written once, under a name that holds the attempt that wrote it,
-and is never changed: a worker that was frozen and wakes up can replace nothing of the attempt after it. Which of the
-files count is said by the study's database alone (:mod:`hpsearch.storage.checkpoints.pointers`).
+All files are below one fsspec URL. A file is written once, under a name that contains its attempt, and never changed,
+so a worker that was frozen cannot replace files of a later attempt. The study's database records which files are
+valid (:mod:`hpsearch.storage.checkpoints.pointers`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpsearch.storage.urls import redact, redact_password
 
 CHECKPOINT_URL_FLAG = "--checkpoint-url"
 
-# What pip calls the driver of a protocol that fsspec does not bring along.
+# Python packages with the drivers of protocols that fsspec does not contain.
 _PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -41,13 +41,13 @@ _PACKAGES = {
     "https": "aiohttp",
 }
 
-# Object stores have no folders; being asked for one, a driver may make a bucket out of a slip of the pen.
+# Object stores have no folders. A driver that is asked to create one may create a bucket from a mistyped URL.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file under the URL: its path from there, the SHA-256 of its content in hexadecimal, its bytes."""
+    """Stored file: path relative to the URL, SHA-256 in hexadecimal, and size in bytes."""
 
     path: str
     sha256: str
@@ -55,14 +55,14 @@ class StoredFile:
 
 
 class CheckpointStore:
-    """Files under one URL.
+    """Files below one URL.
 
     Args:
-        url: of fsspec's kind (`file:///shared/checkpoints`, `s3://bucket/prefix`), or a plain path.
-        setting: where it was given, for messages.
+        url: fsspec URL (`file:///shared/checkpoints`, `s3://bucket/prefix`) or path.
+        setting: name of the setting with the URL, for messages.
 
     Raises:
-        StorageError: the protocol is unknown, its driver is not installed, or the URL cannot be read.
+        StorageError: the protocol is unknown, its driver is not installed, or the URL cannot be parsed.
     """
 
     def __init__(self, url: str, *, setting: str = CHECKPOINT_URL_FLAG) -> None:
@@ -75,13 +75,13 @@ class CheckpointStore:
         self._folders = url.partition("://")[0] not in _OBJECT_STORES
 
     def check(self, *, create: bool = True) -> None:
-        """Make sure that files can be written and removed.
+        """Check that files can be written and removed.
 
         Args:
-            create: whether a missing folder is created; otherwise the nearest existing parent is checked.
+            create: whether to create a missing folder; otherwise the nearest existing parent is checked.
 
         Raises:
-            CheckpointStoreError: they cannot.
+            CheckpointStoreError: files cannot be written or removed.
         """
         folder = self._root
         with self._translate_errors("cannot be written", missing="no such folder or bucket"):
@@ -95,21 +95,21 @@ class CheckpointStore:
 
     @kill_point("upload checkpoint")
     def put(self, local: Path, *, name: str, sha256: str | None = None) -> StoredFile:
-        """Keep a file under `name`; durable, and whole or not there, when this returns.
+        """Store a file under `name`, atomically and durably.
 
-        In a folder of the same file system it is a hard link: nothing is written twice.
+        On the same file system it is a hard link, so the content is not written again.
 
         Args:
-            local: the file.
-            name: of it under the URL.
-            sha256: of its content, where that is known.
+            local: file to store.
+            name: path below the URL.
+            sha256: SHA-256 of the file; None to compute it.
 
         Raises:
-            CheckpointStoreError: the disk is full, the store is away or refuses.
+            CheckpointStoreError: the disk is full, or the store is unavailable or rejects the file.
         """
         target = self._path(name)
         stored = StoredFile(name, sha256 or digest(local), local.stat().st_size)
-        with self._translate_errors(f"did not take {name}", missing="no such folder or bucket"):
+        with self._translate_errors(f"cannot store {name}", missing="no such folder or bucket"):
             if self._local is not None:
                 link_or_copy_durably(local, Path(target))
             else:
@@ -126,23 +126,23 @@ class CheckpointStore:
             self._fs.put_file(str(local), target)
 
     def get(self, stored: StoredFile, local: Path) -> None:
-        """Bring a file to `local`, which is replaced once size and checksum are found right.
+        """Copy a file to `local`, which is replaced after size and checksum were verified.
 
         Raises:
-            StoredCheckpointError: there is no such file, or it is torn or was changed.
-            CheckpointStoreError: the store does not answer.
+            StoredCheckpointError: the file is missing, truncated or changed.
+            CheckpointStoreError: the store is unavailable.
         """
         source = self._path(stored.path)
         local.parent.mkdir(parents=True, exist_ok=True)
         temporary = local.with_name(f".{local.name}.{os.getpid()}.tmp")
         try:
-            with self._translate_errors(f"does not give {stored.path}"):
+            with self._translate_errors(f"cannot read {stored.path}"):
                 self._fetch(source, temporary)
             if not is_identical(temporary, stored):
-                raise StoredCheckpointError(f"{stored.path} under {self.url} is torn or changed: its checksum differs")
+                raise StoredCheckpointError(f"{stored.path} at {self.url} is damaged: its checksum differs")
             temporary.replace(local)
         except FileNotFoundError:
-            raise StoredCheckpointError(f"{stored.path} is not under {self.url}") from None
+            raise StoredCheckpointError(f"{stored.path} does not exist at {self.url}") from None
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -154,39 +154,39 @@ class CheckpointStore:
             link_or_copy(Path(source), target)
 
     def find(self, folder: str) -> list[str]:
-        """Return the paths of all files in `folder` and below; none where there is no such folder.
+        """Return the paths of all files below `folder`; none if the folder does not exist.
 
         Raises:
-            CheckpointStoreError: the store does not answer.
+            CheckpointStoreError: the store is unavailable.
         """
         return sorted(self.sizes(folder))
 
     def sizes(self, folder: str | None = None) -> dict[str, int]:
-        """Return the files in `folder`, by default the whole place, and below: path to bytes.
+        """Return the files below `folder`, or below the URL if it is None: path to size in bytes.
 
         Raises:
-            CheckpointStoreError: the store does not answer.
+            CheckpointStoreError: the store is unavailable.
         """
         with self._translate_errors(f"cannot list {folder or 'its files'}"):
-            self._fs.invalidate_cache()  # object stores remember listings
+            self._fs.invalidate_cache()  # drivers of object stores cache listings
             found = self._fs.find(self._root if folder is None else self._path(folder), detail=True)
         return {str(path).removeprefix(self._root).lstrip("/"): int(i["size"] or 0) for path, i in found.items()}
 
     def remove(self, paths: list[str]) -> None:
-        """Remove files; those that are not there are passed over.
+        """Remove files; missing files are skipped.
 
         Raises:
-            CheckpointStoreError: the store does not answer.
+            CheckpointStoreError: the store is unavailable.
         """
         for path in paths:
             with self._translate_errors(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(path))
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it.
+        """Remove a folder with its content; a missing folder is skipped.
 
         Raises:
-            CheckpointStoreError: the store does not answer.
+            CheckpointStoreError: the store is unavailable.
         """
         path = self._path(folder)
         with self._translate_errors(f"cannot remove {folder}"), contextlib.suppress(FileNotFoundError):
@@ -194,45 +194,45 @@ class CheckpointStore:
             self._fs.rm(path, recursive=True)
 
     def _path(self, name: str) -> str:
-        """Return the path of `name` as the file system takes it: never one outside of the URL."""
+        """Return the file system's path of `name`; raises StorageError if it is not below the URL."""
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or "\\" in name or ".." in parts:
-            raise StorageError(f"{self._head}: {name!r} is not a name below it")
+            raise StorageError(f"{self._head}: {name!r} is not a relative path below the URL")
         return f"{self._root}/{'/'.join(parts)}"
 
     @contextlib.contextmanager
-    def _translate_errors(self, what: str, *, missing: str | None = None) -> Iterator[None]:
-        """Turn whatever a driver raises into one line without secrets.
+    def _translate_errors(self, failure: str, *, missing: str | None = None) -> Iterator[None]:
+        """Convert all errors of a driver to errors in one line without secrets.
 
-        A missing file stays what it is, unless there is a word for what is `missing`.
+        FileNotFoundError is raised unchanged, unless `missing` describes the missing object.
         """
         try:
             yield
         except StorageError:
             raise
-        except Exception as error:  # every driver has errors of its own
+        except Exception as error:  # drivers have different error classes
             if isinstance(error, FileNotFoundError):
                 if missing is None:
                     raise
                 error = OSError(0, missing)
             reason = redact_password(format_error(getattr(error, "strerror", None) or error, 300), self._secret)
-            # `from None`: the text of the cause may hold what the line leaves out.
-            raise CheckpointStoreError(f"{self._head} {what} ({reason})") from None
+            # `from None`: the text of the cause may contain secrets.
+            raise CheckpointStoreError(f"{self._head} {failure} ({reason})") from None
 
 
 def get_part_path(checkpoint: str, file: str) -> str:
-    """Return the path under the URL of a file that is a part of a checkpoint: it goes where the checkpoint goes."""
+    """Return the path, below the URL, of a file that is part of a checkpoint."""
     return f"{checkpoint}.{file.lstrip('._')}"
 
 
 def get_checkpoint_path(path: str) -> str:
-    """Return the checkpoint that a file is, or is a part of; a copy that was never finished is of none but itself."""
+    """Return the path of the checkpoint that a file belongs to; for an unfinished copy (`.tmp`) its own path."""
     folder, _, name = path.rpartition("/")
     return path if name.endswith(".tmp") or ".pt." not in name else f"{folder}/{name.partition('.pt.')[0]}.pt"
 
 
 def is_identical(path: Path, stored: StoredFile) -> bool:
-    """Whether the local file at `path` has the very content of `stored`."""
+    """Whether the local file at `path` has the size and checksum of `stored`."""
     try:
         return path.stat().st_size == stored.size and digest(path) == stored.sha256
     except FileNotFoundError:
@@ -244,7 +244,7 @@ def _open(url: str, head: str) -> tuple[Any, str]:
 
     protocol = url.partition("://")[0] if "://" in url else "file"
     if not url.strip():
-        raise StorageError(f"{head} is empty: give a folder or a URL such as s3://bucket/prefix, or leave it out")
+        raise StorageError(f"{head} is empty: give a folder or a URL such as s3://bucket/prefix, or omit it")
     if protocol == "file":
         path = Path(url.removeprefix("file://")).expanduser()
         if "://" in url and not path.is_absolute():
@@ -253,14 +253,14 @@ def _open(url: str, head: str) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError:
-        package = _PACKAGES.get(protocol, f"that has fsspec's driver for {protocol}")
+        package = _PACKAGES.get(protocol, f"PACKAGE, with fsspec's driver for {protocol}")
         raise StorageError(f"{head} needs a package that is not installed: pip install {package}") from None
     except ValueError as error:
         if "not known" not in str(error):
-            raise StorageError(f"{head} cannot be read: {redact_password(str(error), url)}") from None
-        known = "file, s3, gs, abfs, sftp and others of fsspec's"
-        raise StorageError(f"{head}: unknown protocol {protocol!r}: it may be {known}") from None
-    except Exception as error:  # a driver that connects at once
+            raise StorageError(f"{head} cannot be parsed: {redact_password(str(error), url)}") from None
+        known = "file, s3, gs, abfs, sftp or another protocol of fsspec"
+        raise StorageError(f"{head}: unknown protocol {protocol!r}: use {known}") from None
+    except Exception as error:  # a driver that connects immediately
         raise CheckpointStoreError(
             f"{head} cannot be used ({redact_password(format_error(error, 300), url)})"
         ) from None

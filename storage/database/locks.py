@@ -34,8 +34,8 @@ def format_timeouts(*, idle: int | None = None, wait: int | None = None) -> str:
 
 
 IDLE_TIMEOUT = format_timeouts(idle=10)  # for transactions without pauses; the caller repeats one that was ended
-_REQUEST_SECONDS = 60  # seconds: MLflow is asked within the transaction
-_UPLOAD_SECONDS = 120  # seconds: it is sent a model
+_REQUEST_SECONDS = 60  # for transactions with requests to MLflow
+_UPLOAD_SECONDS = 120  # for transactions that upload a model
 
 _LOCK = "SELECT pg_advisory_xact_lock(:kind, :key)"
 _LOCK_IN_REQUESTS = sa.text(f"{format_timeouts(idle=_REQUEST_SECONDS)} {_LOCK}")

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from hpsearch.storage.errors import format_error
 
-RETRY_SECONDS = 300.0  # seconds
+RETRY_SECONDS = 300.0
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
 

@@ -21,8 +21,8 @@ FENCE = """
     AND t.state = 'RUNNING'
 """
 
-# Parts of a statement in which `mine` is the trial to write; their parameters are those of `attr_parameters` and
-# `value_parameters`.
+# Parts of a statement in which `mine` is the trial to write. `make_attr_parameters` and `make_value_parameters` return
+# their parameters.
 SET_ATTRS = """
     {kind}_attrs AS (
         INSERT INTO trial_{kind}_attributes (trial_id, key, value_json)

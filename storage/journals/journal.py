@@ -25,7 +25,7 @@ from hpsearch.storage.journals.journal_records import Header, Record, decode, en
 log = logging.getLogger(__name__)
 
 _MAX_JOURNAL_BYTES = 256 * 2**20
-_MAX_BUFFER_BYTES = 16 * 2**20  # of records that wait in memory while the disk is full
+_MAX_BUFFER_BYTES = 16 * 2**20  # size of the records that wait in memory while the disk is full
 
 JOURNAL = "journal.jsonl"
 MLFLOW = "mlflow"  # the consumer that every study has
@@ -101,14 +101,14 @@ class Journal:
         self.is_live = is_live
         self.header = header
         self.lost_records = 0
-        self.mutex = threading.Lock()  # guards all below, and the cursors
+        self.mutex = threading.Lock()  # guards the attributes below, and the cursors
         self.descriptor = descriptor
         self.size = os.fstat(descriptor).st_size if descriptor is not None else 0
         self.buffer: deque[bytes] = deque()  # lines that wait for space on the disk
         self.buffer_readers: set[str] = set()  # the consumers that are sending the buffered lines
         self.cursors = {consumer: Cursor(self, consumer) for consumer in consumers}
         self._buffer_bytes = 0
-        self._synced_bytes = 0  # that survive a power cut
+        self._synced_bytes = 0  # synced to disk
         self._synced_files: set[Path] = set()
         self._sync_lock = threading.Lock()
         self._has_warned = False
@@ -182,7 +182,7 @@ class Journal:
         return True
 
     def sync(self) -> None:
-        """Make what was written survive a power cut; files first, because the records refer to them."""
+        """Sync the journal to disk against a power cut; files first, because the records refer to them."""
         if self.descriptor is None or self.size == self._synced_bytes or not self._sync_lock.acquire(blocking=False):
             return  # or the thread of another consumer is syncing
         try:
@@ -230,7 +230,7 @@ class Cursor:
     def read_pending(self) -> list[JournalEntry]:
         """Return the entries to send, in order; call `return_buffered` when they were sent or sending failed.
 
-        A torn last line, left by a crash, is skipped.
+        A truncated last line, left by a crash, is skipped.
         """
         journal, entries = self.journal, list[JournalEntry]()
         with journal.mutex:

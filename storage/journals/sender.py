@@ -39,8 +39,8 @@ class Sender:
             )
             for consumer in consumers
         ]
-        self._removing = 0  # the number of fully consumed journals whose removal is in progress
-        self.sent_journals = 0  # the number of fully consumed and removed journals
+        self._removing = 0  # fully consumed journals whose removal is in progress
+        self.sent_journals = 0  # fully consumed and removed journals
 
     @property
     def unavailable_reason(self) -> str | None:

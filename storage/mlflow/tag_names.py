@@ -2,7 +2,7 @@
 
 PREFIX = "hpsearch."
 
-# A run that stands for a study, a trial, a finalist or a refit; it is found by these.
+# Runs of studies, trials, finalists and refits, which are found by these tags.
 STUDY = "hpsearch.study"  # name; of models too
 STUDY_ID = "hpsearch.study_id"
 TRIAL = "hpsearch.trial"  # number; of models too
@@ -47,5 +47,5 @@ WINNER_RUN_ID = "hpsearch.winner_run_id"
 FINALISTS_FRONT = "hpsearch.finalists_front"
 
 # A model or a registered version.
-WEIGHTS_ONLY = "hpsearch.weights_only"  # the reason why the model is a checkpoint without code
+WEIGHTS_ONLY = "hpsearch.weights_only"  # the reason why the model was not exported and is a checkpoint
 PROMOTED_BY = "hpsearch.promoted_by"  # the user who promoted it with `hpsearch promote`

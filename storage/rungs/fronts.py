@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def to_losses(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Losses:
-    """Return values [n, metrics] as losses, whatever of them is better when it is higher.
+    """Return values [n, metrics] as losses, for which lower is better.
 
-    A NaN is as bad as can be.
+    NaN becomes infinity, the worst loss. `maximize` has one entry per metric: whether higher values are better.
     """
     signs = np.where(np.asarray(maximize, dtype=bool), -1.0, 1.0)
     losses = np.asarray(values, dtype=float).reshape(-1, len(signs)) * signs
@@ -26,35 +26,35 @@ def to_losses(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Lo
 
 
 def compute_front_ranks(losses: Losses) -> NDArray[np.int64]:
-    """Return the front that each vector is in, from 0: that of those which none dominates, then of the rest, and so on.
+    """Return the non-domination rank of each vector [n]: 0 for the Pareto front, 1 for the front of the rest, etc.
 
-    Fast non-dominated sorting (Deb et al. 2002); equal vectors are in the same front.
+    Fast non-dominated sorting (Deb et al. 2002); equal vectors have the same rank.
     """
     if not len(losses):
         return np.zeros(0, dtype=np.int64)
     if losses.shape[1] == 1:
         return np.unique(losses[:, 0], return_inverse=True)[1].astype(np.int64)
-    import moocore  # a third of a second, which studies of one metric need not spend
+    import moocore  # takes a third of a second, which single-objective studies save
 
     return np.asarray(moocore.pareto_rank(losses), dtype=np.int64)
 
 
 def find_front(losses: Losses) -> list[int]:
-    """Return the places of the vectors that none dominates."""
-    return [int(place) for place in np.flatnonzero(compute_front_ranks(losses) == 0)]
+    """Return the indices of the non-dominated vectors."""
+    return [int(index) for index in np.flatnonzero(compute_front_ranks(losses) == 0)]
 
 
 def count_dominating(losses: Losses) -> NDArray[np.int64]:
-    """Return by how many others each vector is dominated: no worse in any metric, better in one."""
+    """Return per vector the number of others that dominate it: no worse in any metric, and better in one."""
     no_worse = (losses[:, None] <= losses[None]).all(axis=2)
     better = (losses[:, None] < losses[None]).any(axis=2)
     return np.asarray((no_worse & better).sum(axis=0), dtype=np.int64)
 
 
 def compute_crowding_distances(losses: Losses) -> NDArray[np.float64]:
-    """Return the crowding distance of each vector of one front (Deb et al. 2002): the more room about it, the larger.
+    """Return the crowding distance of each vector of one front (Deb et al. 2002): larger in sparse regions.
 
-    It is infinite at the ends of the front. Of equal vectors the first has the room about them all, the others none.
+    It is infinite at the ends of the front. Of equal vectors, the first has their distance, and the others have 0.
     """
     distances = np.zeros(len(losses))
     _, firsts = np.unique(losses, axis=0, return_index=True)
@@ -71,59 +71,60 @@ def compute_crowding_distances(losses: Losses) -> NDArray[np.float64]:
 
 
 def sort_by_crowding(losses: Losses) -> list[int]:
-    """Return the places of the vectors in order: by their front, within one by crowding distance, then by place."""
-    rank, room = compute_front_ranks(losses), np.zeros(len(losses))
-    for each in np.unique(rank):
-        members = np.flatnonzero(rank == each)
-        room[members] = compute_crowding_distances(losses[members])
-    return [int(place) for place in np.lexsort((np.arange(len(losses)), -room, rank))]
+    """Return the indices of the vectors, sorted by front rank, then by descending crowding distance, then by index."""
+    ranks, distances = compute_front_ranks(losses), np.zeros(len(losses))
+    for rank in np.unique(ranks):
+        members = np.flatnonzero(ranks == rank)
+        distances[members] = compute_crowding_distances(losses[members])
+    return [int(index) for index in np.lexsort((np.arange(len(losses)), -distances, ranks))]
 
 
 def compute_hypervolume(losses: Losses, reference: Sequence[float]) -> float:
-    """Return the volume that is dominated by the vectors, up to a reference that is as bad as anything counts.
+    """Return the volume that the vectors dominate, bounded by a reference point.
 
     Args:
-        losses: [n, metrics]; those that are not better than the reference in every metric add nothing.
-        reference: [metrics], as losses.
+        losses: losses [n, metrics]; vectors that are not better than the reference in every metric are ignored.
+        reference: losses [metrics] of the reference point.
     """
     within = losses[(losses < np.asarray(reference)).all(axis=1)]
     if not len(within):
         return 0.0
-    import moocore  # as above
+    import moocore  # slow, see above
 
     return float(moocore.hypervolume(within, ref=np.asarray(reference, dtype=float)))
 
 
 def sort_by_front(losses: Losses, most: int | None = None) -> list[int]:
-    """Return the places of the vectors, the best first: by front, within one by how they spread, then by place.
+    """Return the indices of the vectors, best first: by front rank, then by epsilon-net order, then by index.
 
     Args:
-        losses: [n, metrics], lower is better; in the order of the trials, the earliest first. A trial whose first
-            metric is infinite has failed, and comes after all others, however good it is otherwise.
-        most: how many are asked for; None for all.
+        losses: losses [n, metrics] in the order of the trials, the earliest first. A trial whose first loss is infinite
+            has diverged, and comes after all others.
+        most: number of indices to return; None for all.
     """
     count = len(losses) if most is None else min(most, len(losses))
-    failed = ~np.isfinite(losses[:, 0])
-    sorted_ones = np.flatnonzero(~failed)
-    front_of = compute_front_ranks(losses[sorted_ones])
+    diverged = ~np.isfinite(losses[:, 0])
+    candidates = np.flatnonzero(~diverged)
+    ranks = compute_front_ranks(losses[candidates])
     found: list[int] = []
-    for find_front in range(int(front_of.max(initial=-1)) + 1):
+    for rank in range(int(ranks.max(initial=-1)) + 1):
         if len(found) >= count:
             break
-        members = sorted_ones[front_of == find_front]
-        found += [int(place) for place in members[sort_by_epsilon_net(losses[members])]]
-    return [*found, *np.flatnonzero(failed).tolist()][:count]
+        members = candidates[ranks == rank]
+        found += [int(index) for index in members[sort_by_epsilon_net(losses[members])]]
+    return [*found, *np.flatnonzero(diverged).tolist()][:count]
 
 
 def sort_by_epsilon_net(losses: Losses) -> list[int]:
-    """Return the places of a front's vectors: the best by the first metric, then ever the farthest from those before.
+    """Return the indices of a front's vectors in the order of an epsilon-net (MO-ASHA, Schmucker et al. 2021).
 
-    Distances are of metrics that are scaled to the front's range. Of equally far ones the first comes first.
+    The first is the best by the first metric. Each next one has the largest distance to the vectors before it, with
+    metrics scaled to the range of the front. Ties are resolved by index.
 
     Args:
-        losses: [n, metrics], of one front; some.
+        losses: losses [n, metrics] of one front, n > 0.
     """
-    scaled = _scaled(losses)
+    scaled = _scale(losses)
     chosen = int(np.argmin(scaled[:, 0]))
     nearest = np.full(len(scaled), np.inf)
     found: list[int] = []
@@ -135,8 +136,8 @@ def sort_by_epsilon_net(losses: Losses) -> list[int]:
     return found
 
 
-def _scaled(losses: Losses) -> Losses:
-    """Losses in units of their range; what is not finite is one range beyond it."""
+def _scale(losses: Losses) -> Losses:
+    """Scale losses to their range [0, 1]; infinite losses become 2 or -1."""
     finite = np.where(np.isfinite(losses), losses, np.nan)
     known = np.isfinite(losses).any(axis=0)
     low, high = np.zeros(losses.shape[1]), np.ones(losses.shape[1])
@@ -156,8 +157,8 @@ _SELECT_AT_RUNG = sa.text("""
 """)
 
 _UPDATE_RANKS = sa.text("""
-    UPDATE hpsearch_rungs r SET loss = at.place
-      FROM unnest(CAST(:trials AS int[]), CAST(:places AS double precision[])) AS at (trial_id, place)
+    UPDATE hpsearch_rungs r SET loss = at.rank
+      FROM unnest(CAST(:trials AS int[]), CAST(:ranks AS double precision[])) AS at (trial_id, rank)
      WHERE r.trial_id = at.trial_id AND r.rung = :rung
 """)
 
@@ -173,30 +174,30 @@ def record_rung_values(
     rung: int,
     values: Sequence[float],
 ) -> None:
-    """Note what a trial comes to at a rung, once, and give all that have reached it their places.
+    """Record the values of a trial at a rung, and recompute the ranks of all its trials; recorded values stay.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        trial_id: the trial.
-        maximize: of each metric, whether higher is better.
-        rung: from 0.
-        values: of all metrics; none is NaN.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        trial_id: id of the trial.
+        maximize: per objective, whether higher is better.
+        rung: the reached rung, from 0.
+        values: values of all objectives, not NaN.
     """
     [losses] = to_losses([values], maximize).tolist()
-    # Behind all others, until the places are given.
+    # The last rank, until the ranks are recomputed below.
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": math.inf, "losses": losses}
     if connection.execute(INSERT_RUNG_VALUE, arguments).rowcount == 1:
         _rerank(connection, study_id, rung)
 
 
 def rerank_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool]) -> None:
-    """Give all places anew, of a study of several metrics: a trial has left its rungs.
+    """Recompute the ranks at all rungs of a multi-objective study, after a trial has left its rungs.
 
     Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        maximize: of each of several metrics, whether higher is better; empty where there is one.
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        maximize: per objective, whether higher is better; empty for one objective, for which nothing is done.
     """
     if maximize:
         for rung in connection.execute(_SELECT_RUNGS, {"study": study_id}).scalars().all():
@@ -207,13 +208,13 @@ def _rerank(connection: sa.Connection, study_id: int, rung: int) -> None:
     rows = connection.execute(_SELECT_AT_RUNG, {"study": study_id, "rung": rung}).all()
     if not rows:
         return
-    ordered = sort_by_front(to_losses([row.losses for row in rows], [False] * len(rows[0].losses)))
-    moved = [(rows[at].trial_id, float(place)) for place, at in enumerate(ordered) if rows[at].loss != place]
-    if moved:
-        trials, places = zip(*moved, strict=True)
-        connection.execute(_UPDATE_RANKS, {"trials": list(trials), "places": list(places), "rung": rung})
+    order = sort_by_front(to_losses([row.losses for row in rows], [False] * len(rows[0].losses)))
+    changed = [(rows[i].trial_id, float(rank)) for rank, i in enumerate(order) if rows[i].loss != rank]
+    if changed:
+        trials, ranks = zip(*changed, strict=True)
+        connection.execute(_UPDATE_RANKS, {"trials": list(trials), "ranks": list(ranks), "rung": rung})
 
 
 def to_values(losses: Sequence[float], maximize: Sequence[bool]) -> list[float]:
-    """Return losses as the values that they were."""
-    return [-loss if up else loss for loss, up in zip(losses, maximize, strict=True)]
+    """Convert losses back to values; the inverse of `to_losses`."""
+    return [-loss if flip else loss for loss, flip in zip(losses, maximize, strict=True)]

@@ -1,4 +1,4 @@
-"""Rungs: record values of trials, promote the best paused trial, and prune those without a chance."""
+"""Rungs: record values of trials, promote the best paused trials, and prune trials that cannot be promoted."""
 
 from __future__ import annotations
 
@@ -275,33 +275,33 @@ def find_next_to_prune(
         return None
     epochs = rungs.epochs[row.rung]
     if not over:
-        on = f"promoted: best {row.places} of {n_trials} trials"
+        verdict = f"promoted: best {row.places} of {n_trials} trials"
     elif row.better < row.places:
-        on = f"and {why}"
+        verdict = f"and {why}"
     else:
-        on = f"promoted: best {row.places}" if row.places else "promoted: none"
+        verdict = f"promoted: best {row.places}" if row.places else "promoted: none"
     by_fronts = " by Pareto fronts" if rungs.maximize_each else ""
     if rungs.maximize_each and row.places:  # the ranks may have differed when they were promoted
-        occupied = connection.execute(_SELECT_COUNTS, {"study": study_id})
-        went = sum(at.promoted for at in occupied if at.rung == row.rung)
-        on = f"promoted: {went}, by earlier ranks" if went else "promoted: none"
+        counts = connection.execute(_SELECT_COUNTS, {"study": study_id})
+        promoted = sum(at.promoted for at in counts if at.rung == row.rung)
+        verdict = f"promoted: {promoted}, by earlier ranks" if promoted else "promoted: none"
     reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached}{by_fronts} "
-        f"at rung {row.rung}, {on}"
+        f"at rung {row.rung}, {verdict}"
     )
     if rungs.maximize_each:
         compared = {"value": fronts.to_values(row.losses, rungs.maximize_each)[0]}
     else:
         cutoff = {"cutoff": rungs.to_value(row.cutoff)} if row.places else {}
         compared = {"value": rungs.to_value(row.loss), **cutoff}
-    grounds = {
+    decision = {
         "pruner": rungs.pruner,
         "epoch": epochs - 1,
         **compared,
         "peers": row.reached - 1,
         "rung": row.rung,
     }
-    return PrunedTrial(row.trial_id, row.number, row.attempt, reason, grounds)
+    return PrunedTrial(row.trial_id, row.number, row.attempt, reason, decision)
 
 
 _INSERT_CUTOFFS = sa.text("""

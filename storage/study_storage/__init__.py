@@ -1,1 +1,1 @@
-"""The study storage: Optuna's tables on Postgres, at a fraction of the statements."""
+"""The study storage: Optuna's tables on Postgres, with fewer SQL statements than RDBStorage."""

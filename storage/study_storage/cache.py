@@ -1,4 +1,4 @@
-"""What a process knows of a study's trials: finished ones for good, the others until it looks again."""
+"""Cache of a study's trials: finished trials are read once, the others are read again on each call."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ from hpsearch.storage.study_storage.reading import (
 
 
 class StudyCache:
-    """The trials of one study. A trial that was handed out is never changed: a new object takes its place."""
+    """Cached trials of one study. A returned trial is never modified: a new object replaces it in the cache."""
 
     def __init__(self, study_id: int) -> None:
         self.study_id = study_id
         self.lock = threading.RLock()
-        self.distributions: dict[str, BaseDistribution] = {}  # of each parameter's first appearance
+        self.distributions: dict[str, BaseDistribution] = {}  # per parameter: the first one in the study
         self._known = ReadCursor()
-        self._trials: list[FrozenTrial] = []  # by id, and so by number
-        self._place: dict[int, int] = {}  # of an id in it
-        self._looked = -math.inf  # when it was read last which trials have finished
+        self._trials: list[FrozenTrial] = []  # in the order of ids, which is also the order of numbers
+        self._index_of: dict[int, int] = {}  # trial id: index in `_trials`
+        self._read_at = -math.inf  # time of the last query for finished trials
         self._finished: dict[frozenset[TrialState], list[FrozenTrial]] = {}
 
     @property
     def last_trial_id(self) -> int:
-        """An id up to which no trial of this study can appear any more; -1 if none is known."""
+        """Highest cached trial id, below which no new trial can appear; -1 if no trial is cached."""
         return self._known.last_trial_id
 
     def get_finished(self, trial_id: int) -> FrozenTrial | None:
-        """Return a trial if it is known to be finished."""
+        """Return the cached trial if it is finished there; None otherwise."""
         with self.lock:
-            place = self._place.get(trial_id)
+            place = self._index_of.get(trial_id)
             return None if place is None or trial_id in self._known.unfinished else self._trials[place]
 
     def get_trial_id(self, number: int) -> int | None:
-        """Return the id of the trial with a number, if it is known."""
+        """Return the id of the trial with this number; None if it is not cached."""
         with self.lock:
             trial = self._trials[number] if 0 <= number < len(self._trials) else None
             return trial._trial_id if trial is not None and trial.number == number else None
 
     def select(self, database: Database, states: frozenset[TrialState], *, max_age: float = 0.0) -> list[FrozenTrial]:
-        """Return the trials in some states, by number, after reading what is new.
+        """Read the changes since the last call, and return the trials in these states, by number.
 
-        Where only finished ones are asked for, running ones are not read, and nothing is where that was done less than
-        `max_age` seconds ago.
+        If all states are final, running trials are not read, and the database is not queried if the last query is
+        less than `max_age` seconds old.
 
         Raises:
-            KeyError: There is no such study.
+            KeyError: the study does not exist.
         """
         with self.lock:
             now, only_finished = time.monotonic(), states <= FINISHED_STATES
-            if not only_finished or now - self._looked >= max_age:
+            if not only_finished or now - self._read_at >= max_age:
                 self._read(database, only_finished=only_finished)
-                self._looked = now
+                self._read_at = now
             if not only_finished:
-                return self._trials.copy() if len(states) == len(TrialState) else self._of(states)
+                return self._trials.copy() if len(states) == len(TrialState) else self._select(states)
             if states not in self._finished:
-                self._finished[states] = self._of(states)
+                self._finished[states] = self._select(states)
             return self._finished[states].copy()
 
     def _read(self, database: Database, *, only_finished: bool) -> None:
@@ -88,16 +88,16 @@ class StudyCache:
             self._read_finished(database)
 
     def replace(self, trial: FrozenTrial) -> None:
-        """Put a finished trial, as it was just read, in the place of what was known of it."""
+        """Replace the cached version of a finished trial."""
         with self.lock:
-            if trial._trial_id in self._place and trial.state in FINISHED_STATES:
+            if trial._trial_id in self._index_of and trial.state in FINISHED_STATES:
                 self._put(trial)
 
     def invalidate(self) -> None:
-        """Have the next `select` ask which trials have finished, however short a time ago that was done."""
-        self._looked = -math.inf
+        """Make the next `select` query the database, whatever its `max_age`."""
+        self._read_at = -math.inf
 
-    def _of(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
+    def _select(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
         return [trial for trial in self._trials if trial.state in states]
 
     def _read_finished(self, database: Database) -> None:
@@ -114,35 +114,35 @@ class StudyCache:
             self._take(row)
 
     def _take(self, row: sa.Row[Any]) -> None:
-        known = self._trials[self._place[row.trial_id]] if row.changes else None
+        known = self._trials[self._index_of[row.trial_id]] if row.changes else None
         if known is None or not _is_unchanged(row, known):
             self._put(merge_row(row, known))
         if STATE_BY_NAME[row.state] not in FINISHED_STATES:
             self._known.loaded.add(row.trial_id)
 
     def _put(self, trial: FrozenTrial) -> None:
-        """Add a trial, or put it in the place of what was known of it."""
+        """Add a trial, or replace its cached version."""
         trial_id, known = trial._trial_id, self._known
-        if (place := self._place.get(trial_id)) is None:
-            self._place[trial_id] = len(self._trials)
+        if (place := self._index_of.get(trial_id)) is None:
+            self._index_of[trial_id] = len(self._trials)
             self._trials.append(trial)
             known.last_trial_id = trial_id
         else:
             self._trials[place] = trial
-        for name, given in trial.distributions.items():
-            self.distributions.setdefault(name, given)
+        for name, distribution in trial.distributions.items():
+            self.distributions.setdefault(name, distribution)
         if trial.state in FINISHED_STATES:
             known.unfinished.discard(trial_id)
             known.loaded.discard(trial_id)
             self._finished.clear()
         else:
             if place is not None and trial_id not in known.unfinished:
-                self._finished.clear()  # somebody reopened a finished trial
+                self._finished.clear()  # a finished trial was reopened
             known.unfinished.add(trial_id)
 
 
 def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:
-    """Whether nothing was written to a running trial since it was read last."""
+    """Whether nothing was written to an unfinished trial since it was read last."""
     return (
         not (row.param_names or row.steps or row.user_keys or row.system_keys or row.results)
         and STATE_BY_NAME[row.state] == known.state

@@ -1,4 +1,4 @@
-"""New trials: numbered without a gap under the lock of their study, never twice when a reply is lost."""
+"""Creation of trials: numbers without gaps, and no duplicates if a reply is lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpsearch.storage.database.trial_rows import NEXT_NUMBER, encode_value
 from hpsearch.storage.study_storage.reading import to_utc
 from hpsearch.storage.study_storage.studies import require_study
 
-# The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
-# committed, which a single statement would not.
+# A separate statement in the same round trip: the next statement sees the commit of the last lock holder, which a
+# single statement would not.
 _LOCK = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
 
-# At a second try the start, to the microsecond, tells the trial that the first one made: `floor` is an id from before
-# it. Not at the first try: in a busy fleet two processes do start a trial in the same microsecond.
+# A retry finds the trial of the first try by its start, which has microseconds; `floor` is an id from before the first
+# try. The first try does not search: two processes of a large fleet may start a trial in the same microsecond.
 _CREATE = f"""
     {_LOCK}
     WITH made AS (
@@ -37,7 +37,7 @@ _CREATE = f"""
     SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
 """  # noqa: S608 the parts are constants
 
-_CLIENT_TIMEOUT = format_timeouts(idle=30)  # must not keep the study locked for ever
+_CLIENT_TIMEOUT = format_timeouts(idle=30)  # a frozen client must not lock the study forever
 
 _INSERT = f"""
     {_CLIENT_TIMEOUT} {_LOCK}
@@ -90,13 +90,13 @@ def create_trial(database: Database, study_id: int, start: datetime, floor: int)
     """Create a RUNNING trial and return its id and number.
 
     Args:
-        database: Where.
-        study_id: Its study.
-        start: When it starts, naive UTC, to the microsecond.
-        floor: An id below which no trial of this study can be made any more.
+        database: database of the study.
+        study_id: id of the study.
+        start: start time with microseconds, naive UTC.
+        floor: trial id below which no trial of this study can be created any more.
 
     Raises:
-        KeyError: There is no such study.
+        KeyError: the study does not exist.
     """
     parameters = {"study_id": study_id, "start": start, "floor": floor}
     rows = database.retry(lambda repeated: database.run_once(_CREATE, {**parameters, "repeated": repeated}))
@@ -105,16 +105,16 @@ def create_trial(database: Database, study_id: int, start: datetime, floor: int)
 
 
 def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTrial]) -> list[tuple[int, int]]:
-    """Insert trials as they are, but for their numbers, in one transaction; return their ids and numbers.
+    """Insert trials with new numbers in one transaction, and return their ids and numbers.
 
     Raises:
-        KeyError: There is no such study.
+        KeyError: the study does not exist.
     """
-    batches = _batches(trials)
+    batches = _make_batches(trials)
     sent: list[tuple[int, int]] = []
 
     def run(connection: sa.Connection, repeated: bool) -> list[tuple[int, int]]:
-        # When the connection broke at the commit, it may have been made.
+        # If the connection broke during the commit, the trials may exist.
         if repeated and sent and _exists(connection, study_id, sent[-1][0]):
             return sent
         sent[:] = _insert_batches(connection, study_id, batches)
@@ -124,17 +124,17 @@ def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTria
 
 
 def insert_trials_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:
-    """Insert trials as `insert` does, in the connection's transaction."""
-    _insert_batches(connection, study_id, _batches(trials))
+    """Insert trials like `insert_trials`, in the connection's transaction."""
+    _insert_batches(connection, study_id, _make_batches(trials))
 
 
 def insert_missing_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> tuple[int, int]:
-    """Insert those of the trials whose fixed parameters no trial of the study has been given.
+    """Insert the trials whose fixed parameters no trial of the study has.
 
-    The transaction must have the study's lock.
+    The transaction must hold the lock of the study's row.
 
     Returns:
-        How many these were, and how many trials the study has now.
+        The number of inserted trials, and the number of trials in the study.
     """
     statement = """
         SELECT value_json FROM trial_system_attributes JOIN trials USING (trial_id)
@@ -148,28 +148,28 @@ def insert_missing_in(connection: sa.Connection, study_id: int, trials: Sequence
     return len(missing), int(connection.execute(to_sql(count), {"study_id": study_id}).scalar_one())
 
 
-def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
+def _make_batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
     return [_columns(trials[first : first + _BATCH_SIZE]) for first in range(0, len(trials), _BATCH_SIZE)]
 
 
 def _insert_batches(
     connection: sa.Connection, study_id: int, batches: Iterable[dict[str, list[Any]]]
 ) -> list[tuple[int, int]]:
-    made: list[tuple[int, int]] = []
+    created: list[tuple[int, int]] = []
     for columns in batches:
         rows = require_study(connection.execute(to_sql(_INSERT), {"study_id": study_id, **columns}).all(), study_id)
-        made.extend((row.trial_id, row.number) for row in rows)
-    return made
+        created.extend((row.trial_id, row.number) for row in rows)
+    return created
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
-    """Whether a trial was committed: decided once the study's lock, which its transaction held, is free."""
+    """Whether a trial was committed; waits for the lock that its transaction holds until it ends."""
     connection.execute(to_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
     return connection.execute(to_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
 
 
 def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
-    """Return the rows of some trials as the arrays that `_IMPORT` takes; a place counts trials from 1."""
+    """Return the array parameters of `_INSERT`; a place is the position of a trial in the batch, from 1."""
     placed = list(enumerate(trials, 1))
     params = [
         (
@@ -199,13 +199,13 @@ def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
         **_to_columns(params, "param_places", "param_names", "param_values", "param_distributions"),
         **_to_columns(values, "value_places", "value_objectives", "value_values", "value_kinds"),
         **_to_columns(steps, "step_places", "step_steps", "step_values", "step_kinds"),
-        **_to_columns(_attrs((p, t.user_attrs) for p, t in placed), "user_places", "user_keys", "user_values"),
-        **_to_columns(_attrs((p, t.system_attrs) for p, t in placed), "system_places", "system_keys", "system_values"),
+        **_to_columns(_rows((p, t.user_attrs) for p, t in placed), "user_places", "user_keys", "user_values"),
+        **_to_columns(_rows((p, t.system_attrs) for p, t in placed), "system_places", "system_keys", "system_values"),
     }
 
 
-def _attrs(given: Iterable[tuple[int, dict[str, Any]]]) -> list[tuple[Any, ...]]:
-    return [(place, key, json.dumps(value)) for place, attrs in given for key, value in attrs.items()]
+def _rows(attrs_by_place: Iterable[tuple[int, dict[str, Any]]]) -> list[tuple[Any, ...]]:
+    return [(place, key, json.dumps(value)) for place, attrs in attrs_by_place for key, value in attrs.items()]
 
 
 def _to_columns(rows: Sequence[tuple[Any, ...]], *names: str) -> dict[str, list[Any]]:

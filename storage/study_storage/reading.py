@@ -1,5 +1,5 @@
-# ruff: noqa: S608  the parts of the statements are the constants of this file
-"""Read trials from Optuna's tables, one by one or in bulk."""
+# ruff: noqa: S608  the parts of the statements are constants of this file
+"""Queries that read trials from Optuna's tables, one by one or in bulk."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _SCALARS = (str, int, float, type(None))  # bool is an int
 
 
 def utc_now() -> datetime:
-    """Return this machine's time as the naive UTC of Optuna's tables."""
+    """Return this machine's time as naive UTC, as in Optuna's tables."""
     return datetime.now(UTC).replace(tzinfo=None)
 
 
 def to_utc(local: datetime | None) -> datetime | None:
-    """Return Optuna's naive local time as the naive UTC of its tables."""
+    """Convert Optuna's naive local time to the naive UTC of its tables."""
     return None if local is None else local.astimezone(UTC).replace(tzinfo=None)
 
 
 def to_local(utc: datetime | None) -> datetime | None:
-    """Return the tables' naive UTC as Optuna's naive local time."""
+    """Convert the naive UTC of the tables to Optuna's naive local time."""
     return None if utc is None else utc.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
 
 
 @lru_cache(maxsize=4096)
 def parse_distribution(text: str) -> BaseDistribution:
-    """Return the distribution of a JSON text: one object for all trials that have it, never to be changed."""
+    """Return the distribution of a JSON text. All trials share the object, so it must not be modified."""
     return json_to_distribution(text)
 
 
 def make_bare_trial(row: Any) -> FrozenTrial:
-    """Return a trial of which only id, number, state and times are known."""
+    """Return a trial with only id, number, state and times."""
     return FrozenTrial(
         number=row.number,
         state=STATE_BY_NAME[row.state],
@@ -66,9 +66,9 @@ def make_bare_trial(row: Any) -> FrozenTrial:
 
 
 def copy_trial(trial: FrozenTrial) -> FrozenTrial:
-    """Return a copy that shares nothing mutable with `trial` but its distributions, which nobody changes.
+    """Return a copy of a trial that shares only its distributions, which are never modified.
 
-    About thirty times as fast as `copy.deepcopy`.
+    It is about thirty times as fast as `copy.deepcopy`.
     """
     return FrozenTrial(
         number=trial.number,
@@ -90,9 +90,9 @@ def _copy_attrs(attrs: dict[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, _SCALARS) else copy.deepcopy(value) for key, value in attrs.items()}
 
 
-# What belongs to a trial `t`, one row per trial. A trial with t.changes gets what was written since :horizon alone:
-# the oldest transaction that was open when the reader looked last (`xmin` is the transaction that wrote a row). Unlike
-# ids and times this misses nothing, in whatever order transactions end. age() compares as transaction ids must be.
+# Details of trials `t`, one row per trial. If t.changes is set, only those written since :horizon: the oldest
+# transaction that was open at the last read (`xmin` is the transaction that wrote a row). Unlike ids and times, this
+# misses nothing, in whatever order transactions end. age() compares transaction ids correctly across a wraparound.
 _SINCE = "(NOT t.changes OR age({row}.xmin) <= age(CAST(:horizon AS xid)))"
 _DETAILS = f"""
     LEFT JOIN LATERAL (
@@ -130,8 +130,8 @@ _IDS_IN_STATES = """
       FROM studies s WHERE s.study_id = :study_id
 """
 
-# `study_id + 0` keeps the planner to the primary key, of which a handful of rows is read: without statistics it may
-# take the index on study_id, and read the whole study.
+# `study_id + 0` makes the planner use the primary key, which reads few rows. Without statistics it may use the index on
+# study_id and read the whole study.
 _FINISHED = "('COMPLETE', 'PRUNED', 'FAIL')"
 _NEW = "FROM trials WHERE trial_id > :seen AND study_id + 0 = :study_id"
 _JUST_FINISHED = f"FROM trials WHERE trial_id = ANY (CAST(:unfinished AS int[])) AND state IN {_FINISHED}"
@@ -154,18 +154,18 @@ _NEWLY_FINISHED = f"""
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 
-_NO_HORIZON = "0"  # a horizon for statements that ask for no changes
+_NO_HORIZON = "0"  # for statements without trials whose changes are read
 
 
 @dataclass
 class ReadCursor:
-    """What a reader knows of a study's trials.
+    """Position of a reader in a study.
 
     Attributes:
-        seen: The highest trial id read so far.
-        unfinished: Ids up to that which were not finished then.
-        loaded: Those of them of which everything up to `horizon` is known.
-        horizon: Where the next reading of running trials starts.
+        last_trial_id: highest trial id that was read; -1 if none.
+        unfinished: ids of the trials that were not finished when they were read.
+        loaded: those of them that were read with all details up to `horizon`.
+        horizon: transaction id from which the next read of running trials starts.
     """
 
     last_trial_id: int = -1
@@ -178,21 +178,21 @@ class ReadCursor:
 
 
 def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | None:
-    """Return a trial and the id of its study, or None if there is no such trial."""
+    """Return a trial and the id of its study; None if the trial does not exist."""
     rows = read_rows(database, [trial_id])
     return (merge_row(rows[0]), rows[0].study_id) if rows else None
 
 
 def read_rows(database: Database, trial_ids: Sequence[int]) -> Rows:
-    """Return the rows of some trials with all details, by id."""
+    """Return the rows of these trials with all details, by id."""
     return database.fetch_rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _NO_HORIZON}) if trial_ids else []
 
 
 def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> list[FrozenTrial]:
-    """Return the study's trials in some states, by id.
+    """Return the study's trials in these states, by id.
 
     Raises:
-        KeyError: There is no such study.
+        KeyError: the study does not exist.
     """
     rows = database.fetch_rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
     _get_trial_rows(rows, study_id)
@@ -200,13 +200,13 @@ def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> 
 
 
 def read_newly_finished(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, Rows]:
-    """Read which trials have finished, without reading those that run.
+    """Read the trials that were created or finished since the last read; running trials are not read.
 
     Returns:
-        Rows of the trials that have, with all details, and rows of those that are new and have not, without any.
+        Rows of the finished trials with all details, and rows of the new unfinished trials without details.
 
     Raises:
-        KeyError: There is no such study.
+        KeyError: the study does not exist.
     """
     rows = _get_trial_rows(database.fetch_rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
     finished = [row.trial_id for row in rows if STATE_BY_NAME[row.state] in FINISHED_STATES]
@@ -214,13 +214,13 @@ def read_newly_finished(database: Database, study_id: int, known: ReadCursor) ->
 
 
 def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, str]:
-    """Read what is new in a study.
+    """Read the changes of a study since the last read.
 
     Returns:
-        Rows of all trials that are unfinished, or were; and the horizon for the next reading.
+        Rows of all trials that are new, unfinished, or finished since the last read; and the horizon of the next read.
 
     Raises:
-        KeyError: There is no such study.
+        KeyError: the study does not exist.
     """
     parameters = known._parameters(study_id) | {"loaded": list(known.loaded), "horizon": known.horizon}
     rows = database.fetch_rows(_UPDATES, parameters)
@@ -232,7 +232,7 @@ def _get_trial_rows(rows: Rows, study_id: int) -> Rows:
 
 
 def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial:
-    """Return the trial of a row that has all of it, or what changed since `known`, which is left as it is."""
+    """Return the trial of a row, which has all details or the changes since `known`; `known` is not modified."""
     params = dict(known.params) if known else {}
     distributions = dict(known.distributions) if known else {}
     for name, value, text in zip(row.param_names or (), row.param_values or (), row.distributions or (), strict=True):
@@ -275,12 +275,12 @@ _TRIALS = """
 
 
 def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
-    """Return all trials of a study, by id: finished ones whole, the others without details.
+    """Return all trials of a study, by id: finished trials with all details, the others without.
 
-    What is finished does not change any more, so that several statements find the same.
+    Finished trials do not change, so the separate statements are consistent.
 
     Raises:
-        KeyError: There is no such study.
+        KeyError: the study does not exist.
     """
     rows = _get_trial_rows(database.fetch_rows(_TRIALS, {"study_id": study_id}), study_id)
     with _paused_gc():
@@ -292,16 +292,16 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
 
 
 def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
-    """Give the trials their details; of those that finished only after they were listed there may be details too."""
+    """Add the details of these trials; rows of trials that have finished since they were listed are skipped."""
 
     def rows(table: str, order: str, columns: str) -> Rows:
         return database.fetch_rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
 
     for trial_id, name, value, text in rows("trial_params", "param_id", "param_name, param_value, distribution_json"):
         if trial_id in trials:
-            trial, given = trials[trial_id], parse_distribution(text)
-            trial._params[name] = given.to_external_repr(value)
-            trial._distributions[name] = given
+            trial, distribution = trials[trial_id], parse_distribution(text)
+            trial._params[name] = distribution.to_external_repr(value)
+            trial._distributions[name] = distribution
     columns = "step, intermediate_value, intermediate_value_type"
     for trial_id, step, value, kind in rows("trial_intermediate_values", "trial_intermediate_value_id", columns):
         if trial_id in trials:
@@ -320,7 +320,7 @@ def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[st
 
 @contextmanager
 def _paused_gc() -> Iterator[None]:
-    """Make many objects without looking for garbage among them again and again, which takes longer than making them."""
+    """Disable garbage collection while many objects are created: it would take longer than their creation."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -332,7 +332,7 @@ def _paused_gc() -> Iterator[None]:
 
 _RUNG_PREFIX = "completed_rung_"
 
-# Trials in every state: a pruned one sets the cut-off as much as one that runs.
+# Trials in all states: the values of pruned trials count for the cutoff too.
 _RUNG_VALUES = sa.text("""
     SELECT t.number, a.value_json FROM trials t JOIN trial_system_attributes a USING (trial_id)
      WHERE t.study_id = :study AND a.key = :key
@@ -340,11 +340,11 @@ _RUNG_VALUES = sa.text("""
 
 
 def get_rung_key(rung: int) -> str:
-    """Return the trial system attribute in which Optuna, too, keeps the value at a rung (from 0)."""
+    """Return the trial system attribute with the value at a rung (from 0); Optuna uses the same one."""
     return f"{_RUNG_PREFIX}{rung}"
 
 
 def read_rung_values(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
-    """Return (trial number, value, or those of several metrics) of all trials at a rung, in no particular order."""
+    """Return (trial number, value or list of objective values) of all trials at a rung, in no particular order."""
     rows = Database(engine).fetch_rows(_RUNG_VALUES, {"study": study_id, "key": get_rung_key(rung)})
     return [(row.number, json.loads(row.value_json)) for row in rows]

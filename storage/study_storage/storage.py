@@ -35,14 +35,14 @@ from hpsearch.storage.study_storage.writing import Batch, raise_if_not_writable
 
 @dataclass
 class OwnedTrial:
-    """A trial that this process alone writes, as it has written it, and the attempt by which it does."""
+    """Current content of a trial that only this process writes, and the attempt that owns it."""
 
     trial: FrozenTrial
     attempt: int
 
 
 def with_pending_writes(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
-    """Return a copy of the trial with what the batch would write."""
+    """Return a copy of the trial with the writes of the batch, if there is one."""
     copied = copy_trial(trial)
     if batch is not None:
         apply_pending_writes(copied, batch)
@@ -50,9 +50,9 @@ def with_pending_writes(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
 
 
 def apply_pending_writes(trial: FrozenTrial, batch: Batch) -> None:
-    """Change the trial as writing the batch does."""
+    """Apply the writes of the batch to the trial object."""
     for name, (value, kind) in batch.params.items():
-        if name not in trial.params:  # the first value stays
+        if name not in trial.params:  # the first value of a parameter stays
             trial.params[name] = kind.to_external_repr(value)
             trial.distributions[name] = kind
     trial.user_attrs.update(batch.user_attrs)
@@ -62,17 +62,17 @@ def apply_pending_writes(trial: FrozenTrial, batch: Batch) -> None:
 def open_storage(
     url: str, *, application_name: str, pool_size: int = 2, retry_seconds: float = RETRY_SECONDS
 ) -> PostgresStorage:
-    """Return the storage on `url`.
+    """Return the storage of the studies at `url`.
 
-    Call :func:`storage.database.connect.check_database` first: it says in one line what is wrong with a database.
+    Call :func:`storage.database.connect.check_database` first: its errors describe an unusable database in one line.
 
     Args:
-        url: A Postgres URL in any of its spellings.
-        application_name: What `pg_stat_activity` shows for the connections.
-        pool_size: Connections kept open.
+        url: Postgres URL in any form.
+        application_name: name of the connections in `pg_stat_activity`.
+        pool_size: number of connections that stay open.
         retry_seconds: time for retries while the database is unavailable.
     """
-    # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
+    # No pre-ping, which costs a round trip per use: statements are retried after a dropped connection.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
     return PostgresStorage(engine, retry_seconds=retry_seconds)
 
@@ -84,28 +84,28 @@ _FIRST_DISTRIBUTION = """
 
 
 class PostgresStorage(BaseStorage):
-    """Studies in Postgres, beside RDBStorage, the dashboard and the `optuna` CLI on the same tables.
+    """Optuna storage on Postgres; RDBStorage, the dashboard and the `optuna` CLI can use the same tables.
 
-    Every write is one statement and one round trip, durable when it returns. Finished trials are read once per
-    process, running ones without what is known of them. While the database is away, calls wait.
+    Every write is one statement in one round trip, and is durable when it returns. Finished trials are read once per
+    process, running ones incrementally. While the database is unavailable, calls wait.
 
     Safe to share between threads.
 
     Args:
-        engine: Of a database that `hpsearch.storage.database.migrate` made. Its pool may go without pre-ping.
+        engine: engine of a database that `hpsearch.storage.database.migrate` created; its pool needs no pre-ping.
         retry_seconds: time for retries while the database is unavailable.
     """
 
     def __init__(self, engine: sa.Engine, *, retry_seconds: float = RETRY_SECONDS) -> None:
-        self._start(engine, retry_seconds)
+        self._initialize(engine, retry_seconds)
 
-    def _start(self, engine: sa.Engine, retry_seconds: float) -> None:
+    def _initialize(self, engine: sa.Engine, retry_seconds: float) -> None:
         self._database = Database(engine, retry_seconds)
         self._lock = threading.RLock()
         self._caches: dict[int, StudyCache] = {}
         self._names: dict[int, str] = {}
         self._directions: dict[int, list[StudyDirection]] = {}
-        self._study_of: dict[int, int] = {}  # of a trial's id
+        self._study_ids: dict[int, int] = {}  # by trial id
         self._owned: dict[int, OwnedTrial] = {}
         self._deferred: dict[int, Batch] = {}
 
@@ -114,11 +114,11 @@ class PostgresStorage(BaseStorage):
         return {"url": url, "retry_seconds": self._database.retry_seconds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(make_engine(state["url"], application_name="hpsearch"), state["retry_seconds"])
+        self._initialize(make_engine(state["url"], application_name="hpsearch"), state["retry_seconds"])
 
     @property
     def engine(self) -> sa.Engine:
-        """The engine, for statements of the caller's own."""
+        """Engine of the database, for further statements."""
         return self._database.engine
 
     # Studies
@@ -138,17 +138,17 @@ class PostgresStorage(BaseStorage):
         trials: Sequence[FrozenTrial],
         also: Callable[[sa.Connection, int], None] | None = None,
     ) -> int:
-        """Create a study with attributes and trials, in one transaction: nobody sees it before it is whole.
+        """Create a study with attributes and trials in one transaction, so that no reader sees it incomplete.
 
         Args:
-            directions: Of its objectives.
-            study_name: Its name.
-            user_attrs: Its user attributes.
-            trials: As they are, numbered from 0; their distributions are not compared.
-            also: Writes what else belongs to the study of that number.
+            directions: one direction per objective.
+            study_name: name of the study.
+            user_attrs: user attributes of the study.
+            trials: trials to insert, numbered from 0; their distributions are not compared.
+            also: function that writes further rows of the study, given the connection and the study's id.
 
         Raises:
-            DuplicatedStudyError: There is one of that name.
+            DuplicatedStudyError: a study with this name exists.
         """
 
         def fill(connection: sa.Connection, study_id: int) -> None:
@@ -160,7 +160,7 @@ class PostgresStorage(BaseStorage):
         return studies.create_study(self._database, study_name, directions, fill=fill)
 
     def delete_study(self, study_id: int) -> None:
-        self._forget(study_id)
+        self._drop_caches(study_id)
         studies.delete_study(self._database, study_id)
 
     def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
@@ -198,33 +198,33 @@ class PostgresStorage(BaseStorage):
             return self.import_trials(study_id, [template_trial])[0]
         start = utc_now()
         trial_id, _ = creating.create_trial(self._database, study_id, start, self._cache(study_id).last_trial_id)
-        self._study_of[trial_id] = study_id
+        self._study_ids[trial_id] = study_id
         return trial_id
 
     def import_trials(self, study_id: int, trials: Sequence[FrozenTrial]) -> list[int]:
-        """Add trials as they are, but for their numbers: all of them or, when this raises, none.
+        """Insert trials with new numbers: all of them, or none if this raises.
 
         Args:
-            study_id: The study.
-            trials: In any states, numbered on in this order.
+            study_id: id of the study.
+            trials: trials in any states, in the order of their new numbers.
 
         Returns:
-            Their ids.
+            The ids of the trials.
 
         Raises:
-            KeyError: There is no such study.
-            ValueError: A parameter has a distribution that does not go with the one it has in the study.
+            KeyError: the study does not exist.
+            ValueError: a parameter's distribution is incompatible with its distribution in the study.
         """
         found: dict[str, BaseDistribution] = {}
         for trial in trials:
-            for name, given in trial.distributions.items():
-                previous = found.get(name) or self._distribution(study_id, name)
-                if previous is not None and previous is not given:
-                    check_distribution_compatibility(previous, given)
-                found.setdefault(name, given)
-        made = creating.insert_trials(self._database, study_id, trials)
-        self._study_of.update((trial_id, study_id) for trial_id, _ in made)
-        return [trial_id for trial_id, _ in made]
+            for name, distribution in trial.distributions.items():
+                previous = found.get(name) or self._get_distribution(study_id, name)
+                if previous is not None and previous is not distribution:
+                    check_distribution_compatibility(previous, distribution)
+                found.setdefault(name, distribution)
+        created = creating.insert_trials(self._database, study_id, trials)
+        self._study_ids.update((trial_id, study_id) for trial_id, _ in created)
+        return [trial_id for trial_id, _ in created]
 
     # Writes of a trial
 
@@ -251,7 +251,7 @@ class PostgresStorage(BaseStorage):
         return moved
 
     def _read_owned(self, trial_id: int) -> None:
-        """Read an owned trial again after a write that workers do not make this way: they report and settle claims."""
+        """Read an owned trial again after a write with a method that workers do not use."""
         if (owned := self._owned.get(trial_id)) is not None:
             owned.trial = self.read_trial(trial_id)
 
@@ -266,34 +266,34 @@ class PostgresStorage(BaseStorage):
         with self._lock:
             if (owned := self._owned.get(trial_id)) is not None:
                 apply_pending_writes(owned.trial, batch)
-            for name, (_, given) in batch.params.items():
-                self._cache(self._study_of[trial_id]).distributions.setdefault(name, given)
+            for name, (_, distribution) in batch.params.items():
+                self._cache(self._study_ids[trial_id]).distributions.setdefault(name, distribution)
 
-    # Trials of one's own
+    # Owned trials
 
     def acquire_trial(self, trial: FrozenTrial, attempt: int) -> None:
-        """Take a trial as this process's own: `attempt` must be its live attempt in `hpsearch_attempts`.
+        """Mark a trial as owned by this process; `attempt` must be its live attempt in `hpsearch_attempts`.
 
-        Until `release_trial`, this storage rejects every write of the trial with `ClaimLostError`, and writes nothing,
-        once the attempt has ended or the trial does not run; reads of it are answered from what was written here.
+        Until `release_trial`, writes of the trial raise `ClaimLostError`, and change nothing, once the attempt has
+        ended or the trial is not RUNNING. Reads return the content that this storage has written.
 
         Args:
-            trial: As it is in the database.
-            attempt: The attempt that the writes are made by.
+            trial: current content of the trial in the database.
+            attempt: number of the attempt that writes.
         """
         with self._lock:
             self._owned[trial._trial_id] = OwnedTrial(with_pending_writes(trial, None), attempt)
 
     def release_trial(self, trial_id: int) -> None:
-        """Undo `acquire_trial`; nothing happens where the trial is not owned."""
+        """Undo `acquire_trial`; does nothing if the trial is not owned."""
         with self._lock:
-            if self._owned.pop(trial_id, None) is not None and trial_id in self._study_of:
-                # It may have finished: a worker's next trial is judged by all that it has run itself.
-                self._cache(self._study_of[trial_id]).invalidate()
+            if self._owned.pop(trial_id, None) is not None and trial_id in self._study_ids:
+                # It may have finished: the worker's next trial must be compared with all trials that this worker ran.
+                self._cache(self._study_ids[trial_id]).invalidate()
 
     @contextmanager
     def hold_trial(self, trial_id: int, attempt: int) -> Iterator[None]:
-        """Read the trial and `acquire_trial` it inside; raises KeyError if it is not there."""
+        """Read the trial and own it within the context; raises KeyError if it does not exist."""
         self.acquire_trial(self.read_trial(trial_id), attempt)
         try:
             yield
@@ -302,10 +302,10 @@ class PostgresStorage(BaseStorage):
 
     @contextmanager
     def batch_writes(self, trial_id: int) -> Iterator[Batch]:
-        """Defer what is set of a trial's parameters and attributes, and write it in one statement at the exit.
+        """Defer writes of a trial's parameters and attributes, and send them in one statement at the exit.
 
-        Reads of the trial through this storage show what is deferred. When the block raises, nothing of it is written;
-        the object that it yields has `discard()`, which drops what was deferred so far.
+        Reads of the trial through this storage include the deferred writes. If the block raises, nothing is written.
+        `discard()` of the yielded batch drops the writes so far.
         """
         with self._lock:
             if trial_id in self._deferred:
@@ -329,31 +329,31 @@ class PostgresStorage(BaseStorage):
             deferred = self._deferred.get(trial_id)
             if (owned := self._owned.get(trial_id)) is not None:
                 return with_pending_writes(owned.trial, deferred)
-        study_id = self._study_of.get(trial_id)
+        study_id = self._study_ids.get(trial_id)
         if study_id is not None and (known := self._cache(study_id).get_finished(trial_id)) is not None:
             return known
         trial = self.read_trial(trial_id)
         return trial if deferred is None else with_pending_writes(trial, deferred)
 
     def read_trial(self, trial_id: int) -> FrozenTrial:
-        """Return a trial as the database has it now, whatever is known of it here; raises KeyError if it is not there.
+        """Read a trial from the database, without the cache; raises KeyError if it does not exist.
 
-        Finished trials are cached for good: this is how one that was reopened is read.
+        Finished trials stay in the cache, so a reopened trial must be read with this method.
         """
         found = read_trial(self._database, trial_id)
         if found is None:
             raise KeyError(f"there is no trial with id {trial_id}")
-        trial, self._study_of[trial_id] = found
+        trial, self._study_ids[trial_id] = found
         return trial
 
     def refresh_trial(self, trial_id: int) -> None:
-        """Read a trial that is known to be finished anew: somebody has written to it by other ways than Optuna's.
+        """Read a cached finished trial again, after a write that did not use Optuna's interface.
 
         Raises:
-            KeyError: There is no such trial.
+            KeyError: the trial does not exist.
         """
         trial = self.read_trial(trial_id)
-        self._cache(self._study_of[trial_id]).replace(trial)
+        self._cache(self._study_ids[trial_id]).replace(trial)
 
     def get_trial_user_attrs(self, trial_id: int) -> dict[str, Any]:
         return self.get_trial(trial_id).user_attrs
@@ -380,7 +380,7 @@ class PostgresStorage(BaseStorage):
             else:
                 trials = self._cache(study_id).select(self._database, wanted)
         except KeyError:
-            self._forget(study_id)
+            self._drop_caches(study_id)
             raise
         if not wanted <= FINISHED_STATES:
             trials = [self._with_deferred(trial) for trial in trials] if self._deferred else trials
@@ -389,16 +389,16 @@ class PostgresStorage(BaseStorage):
     def get_finished_trials(
         self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0
     ) -> list[FrozenTrial]:
-        """Return the trials in those of `states` that are final, by number; they are not copied.
+        """Return the finished trials in these states, by number, without copies.
 
         Args:
-            study_id: The study.
-            states: Their states.
-            max_age: Do without asking the database where that was done less than so many seconds ago: trials that
+            study_id: id of the study.
+            states: states to return; unfinished states are ignored.
+            max_age: age in seconds up to which the last query is used instead of a new one; trials that have
                 finished since may be missing.
 
         Raises:
-            KeyError: There is no such study.
+            KeyError: the study does not exist.
         """
         wanted = frozenset(state for state in FINISHED_STATES if state in states)
         return self._cache(study_id).select(self._database, wanted, max_age=max_age)
@@ -413,27 +413,27 @@ class PostgresStorage(BaseStorage):
         with self._lock:
             return self._caches.setdefault(study_id, StudyCache(study_id))
 
-    def _forget(self, study_id: int) -> None:
+    def _drop_caches(self, study_id: int) -> None:
         with self._lock:
             for known in (self._caches, self._names, self._directions):
                 known.pop(study_id, None)
 
-    def _check_distribution(self, trial_id: int, name: str, given: BaseDistribution) -> None:
-        if trial_id not in self._study_of:
+    def _check_distribution(self, trial_id: int, name: str, distribution: BaseDistribution) -> None:
+        if trial_id not in self._study_ids:
             self.read_trial(trial_id)
-        previous = self._distribution(self._study_of[trial_id], name)
-        if previous is None or previous is given:
+        previous = self._get_distribution(self._study_ids[trial_id], name)
+        if previous is None or previous is distribution:
             return
         try:
-            check_distribution_compatibility(previous, given)
+            check_distribution_compatibility(previous, distribution)
         except ValueError:
-            if self._attempt(trial_id) is None:  # that the trial is finished comes first
+            if self._attempt(trial_id) is None:  # the error of a finished trial takes precedence
                 statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
                 raise_if_not_writable(self._database.fetch_rows(statement, {"trial_id": trial_id}), trial_id)
             raise
 
-    def _distribution(self, study_id: int, name: str) -> BaseDistribution | None:
-        """Return a distribution that the parameter has in the study, if it has been set there."""
+    def _get_distribution(self, study_id: int, name: str) -> BaseDistribution | None:
+        """Return the parameter's distribution in the study; None if no trial has the parameter."""
         known = self._cache(study_id).distributions
         if name not in known:
             rows = self._database.fetch_rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})

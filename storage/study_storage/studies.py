@@ -1,4 +1,4 @@
-"""Studies themselves: made, named, described, deleted."""
+"""Rows of studies: creation, names, attributes, deletion."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SET_ATTR = """
     RETURNING 1
 """
 
-# Optuna's foreign keys do not cascade. The locks keep everybody from adding to what is being deleted.
+# Optuna's foreign keys do not cascade. The locks prevent inserts into the study during its deletion.
 _DELETE = """
     SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;
     SELECT 1 FROM trials WHERE study_id = :study_id ORDER BY trial_id FOR UPDATE;
@@ -75,7 +75,7 @@ def require_study(rows: Rows, study: int | str) -> Rows:
     return rows
 
 
-def _nothing(_connection: sa.Connection, _study_id: int) -> None:
+def _do_nothing(_connection: sa.Connection, _study_id: int) -> None:
     pass
 
 
@@ -84,30 +84,30 @@ def create_study(
     name: str,
     directions: Sequence[StudyDirection],
     *,
-    fill: Callable[[sa.Connection, int], None] = _nothing,
+    fill: Callable[[sa.Connection, int], None] = _do_nothing,
 ) -> int:
     """Create a study and return its id.
 
     Args:
-        database: Where.
-        name: Its name.
-        directions: Of its objectives.
-        fill: Is given the connection and the new id, and adds to the study before anybody sees it.
+        database: database of the study.
+        name: name of the study.
+        directions: one direction per objective.
+        fill: function that writes further rows in the same transaction, given the connection and the new id.
 
     Raises:
-        DuplicatedStudyError: There is one of that name.
+        DuplicatedStudyError: a study with this name exists.
     """
-    made: list[int] = []
+    created: list[int] = []
 
     def run(connection: sa.Connection, repeated: bool) -> int:
-        # When the connection broke at the commit, it may have been made.
-        if repeated and made and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == made[0]:
-            return made[0]
-        made[:] = [
+        # If the connection broke during the commit, the study may exist.
+        if repeated and created and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == created[0]:
+            return created[0]
+        created[:] = [
             connection.execute(to_sql(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
         ]
-        fill(connection, made[0])
-        return made[0]
+        fill(connection, created[0])
+        return created[0]
 
     try:
         return database.run_transaction(run)
@@ -116,32 +116,32 @@ def create_study(
 
 
 def delete_study(database: Database, study_id: int) -> None:
-    """Delete a study with all that belongs to it; raises KeyError where there is none."""
+    """Delete a study with all its rows; raises KeyError if it does not exist."""
     rows, repeated = database.fetch_with_retry_flag(_DELETE, {"study_id": study_id})
     if not repeated:
         require_study(rows, study_id)
 
 
 def get_study_id(database: Database, name: str) -> int:
-    """Return the id of a study; raises KeyError where there is none."""
+    """Return the id of a study; raises KeyError if it does not exist."""
     return int(require_study(database.fetch_rows(_SELECT_ID, {"name": name}), name)[0].study_id)
 
 
 def get_study_name(database: Database, study_id: int) -> str:
-    """Return the name of a study; raises KeyError where there is none."""
+    """Return the name of a study; raises KeyError if it does not exist."""
     rows = database.fetch_rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
     return str(require_study(rows, study_id)[0].study_name)
 
 
 def get_directions(database: Database, study_id: int) -> list[StudyDirection]:
-    """Return the directions of a study; raises KeyError where there is none."""
+    """Return the directions of a study; raises KeyError if it does not exist."""
     statement = "SELECT direction FROM study_directions WHERE study_id = :study_id ORDER BY objective"
     rows = database.fetch_rows(statement, {"study_id": study_id})
     return [StudyDirection[row.direction] for row in require_study(rows, study_id)]
 
 
 def set_attr(database: Database, kind: AttrKind, study_id: int, key: str, value: Any) -> None:
-    """Set an attribute of a study; raises KeyError where there is none."""
+    """Set an attribute of a study; raises KeyError if the study does not exist."""
     parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
     require_study(database.fetch_rows(_SET_ATTR.format(kind=kind), parameters), study_id)
 
@@ -156,7 +156,7 @@ def set_attrs_in(
 
 
 def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, Any]:
-    """Return the attributes of a study; raises KeyError where there is none."""
+    """Return the attributes of a study; raises KeyError if the study does not exist."""
     statement = f"""
         SELECT a.key, a.value_json FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
          WHERE s.study_id = :study_id ORDER BY a.study_{kind}_attribute_id

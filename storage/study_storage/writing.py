@@ -1,7 +1,7 @@
-"""Writes of a trial: each is one statement, which locks the trial, checks who may write, and writes.
+"""Writes of a trial: one statement each, which locks the trial, checks the permission, and writes.
 
-Two guards stand before a write. A trial that somebody owns (see `storage.trials.claims`) is written by its live
-attempt alone, while it is RUNNING; any other trial by whoever has its id, until it is finished.
+Only the live attempt may write a trial that is owned (see `storage.trials.claims`), and only while the trial is
+RUNNING. Every process may write any other trial until it is finished.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpsearch.storage.database.trial_rows import (
 )
 from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local
 
-# `trial` is locked against others that would finish it at the same time; `mine` is the same row if it may be written.
+# `trial` is locked so that no other process finishes it meanwhile; `mine` is the same row if it may be written.
 _UNOWNED_GUARD = """
     WITH trial AS (SELECT trial_id, number, state FROM trials WHERE trial_id = :trial_id FOR {lock}),
          mine AS (SELECT trial_id, state FROM trial WHERE state IN ('RUNNING', 'WAITING'))
@@ -38,7 +38,7 @@ _OWNER_GUARD = f"""
          mine AS (SELECT trial_id, state FROM trial)
 """  # noqa: S608 the parts are constants
 
-# The first value of a parameter stays, as in RDBStorage; of anything else, the last.
+# The first value of a parameter stays, as in RDBStorage; other writes replace the stored value.
 _PARAMS = """
     params AS (
         INSERT INTO trial_params (trial_id, param_name, param_value, distribution_json)
@@ -67,7 +67,7 @@ _SELECT_STATE_AND_MOVED = "SELECT number, state, EXISTS (SELECT FROM moved) AS m
 
 @dataclass
 class Batch:
-    """What of a trial is to be written together."""
+    """Parameters and attributes of a trial that are written together."""
 
     params: dict[str, tuple[float, BaseDistribution]] = field(default_factory=dict)
     user_attrs: dict[str, Any] = field(default_factory=dict)
@@ -77,14 +77,14 @@ class Batch:
         return bool(self.params or self.user_attrs or self.system_attrs)
 
     def add(self, later: Batch) -> None:
-        """Add what is set after it: the first value of a parameter stays, and the last one of an attribute."""
-        for name, given in later.params.items():
-            self.params.setdefault(name, given)
+        """Add later writes: the first value of a parameter stays, and the last one of an attribute."""
+        for name, param in later.params.items():
+            self.params.setdefault(name, param)
         self.user_attrs |= later.user_attrs
         self.system_attrs |= later.system_attrs
 
     def discard(self) -> None:
-        """Drop everything: it is as if it had never been set."""
+        """Drop all writes of the batch."""
         self.params, self.user_attrs, self.system_attrs = {}, {}, {}
 
 
@@ -92,8 +92,9 @@ def write_batch(database: Database, trial_id: int, attempt: int | None, batch: B
     """Write parameters and attributes.
 
     Raises:
-        KeyError, UpdateFinishedTrialError: as Optuna's storages.
-        ClaimLostError: `attempt` is given and does not own the trial (any more).
+        KeyError: the trial does not exist.
+        UpdateFinishedTrialError: the trial is finished.
+        ClaimLostError: `attempt` is given and does not own the trial.
     """
     parts = [_format_guard(attempt, "SHARE")]
     parameters: dict[str, Any] = {"trial_id": trial_id, "attempt": attempt}
@@ -101,7 +102,7 @@ def write_batch(database: Database, trial_id: int, attempt: int | None, batch: B
         parts.append(_PARAMS)
         parameters["param_names"] = list(batch.params)
         parameters["param_values"] = [float(value) for value, _ in batch.params.values()]
-        parameters["distributions"] = [distribution_to_json(given) for _, given in batch.params.values()]
+        parameters["distributions"] = [distribution_to_json(distribution) for _, distribution in batch.params.values()]
     for kind, attrs in (("user", batch.user_attrs), ("system", batch.system_attrs)):
         if attrs:
             parts.append(SET_ATTRS.format(kind=kind))
@@ -110,7 +111,7 @@ def write_batch(database: Database, trial_id: int, attempt: int | None, batch: B
 
 
 def write_intermediate_value(database: Database, trial_id: int, attempt: int | None, step: int, value: float) -> None:
-    """Write an intermediate value; raises as `write`."""
+    """Write an intermediate value; raises the errors of `write_batch`."""
     stored, kind = encode_value(value, nan=True)
     parameters = {"trial_id": trial_id, "attempt": attempt, "step": step, "value": stored, "kind": kind}
     statement = f"{_format_guard(attempt, 'SHARE')}, {_STEP} {_SELECT_STATE}"
@@ -118,7 +119,7 @@ def write_intermediate_value(database: Database, trial_id: int, attempt: int | N
 
 
 def raise_if_not_writable(rows: Rows, trial_id: int) -> None:
-    """Raise what Optuna's storages raise where `rows`, of number and state, show a trial that may not be written."""
+    """Raise Optuna's error if the trial, given by rows of number and state, does not exist or is finished."""
     if not rows:
         raise KeyError(f"there is no trial with id {trial_id}")
     if STATE_BY_NAME[rows[0].state] in FINISHED_STATES:
@@ -126,7 +127,7 @@ def raise_if_not_writable(rows: Rows, trial_id: int) -> None:
 
 
 def raise_if_rejected(database: Database, rows: Rows, trial_id: int, attempt: int | None) -> None:
-    """Raise why a guard let nothing through."""
+    """Raise the error of a write if its guard has rejected it."""
     if attempt is None:
         raise_if_not_writable(rows, trial_id)
     elif not rows:
@@ -146,20 +147,20 @@ def write_state(
     values: Sequence[float] | None,
     now: datetime,
 ) -> bool:
-    """Change a trial's state, and its values where they are given.
+    """Change a trial's state, and its values if `values` is given.
 
-    A trial that nobody owns gets its times from the caller's clock (`now`, naive UTC), as Optuna does it; an owned one
-    from the database's.
+    A trial without owner gets its times from the caller's clock (`now`, naive UTC), as in Optuna; an owned trial from
+    the database clock.
 
     Returns:
-        False if the trial is to run and another process has set it to RUNNING before.
+        False if `state` is RUNNING and another process has set the trial to RUNNING before.
     """
     clock = "CAST(:now AS timestamp)" if attempt is None else "CAST(clock_timestamp() AT TIME ZONE 'UTC' AS timestamp)"
-    running = state == TrialState.RUNNING
+    is_running = state == TrialState.RUNNING
     moved = _STATE.format(
-        start=clock if running else "t.datetime_start",
+        start=clock if is_running else "t.datetime_start",
         complete=clock if state in FINISHED_STATES else "t.datetime_complete",
-        when="AND mine.state = 'WAITING'" if running else "",
+        when="AND mine.state = 'WAITING'" if is_running else "",
     )
     parts = [_format_guard(attempt, "NO KEY UPDATE"), moved]
     parameters: dict[str, Any] = {"trial_id": trial_id, "attempt": attempt, "state": state.name, "now": now}
@@ -176,7 +177,7 @@ def write_state(
 def _is_already_written(
     database: Database, trial_id: int, state: TrialState, values: Sequence[float] | None, now: datetime
 ) -> bool:
-    """Whether an earlier try, whose reply was lost, has made the change.
+    """Whether an earlier try, whose reply was lost, has written the change.
 
     The start, to the microsecond, identifies the process that set a trial to RUNNING. Any other state counts, whichever
     process set it.

@@ -1,3 +1,3 @@
-"""Trials: who runs which, by claims, leases and attempts, and how each ends."""
+"""Trials: claims, leases, attempts and outcomes."""
 
-LEASE = 60.0  # seconds without a heartbeat after which others take a worker's trial over
+LEASE = 60.0  # seconds without a renewal after which another worker may take a trial

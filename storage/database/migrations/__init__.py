@@ -1,1 +1,1 @@
-"""Migrations of our own tables, which stand beside Optuna's."""
+"""Migrations of hpsearch's own tables, in the same database as Optuna's."""

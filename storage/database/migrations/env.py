@@ -1,10 +1,10 @@
-"""Alembic's entry point: runs the migrations on the connection that `hpsearch.storage.database.migrate` gives."""
+"""Alembic's entry point: runs the migrations on the connection of `hpsearch.storage.database.migrate`."""
 
 from alembic import context
 
 context.configure(
     connection=context.config.attributes["connection"],
-    # Optuna has a version table of Alembic's default name in the same database.
+    # Optuna's version table in the same database has Alembic's default name.
     version_table="hpsearch_alembic_version",
     transaction_per_migration=False,
 )

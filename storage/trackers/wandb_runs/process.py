@@ -22,7 +22,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield the records of a run's file, up to a torn record; the library has no Python reader for these files."""
+    """Yield the records of a run's file, up to a truncated one; the library has no Python reader for these files."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for data in _chunks(path.read_bytes()):

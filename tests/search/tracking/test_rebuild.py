@@ -48,7 +48,7 @@ def deliver(tracked: Tracked, home: Path, number: int) -> None:
 
 def test_a_lost_checkpoint_is_reported_for_each_trial(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
     problems = send(tracked, study, tmp_path, lambda _: None)
-    assert [problem.partition(" is not under")[0] for problem in problems] == [
+    assert [problem.partition(" does not exist at")[0] for problem in problems] == [
         "trial 0: gone/0000-1.pt",
         "trial 2: gone/0000-1.pt",
     ]

@@ -1,4 +1,4 @@
-"""Attempts (leases) and checkpoints of trials, and an index on the states of a study's trials."""
+"""Tables of attempts (leases) and checkpoints, and an index on the states of a study's trials."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ down_revision = None
 
 def upgrade() -> None:
     """Create the tables and the index."""
-    # The foreign keys cascade: Optuna, which knows nothing of these tables, can still delete a study.
+    # The foreign keys cascade, so that Optuna can delete a study although it does not know these tables.
     op.create_table(
         "hpsearch_attempts",
         sa.Column("trial_id", sa.Integer, sa.ForeignKey("trials.trial_id", ondelete="CASCADE"), primary_key=True),
@@ -21,12 +21,12 @@ def upgrade() -> None:
         sa.Column("process", sa.Text, nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("lease", sa.Float, nullable=False, server_default="60"),  # seconds: what its worker asked for
+        sa.Column("lease", sa.Float, nullable=False, server_default="60"),  # seconds, as set by the worker
         sa.Column("ended_at", sa.DateTime(timezone=True)),
         sa.Column("outcome", sa.Text),
         sa.CheckConstraint("(ended_at IS NULL) = (outcome IS NULL)", name="hpsearch_attempts_ended"),
     )
-    # The database itself refuses a second live attempt at a trial.
+    # Prevents a second live attempt of a trial.
     op.create_index(
         "hpsearch_attempts_live",
         "hpsearch_attempts",
@@ -47,7 +47,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the tables and the index."""
     op.drop_index("hpsearch_trials_state", "trials")
     op.drop_table("hpsearch_checkpoints")
     op.drop_table("hpsearch_attempts")

@@ -1,4 +1,4 @@
-"""An index on the numbers of a study's trials: the next number is found without counting the trials."""
+"""Index on the numbers of a study's trials, which finds the next number without counting the trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Openings of sealed test sets, and promotions of trials to the model registry."""
+"""Tables of evaluations on the test set, and of promotions to the model registry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 revision = "0003"
 down_revision = "0002"
 
-# An opening is final: what was seen cannot be unseen. A study that is deleted takes its row along.
+# Rejects changes of an evaluation, except for filling in its scores once. Deleting the study deletes its row.
 _SEAL = """
     CREATE FUNCTION hpsearch_keep_opening() RETURNS trigger LANGUAGE plpgsql AS $$
     BEGIN
@@ -28,7 +28,7 @@ _SEAL = """
 
 
 def upgrade() -> None:
-    """Create the tables, and the trigger that keeps an opening as it is."""
+    """Create the tables, and the trigger that rejects changes of an evaluation."""
     op.create_table(
         "hpsearch_test_openings",
         sa.Column("study_id", sa.Integer, sa.ForeignKey("studies.study_id", ondelete="CASCADE"), primary_key=True),
@@ -57,7 +57,7 @@ def upgrade() -> None:
         sa.Column("evidence", JSONB, nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True)),
     )
-    # A version holds an alias once at a time: noticed twice, a promotion is recorded once.
+    # An alias has one current version: a promotion that is detected twice is recorded once.
     op.create_index(
         "hpsearch_promotions_current",
         "hpsearch_promotions",
@@ -69,7 +69,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the tables and the trigger."""
     op.drop_table("hpsearch_promotions")
     op.drop_table("hpsearch_test_openings")
     op.execute("DROP FUNCTION hpsearch_keep_opening()")

@@ -1,4 +1,4 @@
-"""The register of workers."""
+"""Table of workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ down_revision = "0003"
 
 def upgrade() -> None:
     """Create the table."""
-    moment = sa.DateTime(timezone=True)
+    timestamp = sa.DateTime(timezone=True)
     op.create_table(
         "hpsearch_workers",
         sa.Column("worker_id", sa.Uuid, primary_key=True),
@@ -24,14 +24,14 @@ def upgrade() -> None:
         sa.Column("job", sa.Text),
         sa.Column("device", sa.Text, nullable=False),
         sa.Column("version", sa.Text, nullable=False),
-        sa.Column("started_at", moment, nullable=False, server_default=sa.func.clock_timestamp()),
-        sa.Column("seen_at", moment, nullable=False, server_default=sa.func.clock_timestamp()),
-        sa.Column("left_at", moment),
+        sa.Column("started_at", timestamp, nullable=False, server_default=sa.func.clock_timestamp()),
+        sa.Column("seen_at", timestamp, nullable=False, server_default=sa.func.clock_timestamp()),
+        sa.Column("left_at", timestamp),
         sa.Column("left_as", sa.Text),
     )
     op.create_index("hpsearch_workers_study", "hpsearch_workers", ["study_id", "name"])
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the table."""
     op.drop_table("hpsearch_workers")

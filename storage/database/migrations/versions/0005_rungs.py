@@ -1,4 +1,4 @@
-"""The rungs at which trials wait until they are promoted."""
+"""Table of the trials at rungs, where they wait until they are promoted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def upgrade() -> None:
         sa.Column("trial_id", sa.Integer, sa.ForeignKey("trials.trial_id", ondelete="CASCADE"), primary_key=True),
         sa.Column("rung", sa.Integer, primary_key=True),
         sa.Column("study_id", sa.Integer, nullable=False),
-        # The best value up to there, negated where higher is better.
+        # The best value up to the rung, negated if higher is better.
         sa.Column("loss", sa.Double, nullable=False),
         sa.Column("reached_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.clock_timestamp()),
         sa.Column("promoted_at", sa.DateTime(timezone=True)),
@@ -27,5 +27,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the table."""
     op.drop_table("hpsearch_rungs")

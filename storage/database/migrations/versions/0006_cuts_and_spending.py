@@ -1,4 +1,4 @@
-"""Where the places at each rung end, what waits to be taken, and what is spent of budgets in epochs and seconds."""
+"""Tables of rung cutoffs and of spent budgets in epochs and seconds, and an index of waiting trials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RETIRED = """
       FROM trials t WHERE t.trial_id = r.trial_id AND t.state = 'PRUNED' AND r.promoted_at IS NULL
 """
 
-# Of the studies that have rungs by now.
+# For existing studies with rungs.
 _CUTS = """
     INSERT INTO hpsearch_rung_cuts
            (study_id, rung, reached, best_loss, best_trial, last_loss, last_trial)
@@ -34,7 +34,7 @@ _CUTS = """
         ) l ON n_trials >= factor
 """
 
-# Those that wait with a start are the ones at rungs.
+# From this revision on, only trials that wait at rungs have a start.
 _GIVEN_BACK = """
     UPDATE trials t SET datetime_start = NULL
      WHERE state = 'WAITING' AND datetime_start IS NOT NULL
@@ -54,10 +54,10 @@ def upgrade() -> None:
         sa.Column("study_id", sa.Integer, sa.ForeignKey("studies.study_id", ondelete="CASCADE"), primary_key=True),
         sa.Column("rung", sa.Integer, primary_key=True),
         sa.Column("reached", sa.Integer, nullable=False, server_default="0"),
-        # The worst that is among the best one in `reduction_factor` of those who have reached the rung,
+        # The worst trial among the best 1 / `reduction_factor` of the trials that have reached the rung.
         sa.Column("best_loss", sa.Double, nullable=False, server_default="-infinity"),
         sa.Column("best_trial", sa.Integer, nullable=False, server_default="0"),
-        # and the worst that may yet come to be, in the study's budget. Below all others where there is none.
+        # The worst trial that can still be promoted within the budget. Below all others if there is none.
         sa.Column("last_loss", sa.Double, nullable=False, server_default="-infinity"),
         sa.Column("last_trial", sa.Integer, nullable=False, server_default="0"),
     )
@@ -77,13 +77,13 @@ def upgrade() -> None:
         sa.Column("budget_seconds", sa.Double),
         sa.Column("epochs", sa.Integer, nullable=False, server_default="0"),
         sa.Column("seconds", sa.Double, nullable=False, server_default="0"),
-        # The last line of defence: no statement counts an epoch past the budget.
+        # A safeguard: no statement counts an epoch beyond the budget.
         sa.CheckConstraint("epochs <= budget_epochs", name="hpsearch_spending_epochs"),
     )
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the tables, the columns and the indexes."""
     op.drop_table("hpsearch_spending")
     op.drop_column("hpsearch_attempts", "reported_at")
     op.drop_index("hpsearch_trials_waiting", "trials")

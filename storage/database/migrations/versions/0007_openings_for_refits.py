@@ -1,4 +1,4 @@
-"""For which refit a test set was opened: an opening's trial names a configuration, of which there may be two models."""
+"""Column with the evaluated refit: a trial number names a configuration, which may have two models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ down_revision = "0006"
 
 
 def upgrade() -> None:
-    """Add the column. The trigger that keeps an opening as it is compares whole rows, and so this too."""
+    """Add the column; the trigger that rejects changes of an evaluation compares whole rows, so it covers it."""
     op.add_column("hpsearch_test_openings", sa.Column("refit", sa.Text))
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the column."""
     op.drop_column("hpsearch_test_openings", "refit")

@@ -1,4 +1,4 @@
-"""Several metrics: the values of all of them after each epoch, and what trials come to at rungs by them."""
+"""Multi-objective studies: values of all metrics per epoch and per rung."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop what `upgrade` made."""
+    """Drop the table and the column."""
     op.drop_column("hpsearch_rungs", "losses")
     op.drop_table("hpsearch_epoch_values")
