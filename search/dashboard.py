@@ -41,7 +41,7 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
         return Tracking(tracking_uri, ui_url=os.environ.get(MLFLOW_UI_URL))
 
     # Polls every few seconds, so it needs one connection and may give up early.
-    storage = open_storage(storage_url, application_name="hpsearch-noticing", pool_size=1, retry_seconds=10.0)
+    storage = open_storage(storage_url, application_name="hpsearch-registry-watch", pool_size=1, retry_seconds=10.0)
     with RegistryWatcher(storage, tracking):
         artifacts = MlflowArtifactStore(lambda: tracking().client)
         serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)

@@ -31,19 +31,19 @@ class Others:
     number: int
     rungs: Rungs
 
-    def finished(self) -> Sequence[FrozenTrial]:
+    def get_finished_trials(self) -> Sequence[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
-    def reached(self) -> int:
+    def count_reached_rungs(self) -> int:
         rung = 0
         while self.number in self.rungs.get(rung, {}):
             rung += 1
         return rung
 
-    def note(self, rung: int, value: float) -> None:
+    def record_rung_value(self, rung: int, value: float) -> None:
         self.rungs.setdefault(rung, {})[self.number] = value
 
-    def at_rung(self, rung: int) -> list[tuple[int, float]]:
+    def read_rung_values(self, rung: int) -> list[tuple[int, float]]:
         return [(number, value) for number, value in self.rungs.get(rung, {}).items() if number != self.number]
 
 
@@ -53,7 +53,7 @@ class Production:
     def __init__(self, problem: Problem, sampler: object, pruner: object, *, seed: int) -> None:
         self._problem, self._seed = problem, seed
         self._sampler = SamplerSpec.parse(table(sampler))
-        self._pruner = PrunerSpec.parse(table(pruner)).for_epochs(problem.epochs)
+        self._pruner = PrunerSpec.parse(table(pruner)).fit_to_epochs(problem.epochs)
         self._trials = OptunaStudy(problem, f"{problem.objective.name}-{seed}")
         self._trials.study.pruner = self._pruner.build()  # a sampler asks it for a trial's bracket
         self._rungs: Rungs = {}

@@ -47,14 +47,14 @@ class FreezeThawSampler(BaseSampler):
         self._independent = RandomSampler(seed)
         self._epochs = epochs
         self._n_startup_trials = n_startup_trials
-        self._at_random = self._random.random() < random_fraction
+        self._is_random = self._random.random() < random_fraction
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all observed parameters; empty for a random trial."""
         trials = get_observed_trials(study, exclude=trial.number)
         self._kept = study._storage.get_study_system_attrs(study._study_id)
         self._warm_start = WarmStartData.from_json(self._kept.get(WARM_START_KEY))
-        if self._at_random or len(trials) + len(self._warm_start.trials) < self._n_startup_trials:
+        if self._is_random or len(trials) + len(self._warm_start.trials) < self._n_startup_trials:
             return {}
         return merge_distributions(trials, self._warm_start)
 

@@ -123,7 +123,7 @@ class LaunchConfig:
         if self.time is None:
             return
         if not (parts := _TIME.fullmatch(self.time)):
-            raise SearchError(f"--time {self.time!r} is no time limit; give [DAYS-]HOURS:MINUTES:SECONDS, as 4:00:00")
+            raise SearchError(f"--time {self.time!r} is invalid; give [DAYS-]HOURS:MINUTES:SECONDS, such as 4:00:00")
         days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
         if ((days * 24 + hours) * 60 + minutes) * 60 + seconds <= self.grace:
             raise SearchError(f"--time {self.time!r} is not longer than --grace {self.grace}; give a longer time")

@@ -22,7 +22,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.samplers.suggest import training_seed
+from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
@@ -84,7 +84,7 @@ class BestWeights:
             ) from None
         spec = self.study.spec
         wanted = {
-            "seed": training_seed(spec, self.trial.number),
+            "seed": derive_training_seed(spec, self.trial.number),
             "split_seed": spec.seed,
             "value": get_first_value(self.trial),
         }

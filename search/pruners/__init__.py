@@ -1,6 +1,6 @@
-"""Pruners: one class for each, with its options and its verdict. A new module is added to the imports below.
+"""Pruners: one class each, with its options and its decision. Add a new module to the imports below.
 
-The verdicts are those of Optuna's pruners of the same names.
+The decisions are those of Optuna's pruners of the same names.
 """
 
 from hpsearch.search.pruners import rungs, stopping

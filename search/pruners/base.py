@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-Noted = float | list[float]  # the value of a trial at a rung, or the values of several metrics
+RungValue = float | list[float]  # the value of a trial at a rung, or the values of several metrics
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Decision:
         epoch: the evaluated epoch, from 0.
         value: the trial's best or last value, depending on the pruner.
         cutoff: the value that `value` was compared with; None without a comparison.
-        peers: number of other trials that determine the cut-off.
+        peers: number of other trials that determine the cutoff.
         rung: the rung of successive halving, from 0.
         bracket: Hyperband's bracket, from 0.
     """
@@ -91,7 +91,7 @@ class PruningContext:
 
     @property
     def is_multi_objective(self) -> bool:
-        """Whether more than one metric is optimised."""
+        """Whether the study has several objectives."""
         return bool(self.maximized)
 
     @property
@@ -108,37 +108,37 @@ class PruningContext:
         """Whether `value` is worse than `cutoff`; equal is not."""
         return value < cutoff if self.maximize else value > cutoff
 
-    def keep(self, **grounds: Unpack[DecisionDetails]) -> Decision:
+    def keep(self, **details: Unpack[DecisionDetails]) -> Decision:
         """Return the decision to continue the trial."""
-        return Decision(prune=False, pruner=self.pruner, epoch=self.step, **grounds)
+        return Decision(prune=False, pruner=self.pruner, epoch=self.step, **details)
 
-    def prune(self, why: str, **grounds: Unpack[DecisionDetails]) -> Decision:
+    def prune(self, why: str, **details: Unpack[DecisionDetails]) -> Decision:
         """Return the decision to prune the trial."""
         reason = f"{self.pruner} pruner at epoch {self.step + 1} of {self.epochs}: {why}"
-        return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **grounds)
+        return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **details)
 
     def format_comparison(self, value: float, cutoff: float, *, best: bool = False) -> str:
         """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""
-        what = f"best {self.metric}" if best else self.metric
-        return f"{what} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
+        metric = f"best {self.metric}" if best else self.metric
+        return f"{metric} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
 
 
 class OtherTrials(Protocol):
-    """The other trials of the study, for the decision on one trial; each call may be a query."""
+    """The other trials of the study, for the decision on one trial; each call may query the database."""
 
-    def finished(self) -> Sequence[FrozenTrial]:
+    def get_finished_trials(self) -> Sequence[FrozenTrial]:
         """Return the COMPLETE trials."""
         ...
 
-    def reached(self) -> int:
+    def count_reached_rungs(self) -> int:
         """Return the number of rungs at which the trial has recorded a value."""
         ...
 
-    def note(self, rung: int, value: Noted) -> None:
+    def record_rung_value(self, rung: int, value: RungValue) -> None:
         """Record the trial's value, or its values of several metrics, at a rung."""
         ...
 
-    def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
+    def read_rung_values(self, rung: int) -> list[tuple[int, RungValue]]:
         """Return number and value of all other trials, in any state, that have recorded one at a rung."""
         ...
 
@@ -151,9 +151,9 @@ def is_first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_ste
 
 @dataclass(frozen=True)
 class Halving:
-    """Successive halving with its options, in one bracket of Hyperband or without any.
+    """Successive halving with its options, in one bracket of Hyperband or without brackets.
 
-    `is_peer` says of a trial's number whether it is in the same bracket.
+    `is_peer` returns whether the trial of a number is in the same bracket.
     """
 
     min_resource: int
@@ -163,70 +163,71 @@ class Halving:
     bracket: int | None = None
     is_peer: Callable[[int], bool] = lambda _: True
 
-    def epoch_of(self, rung: int) -> int:
+    def get_epoch(self, rung: int) -> int:
         """Return the epoch, from 0, at which a rung is reached."""
         epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
         return epochs
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        """Take the trial through the rungs that its last epoch reaches.
+        """Return the decision on a trial at the rungs that its last epoch reaches.
 
-        A trial judged again at the same epoch, because its worker died in between, goes through the same rungs again.
-        (Optuna's pruner would let it pass.)
+        A repeated call for the same epoch, after the death of a worker, compares the trial at the same rungs again.
+        (Optuna's pruner would keep the trial.)
         """
-        rung = min(peers.reached(), self._due(max((s for s in case.values if s != case.step), default=-1)))
+        before = max((s for s in case.values if s != case.step), default=-1)
+        rung = min(peers.count_reached_rungs(), self._count_due(before))
         decision = case.keep(bracket=self.bracket)
-        while case.step >= self.epoch_of(rung):
-            decision = self._at(rung, case, peers)
+        while case.step >= self.get_epoch(rung):
+            decision = self._judge_at_rung(rung, case, peers)
             if decision.prune:
                 break
             rung += 1
         return decision
 
-    def _due(self, step: int) -> int:
-        """Return how many rungs a trial has reached after epoch `step`."""
+    def _count_due(self, step: int) -> int:
+        """Return the number of rungs that a trial has reached after epoch `step`."""
         rung = 0
-        while step >= self.epoch_of(rung):
+        while step >= self.get_epoch(rung):
             rung += 1
         return rung
 
-    def _at(self, rung: int, case: PruningContext, peers: OtherTrials) -> Decision:
-        """Judge the trial at a rung: with several metrics by fronts (Schmucker et al. 2021), else by its last value."""
+    def _judge_at_rung(self, rung: int, case: PruningContext, peers: OtherTrials) -> Decision:
+        """Return the decision at a rung: by the last value, or by Pareto fronts (Schmucker et al. 2021)."""
         value, several = case.last, case.is_multi_objective
-        grounds: DecisionDetails = {"value": value, "rung": rung, "bracket": self.bracket}
+        details: DecisionDetails = {"value": value, "rung": rung, "bracket": self.bracket}
         if math.isnan(value) and not several:
-            return case.prune(f"{case.metric} is not a number", **grounds)
-        # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
-        peers.note(rung, list(case.vector) if several else value)
-        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number)]
-        grounds["peers"] = len(others)
+            return case.prune(f"{case.metric} is NaN", **details)
+        # Recorded before the others are read, so that of two concurrent trials at least one sees the other.
+        peers.record_rung_value(rung, list(case.vector) if several else value)
+        others = [at for number, at in peers.read_rung_values(rung) if self.is_peer(number)]
+        details["peers"] = len(others)
         reached = len(others) + 1
-        there = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
+        place = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
         if reached <= self.bootstrap_count:
-            why = f"is number {reached} at {there}, which promotes none of the first {self.bootstrap_count}"
-            return case.prune(why, **grounds)
-        # The first of a rung go on, unless better ones are there: none is held back to wait for others.
+            why = f"is number {reached} at {place}, which promotes none of the first {self.bootstrap_count}"
+            return case.prune(why, **details)
+        # The first trials of a rung are kept unless they are worse than others; they do not wait for more trials.
         promoted = max(1, reached // self.reduction_factor)
         if several:
-            # Last, so that of equal ones the earlier goes on.
+            # The trial is the last vector, so that the earlier one of two equal trials is kept.
             from hpsearch.storage.rungs.fronts import sort_by_front, to_losses  # loads SQLAlchemy
 
             vectors = [at for at in others if isinstance(at, list)]
             rank = sort_by_front(to_losses([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
             if rank <= promoted:
-                return case.keep(**grounds)
-            why = f"rank {rank} of {reached} by fronts at {there}, where the best {promoted} go on"
-            return case.prune(why, **grounds)
+                return case.keep(**details)
+            why = f"rank {rank} of {reached} by Pareto fronts at {place}, which promotes the best {promoted}"
+            return case.prune(why, **details)
         values = [at for at in others if not isinstance(at, list)]
-        cutoff = grounds["cutoff"] = sorted([*values, value], reverse=case.maximize)[promoted - 1]
+        cutoff = details["cutoff"] = sorted([*values, value], reverse=case.maximize)[promoted - 1]
         if not case.is_worse(value, cutoff):
-            return case.keep(**grounds)
-        reach = f"best {promoted} of {reached} trials at {there} reach"
-        return case.prune(f"{case.format_comparison(value, cutoff)}, which the {reach}", **grounds)
+            return case.keep(**details)
+        peers_text = f"best {promoted} of {reached} trials at {place} reach"
+        return case.prune(f"{case.format_comparison(value, cutoff)}, which the {peers_text}", **details)
 
 
 def check_min_resource(min_resource: int, epochs: int) -> None:
-    """Reject a first rung that no trial reaches.
+    """Check that trials reach the first rung.
 
     Raises:
         ValueError: `min_resource` exceeds the epochs of a trial.
@@ -235,18 +236,18 @@ def check_min_resource(min_resource: int, epochs: int) -> None:
         raise ValueError(f"pruner.min_resource {min_resource} exceeds epochs {epochs}: no trial reaches it; lower it")
 
 
-class Promotion(NamedTuple):
-    """The rungs at which trials pause.
+class RungSchedule(NamedTuple):
+    """Schedule of the rungs at which trials pause.
 
     Attributes:
         epochs: epochs after which each rung is reached.
-        factor: reduction factor: one of this number of trials at a rung is promoted.
-        complete: minimum number of trials that are trained to the end.
+        reduction_factor: one of this number of trials at a rung is promoted.
+        min_complete: minimum number of trials that train to completion.
     """
 
     epochs: tuple[int, ...]
-    factor: int
-    complete: int
+    reduction_factor: int
+    min_complete: int
 
 
 class PrunerSpec(Kind):
@@ -254,18 +255,18 @@ class PrunerSpec(Kind):
 
     family: ClassVar[str] = "pruner"
     unsupported: ClassVar[Mapping[str, str]] = {
-        "wilcoxon": "its test takes the steps of a trial for independent measurements, as of folds, and the epochs of "
-        "one training are not; use 'median', or 'patient'"
+        "wilcoxon": "its test needs independent measurements, such as folds, and epochs of one training are not "
+        "independent; use 'median' or 'patient'"
     }
 
-    # Whether it ends trials early.
-    prunes: ClassVar[bool] = True
+    # Whether the pruner ends trials early.
+    can_prune: ClassVar[bool] = True
 
     def get_metric_name(self) -> str | None:
-        """Return the metric that its options name; None for the study's metric."""
+        """Return the metric that the options name; None for the study's metric."""
         return None
 
-    def for_epochs(self, epochs: int) -> Self:
+    def fit_to_epochs(self, epochs: int) -> Self:
         """Return the options, completed for trials of `epochs`, so that all processes use the same values.
 
         Raises:
@@ -274,7 +275,7 @@ class PrunerSpec(Kind):
         return self
 
     def build(self) -> BasePruner:
-        """Return the pruner of the Optuna study, which samplers query for the bracket; `judge` makes the decisions."""
+        """Return the pruner of the Optuna study, from which samplers get the bracket; `judge` makes the decisions."""
         from optuna.pruners import NopPruner
 
         return NopPruner()
@@ -283,10 +284,10 @@ class PrunerSpec(Kind):
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Return the decision on a trial after its last reported epoch; repeatable."""
 
-    def halving(self, study: str, number: int) -> Halving | None:
-        """Return the successive halving of a trial; None if the pruner has none."""
+    def get_halving(self, study: str, number: int) -> Halving | None:
+        """Return the successive halving of a trial; None if the pruner does not use it."""
         return None
 
-    def promotion(self, epochs: int) -> Promotion | None:
+    def get_rung_schedule(self, epochs: int) -> RungSchedule | None:
         """Return the rungs at which trials of `epochs` pause; None if trials do not pause."""
         return None

@@ -13,9 +13,9 @@ from hpsearch.search.pruners.base import (
     Decision,
     Halving,
     OtherTrials,
-    Promotion,
     PrunerSpec,
     PruningContext,
+    RungSchedule,
     check_min_resource,
 )
 
@@ -32,15 +32,15 @@ class SuccessiveHalving(PrunerSpec):
     min_early_stopping_rate: int = Field(default=0, ge=0)
     bootstrap_count: int = Field(default=0, ge=0)
 
-    def for_epochs(self, epochs: int) -> Self:
+    def fit_to_epochs(self, epochs: int) -> Self:
         check_min_resource(self.min_resource, epochs)
         return self
 
-    def halving(self, study: str, number: int) -> Halving:
+    def get_halving(self, study: str, number: int) -> Halving:
         return Halving(**self.options)
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        return self.halving(case.study, case.number).judge(case, peers)
+        return self.get_halving(case.study, case.number).judge(case, peers)
 
 
 class Hyperband(PrunerSpec):
@@ -53,12 +53,12 @@ class Hyperband(PrunerSpec):
     reduction_factor: int = Field(default=3, ge=2)
     bootstrap_count: int = Field(default=0, ge=0)
 
-    def for_epochs(self, epochs: int) -> Self:
+    def fit_to_epochs(self, epochs: int) -> Self:
         check_min_resource(self.min_resource, epochs)
         if (self.max_resource or epochs) < self.min_resource:
             raise ValueError(
                 f"pruner.max_resource {self.max_resource} is less than pruner.min_resource {self.min_resource}: "
-                "give the epochs of a full trial, or leave it out"
+                "give the epochs of a full trial, or omit it"
             )
         return self if self.max_resource else self.model_copy(update={"max_resource": epochs})
 
@@ -66,31 +66,31 @@ class Hyperband(PrunerSpec):
         from optuna.pruners import HyperbandPruner
 
         pruner = HyperbandPruner(**self.options)
-        # It makes its brackets at its first verdict, which is ours to give: without them the sampler would not tell
-        # one bracket's trials from another's.
-        pruner._try_initialization(study=None)  # type: ignore[arg-type]  # it asks a study nothing
+        # It would create its brackets at its first decision, but `judge` makes the decisions. Without brackets, the
+        # sampler would mix the trials of all brackets.
+        pruner._try_initialization(study=None)  # type: ignore[arg-type]  # the study is not used
         return pruner
 
-    def halving(self, study: str, number: int) -> Halving | None:
+    def get_halving(self, study: str, number: int) -> Halving | None:
         assert self.max_resource is not None
-        parts = compute_bracket_shares(self.min_resource, self.max_resource, self.reduction_factor)
-        if not parts:
+        shares = compute_bracket_shares(self.min_resource, self.max_resource, self.reduction_factor)
+        if not shares:
             return None
-        own = choose_bracket(study, number, parts)
+        own = choose_bracket(study, number, shares)
 
         def is_peer(other: int) -> bool:
-            return choose_bracket(study, other, parts) == own
+            return choose_bracket(study, other, shares) == own
 
         return Halving(self.min_resource, self.reduction_factor, own, self.bootstrap_count, own, is_peer)
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        halving = self.halving(case.study, case.number)
+        halving = self.get_halving(case.study, case.number)
         return case.keep() if halving is None else halving.judge(case, peers)
 
 
 @cache
 def compute_bracket_shares(min_resource: int, max_resource: int, reduction_factor: int) -> tuple[int, ...]:
-    """Return how many of every ``sum(shares)`` trials each bracket gets; none, where no bracket fits."""
+    """Return the shares of the brackets: trials of each bracket among ``sum(shares)`` trials; empty if none fits."""
     # In floating point, as in Optuna: log(243, 3) is a little less than 5.
     brackets = math.floor(math.log(max_resource / min_resource, reduction_factor)) + 1
     return tuple(
@@ -100,7 +100,7 @@ def compute_bracket_shares(min_resource: int, max_resource: int, reduction_facto
 
 
 def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int:
-    """Return the bracket of a trial, from 0, the one that prunes earliest."""
+    """Return the bracket of a trial, from 0; bracket 0 prunes earliest."""
     ticket = crc32(f"{study_name}_{number}".encode()) % sum(shares)
     for bracket, share in enumerate(shares):
         ticket -= share
@@ -110,12 +110,12 @@ def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int
 
 
 class ASHA(PrunerSpec):
-    """Pause each trial at epochs `min_resource * reduction_factor ** k`; the best of a rung go on (Li et al. 2020).
+    """Pause trials at epochs `min_resource * reduction_factor ** k`, and promote the best (Li et al. 2020).
 
-    Of those that have reached a rung one in `reduction_factor` goes on, by its best value up to there, as soon as it is
-    among them: on any worker, from its checkpoint. What never is, is pruned at the end. Nothing that waits is lost by
-    others having been unlucky early, as where trials are stopped for good (`successive_halving`). The best
-    `min_complete` are trained to their end also where too few trials are begun for so many to come through all rungs.
+    A trial at a rung is promoted once its best value is among the best 1 / `reduction_factor` of the trials that have
+    reached the rung. Any worker resumes it from its checkpoint. Trials that are never promoted are pruned at the end.
+    Unlike with `successive_halving`, a good trial with an unlucky start is not lost. The best `min_complete` trials
+    train to completion even if too few trials are started for that number to pass all rungs.
     """
 
     name: Literal["asha"] = "asha"
@@ -123,20 +123,20 @@ class ASHA(PrunerSpec):
     reduction_factor: int = Field(default=3, ge=2)
     min_complete: int = Field(default=3, ge=1)
 
-    def for_epochs(self, epochs: int) -> Self:
-        if self.min_resource >= max(epochs, 2):  # one epoch alone is no mistake
+    def fit_to_epochs(self, epochs: int) -> Self:
+        if self.min_resource >= max(epochs, 2):  # a single epoch is valid
             raise ValueError(
-                f"pruner.min_resource {self.min_resource} is not below epochs {epochs}: no trial would ever be paused; "
+                f"pruner.min_resource {self.min_resource} is not below epochs {epochs}: no trial would be paused; "
                 "lower it"
             )
         return self
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        return case.keep()  # a trial is judged at rungs alone, where it is paused
+        return case.keep()  # trials are compared at rungs only, where they are paused
 
-    def promotion(self, epochs: int) -> Promotion | None:
+    def get_rung_schedule(self, epochs: int) -> RungSchedule | None:
         reached, rung = [], self.min_resource
         while rung < epochs:
             reached.append(rung)
             rung *= self.reduction_factor
-        return Promotion(tuple(reached), self.reduction_factor, self.min_complete) if reached else None
+        return RungSchedule(tuple(reached), self.reduction_factor, self.min_complete) if reached else None

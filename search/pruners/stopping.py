@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Stopping(PrunerSpec):
-    """What the two have in common."""
+    """Options of the pruners that compare with percentiles."""
 
     n_startup_trials: int = Field(default=5, ge=0)
     n_warmup_steps: int = Field(default=2, ge=0)
@@ -36,7 +36,7 @@ class _Stopping(PrunerSpec):
 
 
 class Median(_Stopping):
-    """Prune what is worse than the median of the finished trials at the same epoch, Optuna's ``MedianPruner``."""
+    """Prune trials worse than the median of the finished trials at the same epoch, Optuna's ``MedianPruner``."""
 
     name: Literal["median"] = "median"
 
@@ -55,42 +55,42 @@ class Percentile(_Stopping):
 
 
 def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, keep: float) -> Decision:
-    """Compare the trial's best value so far with that of the best `keep` percent of finished trials at the same epoch.
+    """Compare the trial's best value so far with the best `keep` percent of the finished trials at the same epoch.
 
-    Nothing is read where the epoch is not one at which trials are judged.
+    Other trials are read only at epochs at which trials are compared.
     """
     step = case.step
     if step < options.n_warmup_steps or not is_first_of_interval(
         case.values, step, n_warmup_steps=options.n_warmup_steps, interval_steps=options.interval_steps
     ):
         return case.keep()
-    trials = peers.finished()
+    trials = peers.get_finished_trials()
     if len(trials) < max(1, options.n_startup_trials):
         return case.keep()
     best = _best_of(case.values.values(), case)
     if math.isnan(best):
-        return case.prune(f"no {case.metric} so far is a number", value=math.nan)
+        return case.prune(f"{case.metric} is NaN in all epochs", value=math.nan)
     at_step = [t.intermediate_values[step] for t in trials if step in t.intermediate_values]
     numbers = [value for value in at_step if not math.isnan(value)]
-    # As in Optuna, the minimum counts the values that are not numbers, too.
+    # As in Optuna, NaN values count for the minimum too.
     if len(at_step) < options.n_min_trials or not numbers:
         return case.keep()
-    import numpy as np  # who only checks a spec does not wait for it
+    import numpy as np  # slow, and not needed to check a spec
 
-    with np.errstate(invalid="ignore"):  # between two infinities there is no number, and no cut-off
+    with np.errstate(invalid="ignore"):  # between two infinities the cutoff is NaN
         cutoff = float(np.percentile(numbers, 100 - keep if case.maximize else keep))
-    grounds: DecisionDetails = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
+    details: DecisionDetails = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
     if not case.is_worse(best, cutoff):
-        return case.keep(**grounds)
+        return case.keep(**details)
     among = f"{len(numbers)} finished trials at that epoch"
-    what = f"the median of {among}" if isinstance(options, Median) else f"which the best {keep:g} % of {among} reach"
-    return case.prune(f"{case.format_comparison(best, cutoff, best=True)}, {what}", **grounds)
+    limit = f"the median of {among}" if isinstance(options, Median) else f"which the best {keep:g} % of {among} reach"
+    return case.prune(f"{case.format_comparison(best, cutoff, best=True)}, {limit}", **details)
 
 
 class Threshold(PrunerSpec):
-    """Prune at an absolute bound, Optuna's ``ThresholdPruner``; which way is better does not matter.
+    """Prune at an absolute bound, whatever the direction of the metric, Optuna's ``ThresholdPruner``.
 
-    It is a bound on the study's metric, or on the `metric` that is named: one that is optimised, or has constraints.
+    The bound is on the study's metric, or on `metric`: an objective, or a metric with a constraint.
     """
 
     name: Literal["threshold"] = "threshold"
@@ -101,11 +101,11 @@ class Threshold(PrunerSpec):
     interval_steps: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
-    def _bounded(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.lower is None and self.upper is None:
             raise ValueError("give lower or upper")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
+            raise ValueError(f"lower {self.lower:g} is greater than upper {self.upper:g}")
         return self
 
     def get_metric_name(self) -> str | None:
@@ -118,7 +118,7 @@ class Threshold(PrunerSpec):
             return case.keep()
         metric, value = self.metric or case.metric, case.last if self.metric is None else case.reported[self.metric]
         if math.isnan(value):
-            return case.prune(f"{metric} is not a number", value=value)
+            return case.prune(f"{metric} is NaN", value=value)
         low, high = (-math.inf if self.lower is None else self.lower), (math.inf if self.upper is None else self.upper)
         if low <= value <= high:
             return case.keep(value=value)
@@ -131,9 +131,10 @@ def _parse(given: object) -> object:
 
 
 class Patient(PrunerSpec):
-    """Ask the `wrapped` pruner, Optuna's ``PatientPruner``, once `patience` + 1 epochs are worse than the best before.
+    """Prune only after `patience` + 1 epochs without improvement, Optuna's ``PatientPruner``.
 
-    They are by more than `min_delta`. Without a `wrapped` one such a trial is pruned.
+    These epochs must be worse than the best value before by more than `min_delta`. Then the `wrapped` pruner decides;
+    without one, the trial is pruned.
     """
 
     name: Literal["patient"] = "patient"
@@ -143,28 +144,28 @@ class Patient(PrunerSpec):
     wrapped: Annotated[SerializeAsAny[PrunerSpec] | None, BeforeValidator(_parse)] = None
 
     @model_validator(mode="after")
-    def _stops(self) -> Self:
-        if self.wrapped is not None and self.wrapped.promotion(1_000_000) is not None:
-            raise ValueError(f"{self.wrapped.name} pauses trials, and patience is for those that end: wrap another one")
+    def _check_wrapped(self) -> Self:
+        if self.wrapped is not None and self.wrapped.get_rung_schedule(1_000_000) is not None:
+            raise ValueError(f"{self.wrapped.name} pauses trials, and patient needs one that ends them: wrap another")
         return self
 
-    def for_epochs(self, epochs: int) -> Self:
-        wrapped = None if self.wrapped is None else self.wrapped.for_epochs(epochs)
+    def fit_to_epochs(self, epochs: int) -> Self:
+        wrapped = None if self.wrapped is None else self.wrapped.fit_to_epochs(epochs)
         return self.model_copy(update={"wrapped": wrapped})
 
-    def halving(self, study: str, number: int) -> Halving | None:
-        return None if self.wrapped is None else self.wrapped.halving(study, number)
+    def get_halving(self, study: str, number: int) -> Halving | None:
+        return None if self.wrapped is None else self.wrapped.get_halving(study, number)
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         steps = sorted(case.values)
         before, after = steps[: -self.patience - 1], steps[-self.patience - 1 :]
         if not before:
             return case.keep()
-        was, since = (_best_of((case.values[step] for step in part), case) for part in (before, after))
-        cutoff = was - self.min_delta if case.maximize else was + self.min_delta
+        prior, since = (_best_of((case.values[step] for step in part), case) for part in (before, after))
+        cutoff = prior - self.min_delta if case.maximize else prior + self.min_delta
         if not case.is_worse(since, cutoff):
             return case.keep(value=since, cutoff=cutoff)
-        why = f"{case.format_comparison(since, cutoff, best=True)} since epoch {after[0] + 1}, after {was:.6g} before"
+        why = f"{case.format_comparison(since, cutoff, best=True)} since epoch {after[0] + 1}, after {prior:.6g} before"
         if self.wrapped is None:
             return case.prune(why, value=since, cutoff=cutoff)
         decision = self.wrapped.judge(replace(case, pruner=self.wrapped.name), peers)
@@ -172,7 +173,7 @@ class Patient(PrunerSpec):
 
 
 def _best_of(values: Iterable[float], case: PruningContext) -> float:
-    """Return the best value that is a number; NaN where none is."""
+    """Return the best value except NaN; NaN if there is no other value."""
     numbers = [value for value in values if not math.isnan(value)]
     if not numbers:
         return math.nan
@@ -180,11 +181,11 @@ def _best_of(values: Iterable[float], case: PruningContext) -> float:
 
 
 class NoPruning(PrunerSpec):
-    """Every trial runs all its epochs, Optuna's ``NopPruner``."""
+    """Run all epochs of every trial, Optuna's ``NopPruner``."""
 
     name: Literal["none"] = "none"
 
-    prunes: ClassVar[bool] = False
+    can_prune: ClassVar[bool] = False
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return case.keep()

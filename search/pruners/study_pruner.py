@@ -1,4 +1,4 @@
-"""The study's pruner: asks it about a trial, with the data of the other trials."""
+"""Pruning decisions of a study: its pruner, with the stored data of the other trials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metrics import MODEL_METRICS
-from hpsearch.search.pruners.base import Decision, Noted, OtherTrials, PruningContext
+from hpsearch.search.pruners.base import Decision, OtherTrials, PruningContext, RungValue
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
@@ -16,30 +16,30 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 def make_rungs(spec: StudySpec) -> Rungs | None:
-    """Return the rungs at which trials of a study wait; None where they do not."""
-    promotion = spec.pruner.promotion(spec.epochs)
-    if promotion is None:
+    """Return the rungs at which trials of a study pause; None if they do not."""
+    schedule = spec.pruner.get_rung_schedule(spec.epochs)
+    if schedule is None:
         return None
     return Rungs(
         spec.pruner.name,
-        promotion.epochs,
+        schedule.epochs,
         spec.epochs,
-        promotion.factor,
+        schedule.reduction_factor,
         spec.maximize,
-        min_complete=promotion.complete,
+        min_complete=schedule.min_complete,
         maximize_each=spec.maximized if spec.is_multi_objective else (),
     )
 
 
 class StudyPruner:
-    """Decides about trials of one study as its pruner would.
+    """Pruning decisions for the trials of one study.
 
     Args:
-        spec: the study's.
-        storage: where its trials are kept.
-        study_id: the study's number there.
-        max_age: how many seconds ago it may have been read which trials have finished: with epochs shorter than that
-            they are not asked for at each.
+        spec: spec of the study.
+        storage: storage of the study.
+        study_id: id of the study.
+        max_age: age in seconds up to which the last query for finished trials is used again, so that short epochs do
+            not query each time.
     """
 
     def __init__(self, spec: StudySpec, storage: PostgresStorage, study_id: int, *, max_age: float = 0.0) -> None:
@@ -56,13 +56,13 @@ class StudyPruner:
         reported: Mapping[str, float] | None = None,
         vector: Sequence[float] = (),
     ) -> Decision:
-        """Decide about a trial after its last reported epoch, as often as one likes.
+        """Return the decision on a trial after its last reported epoch; repeatable.
 
         Args:
-            trial: with the rungs that it has noted; its values are not read.
-            values: its metric by epoch.
-            reported: all metrics that the study asks for, of the last epoch.
-            vector: what the trial comes to so far, of all metrics that are optimised.
+            trial: the trial, with its recorded rungs; its values are not used.
+            values: the metric by epoch, from 0.
+            reported: objectives and constrained metrics of the last epoch, by name.
+            vector: the objectives at the best epoch so far, in multi-objective studies.
         """
         spec = self._spec
         if not values:
@@ -79,51 +79,51 @@ class StudyPruner:
             vector=vector,
             maximized=spec.maximized if spec.is_multi_objective else (),
         )
-        if spec.pruner.prunes and (lines := self._never_in_bounds(case.reported)):
-            return case.prune(f"out of bounds: {', '.join(lines)}, which no more training changes", value=case.last)
-        return spec.pruner.judge(case, self._peers(trial))
+        if spec.pruner.can_prune and (lines := self._find_final_violations(case.reported)):
+            return case.prune(f"out of bounds: {', '.join(lines)}, which training does not change", value=case.last)
+        return spec.pruner.judge(case, self._make_peers(trial))
 
-    def _never_in_bounds(self, reported: Mapping[str, float]) -> list[str]:
-        """The constraints that a trial breaks by what stays as it is: its size, and how fast it is."""
-        settled = {name for name in reported if name in MODEL_METRICS and MODEL_METRICS[name].is_constant}
-        broken = [bound for bound in self._spec.bounds if bound.metric in settled]
+    def _find_final_violations(self, reported: Mapping[str, float]) -> list[str]:
+        """Return the violated constraints on metrics that training does not change, such as model size and speed."""
+        constant = {name for name in reported if name in MODEL_METRICS and MODEL_METRICS[name].is_constant}
+        bounds = [bound for bound in self._spec.bounds if bound.metric in constant]
         return [
             bound.format_violation(reported[bound.metric])
-            for bound in broken
+            for bound in bounds
             if bound.violation(reported[bound.metric]) > 0
         ]
 
-    def _peers(self, trial: FrozenTrial) -> OtherTrials:
+    def _make_peers(self, trial: FrozenTrial) -> OtherTrials:
         return StoredOtherTrials(self._storage, self._study_id, trial, self._max_age)
 
 
 @dataclass(frozen=True)
 class StoredOtherTrials:
-    """The other trials; rungs as Optuna keeps them, in system attributes, so that its own pruner could go on."""
+    """The other trials in the storage; values at rungs are stored like Optuna's, so that its pruner can read them."""
 
     storage: PostgresStorage
     study_id: int
     trial: FrozenTrial
     max_age: float
 
-    def finished(self) -> list[FrozenTrial]:
+    def get_finished_trials(self) -> list[FrozenTrial]:
         """Return the COMPLETE trials."""
         if self.max_age > 0:
             return self.storage.get_finished_trials(self.study_id, (TrialState.COMPLETE,), max_age=self.max_age)
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=(TrialState.COMPLETE,))
 
-    def reached(self) -> int:
-        """Return how many rungs the trial has noted a value at."""
+    def count_reached_rungs(self) -> int:
+        """Return the number of rungs at which the trial has recorded a value."""
         rung = 0
         while get_rung_key(rung) in self.trial.system_attrs:
             rung += 1
         return rung
 
-    def note(self, rung: int, value: Noted) -> None:
-        """Note the trial's value at a rung, or those of several metrics."""
+    def record_rung_value(self, rung: int, value: RungValue) -> None:
+        """Record the trial's value, or its objective values, at a rung."""
         self.storage.set_trial_system_attr(self.trial._trial_id, get_rung_key(rung), value)
 
-    def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
+    def read_rung_values(self, rung: int) -> list[tuple[int, RungValue]]:
         """Return number and value of all other trials at a rung."""
         found = read_rung_values(self.storage.engine, self.study_id, rung)
         return [(number, value) for number, value in found if number != self.trial.number]

@@ -328,10 +328,10 @@ def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
 
 def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
     """Return the rungs at which the trial has stored a value, each with its epoch, counted from 0."""
-    halving = study.spec.pruner.halving(study.spec.name, trial.number)
+    halving = study.spec.pruner.get_halving(study.spec.name, trial.number)
     rungs: dict[int, int] = {}
     while halving is not None and get_rung_key(len(rungs)) in trial.system_attrs:
-        rungs[len(rungs)] = halving.epoch_of(len(rungs))
+        rungs[len(rungs)] = halving.get_epoch(len(rungs))
     return rungs
 
 

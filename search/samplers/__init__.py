@@ -1,4 +1,4 @@
-"""Samplers: one class for each, with its options. A new module is added to the imports below."""
+"""Samplers: one class each, with its options. Add a new module to the imports below."""
 
 from hpsearch.search.samplers import listed, optuna, optunahub
 from hpsearch.search.samplers.base import SamplerSpec

@@ -1,4 +1,4 @@
-"""The base class of samplers: options, from which Optuna's sampler is built."""
+"""The base class of samplers: their options, and the construction of Optuna's sampler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from hpsearch.search.spec.kinds import Kind
 
-if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
+if TYPE_CHECKING:  # wrong settings are rejected before Optuna is loaded
     from optuna.samplers import BaseSampler
 
     from hpsearch.objectives.objective import BaseObjective
@@ -29,7 +29,7 @@ class SamplerSpec(Kind):
         """Return the number of configurations; None if it is unlimited or not known yet."""
         return None
 
-    def for_objective(self, objective: BaseObjective) -> Self:
+    def fit_to_objective(self, objective: BaseObjective) -> Self:
         """Return the options, completed for an objective's search space; called for a new study.
 
         Raises:
@@ -37,8 +37,8 @@ class SamplerSpec(Kind):
         """
         return self
 
-    def for_trials(self, n_trials: int) -> None:
-        """Check the options against a budget.
+    def check_n_trials(self, n_trials: int) -> None:
+        """Check the budget against the number of configurations.
 
         Raises:
             ValueError: the budget exceeds the number of configurations.
@@ -46,7 +46,7 @@ class SamplerSpec(Kind):
         if (most := self.max_trials()) is not None and n_trials > most:
             raise ValueError(
                 f"--trials {n_trials}: {self.name} has {most} configuration{'s' if most > 1 else ''} and runs "
-                "each once; lower --trials, or leave it out"
+                "each once; lower --trials, or omit it"
             )
 
     def prepare(self) -> None:

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from hpsearch.objectives.objective import BaseObjective
 
 
-MOST = 100_000  # points, all of which are checked
+_MAX = 100_000  # configurations; a limit, because each one is checked when the study is created
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class Grid(SamplerSpec):
-    """Each point of a grid, as `search_space = {lr = [1e-3, 1e-2], width = [32, 64]}` gives it, once, in random order.
+    """Run each point of a grid once, in random order: `search_space = {lr = [1e-3, 1e-2], width = [32, 64]}`.
 
-    It must have all of the objective's parameters. The budget is the number of points, unless --trials is less.
+    The grid must have all parameters of the objective. The budget is the number of points, unless --trials is lower.
     """
 
     name: Literal["grid"] = "grid"
@@ -44,35 +44,35 @@ class Grid(SamplerSpec):
 
     @field_validator("search_space", mode="before")
     @classmethod
-    def _numbers(cls, given: Any) -> Any:
-        """YAML reads 1e-3 as a word."""
+    def _parse_numbers(cls, given: Any) -> Any:
+        """Convert numbers such as 1e-3, which YAML reads as text."""
         if not given or not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
-            raise ValueError(f"{given!r} is no table of lists, such as {{lr = [0.001, 0.01], width = [32, 64]}}")
+            raise ValueError(f"{given!r} is not a table of lists: {{lr = [0.001, 0.01], width = [32, 64]}}")
         for name, value in ((name, value) for name, values in given.items() for value in values):
             if not isinstance(value, bool | int | float | str | None):
                 raise ValueError(
-                    f"{name} has {value!r}, which is no value of a parameter: give numbers, words, true or none"
+                    f"{name} has {value!r}, not a value of a parameter: give numbers, text, true, false or none"
                 )
-        return {name: [_number(value) for value in values] for name, values in given.items()}
+        return {name: [_to_number(value) for value in values] for name, values in given.items()}
 
     @field_validator("search_space")
     @classmethod
-    def _distinct(cls, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def _check_values(cls, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for name, values in given.items():
             if not values:
-                raise ValueError(f"{name} has no value: give some, or leave it out")
-            for place, value in enumerate(values):
-                if any(value == other and _is_switch(value) == _is_switch(other) for other in values[:place]):
-                    raise ValueError(f"{name} has {value!r} twice: leave one out")
-        if (points := math.prod(len(values) for values in given.values())) > MOST:
-            raise ValueError(f"{points} points are more than {MOST}: give fewer values, or use another sampler")
+                raise ValueError(f"{name} has no values: give at least one, or omit it")
+            for index, value in enumerate(values):
+                if any(value == other and _is_bool(value) == _is_bool(other) for other in values[:index]):
+                    raise ValueError(f"{name} has {value!r} twice: remove one")
+        if (points := math.prod(len(values) for values in given.values())) > _MAX:
+            raise ValueError(f"{points} points exceed the limit of {_MAX}: give fewer values, or use another sampler")
         return given
 
     def max_trials(self) -> int:
         return math.prod(len(values) for values in self.search_space.values())
 
-    def for_objective(self, objective: BaseObjective) -> Self:
-        asked: set[str] = set()
+    def fit_to_objective(self, objective: BaseObjective) -> Self:
+        used: set[str] = set()
         for point in self._points():
             space = FixedTrial(point)
             try:
@@ -82,62 +82,62 @@ class Grid(SamplerSpec):
                 raise ValueError(f"sampler.search_space.{error.name}: {error.reason}") from None
             if missing := [name for name in space.values if name not in point]:
                 raise ValueError(
-                    f"sampler.search_space has no {missing[0]!r}, which {objective.name} asks for: "
-                    f"give its values, such as {missing[0]} = [...]"
+                    f"sampler.search_space has no {missing[0]!r}, a parameter of {objective.name}: "
+                    f"give its values as {missing[0]} = [...]"
                 )
-            asked |= set(space.values)
+            used |= set(space.values)
         for name in self.search_space:
-            if name not in asked:
+            if name not in used:
                 raise ValueError(
-                    f"sampler.search_space.{name}: no parameter of {objective.name}{suggest_names(name, asked)}"
+                    f"sampler.search_space.{name}: not a parameter of {objective.name}{suggest_names(name, used)}"
                 )
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         points = self._points()
-        random.Random(common_seed).shuffle(points)  # noqa: S311 no secret
-        return _grid_sampler(points)
+        random.Random(common_seed).shuffle(points)  # noqa: S311 not for secrets
+        return _make_grid_sampler(points)
 
     def _points(self) -> list[dict[str, Any]]:
         names, values = zip(*sorted(self.search_space.items()), strict=True)
         return [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
 
 
-def _is_switch(value: object) -> bool:
-    return isinstance(value, bool)  # which is no number, though True == 1
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)  # distinguished from numbers, although True == 1
 
 
-def _number(value: object) -> object:
+def _to_number(value: object) -> object:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-def _grid_sampler(points: list[dict[str, Any]]) -> BaseSampler:
+def _make_grid_sampler(points: list[dict[str, Any]]) -> BaseSampler:
     from optuna.samplers import RandomSampler
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-    class ByNumber(RandomSampler):
-        """Gives a trial the point of its place among those that nobody gave another: on any worker the same.
+    class GridSampler(RandomSampler):
+        """Grid sampler that derives a trial's point from its number and the number of enqueued trials before it.
 
-        (Optuna's chooses among the points that no trial has yet, which several workers may do at once.)
+        Optuna's sampler chooses among the points that no trial has yet, so concurrent workers may choose the same one.
         """
 
         def sample_independent(
             self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
         ) -> Any:
             trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
-            others = sum("fixed_params" in other.system_attrs for other in trials if other.number < trial.number)
-            value = points[(trial.number - others) % len(points)][param_name]
+            enqueued = sum("fixed_params" in other.system_attrs for other in trials if other.number < trial.number)
+            value = points[(trial.number - enqueued) % len(points)][param_name]
             return param_distribution.to_external_repr(param_distribution.to_internal_repr(value))
 
-    return ByNumber()
+    return GridSampler()
 
 
 class BruteForce(SamplerSpec):
-    """Each configuration of the objective's search space once, in random order, Optuna's ``BruteForceSampler``.
+    """Run each configuration of the search space once, in random order, Optuna's ``BruteForceSampler``.
 
-    No parameter may be a range of floats without a `step`. The budget is the number of configurations, unless --trials
-    is less; `configurations` is filled in.
+    Ranges of floats need a `step`. The budget is the number of configurations, unless --trials is lower.
+    `configurations` is computed.
     """
 
     name: Literal["brute_force"] = "brute_force"
@@ -146,40 +146,40 @@ class BruteForce(SamplerSpec):
     def max_trials(self) -> int | None:
         return self.configurations
 
-    def for_objective(self, objective: BaseObjective) -> Self:
-        every = list_configurations(objective.configure)
+    def fit_to_objective(self, objective: BaseObjective) -> Self:
+        configurations = list_configurations(objective.configure)
         try:
             with wrap_user_errors(f"{type(objective).__name__}.suggest"):
-                count = sum(1 for _ in itertools.islice(every, MOST + 1))
+                count = sum(1 for _ in itertools.islice(configurations, _MAX + 1))
         except NotInSpaceError as error:
             raise ValueError(f"sampler: brute_force cannot search {objective.name}: {error}") from None
-        if count > MOST:
+        if count > _MAX:
             raise ValueError(
-                f"sampler: brute_force would run more than {MOST} configurations of {objective.name}: "
+                f"sampler: brute_force would run more than {_MAX} configurations of {objective.name}: "
                 "give its parameters fewer values, or use another sampler"
             )
         return self.model_copy(update={"configurations": count})
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        return _brute_force_sampler(seed)
+        return _make_brute_force_sampler(seed)
 
 
-def _brute_force_sampler(seed: int) -> BaseSampler:
+def _make_brute_force_sampler(seed: int) -> BaseSampler:
     from optuna.samplers import BruteForceSampler
     from optuna.study import Study
     from optuna.trial import FrozenTrial, TrialState
 
-    class Whole(BruteForceSampler):
-        """Optuna's, which takes what a waiting trial has for tried as well."""
+    class BruteForceWithWaiting(BruteForceSampler):
+        """Optuna's sampler, for which configurations of waiting trials count as tried too."""
 
         def sample_independent(
             self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
         ) -> Any:
-            seen: Any = _WithWaiting(study)
-            return super().sample_independent(seen, trial, param_name, param_distribution)
+            view: Any = _WithWaiting(study)
+            return super().sample_independent(view, trial, param_name, param_distribution)
 
     class _WithWaiting:
-        """A study whose storage lists the trials that wait and have parameters: paused, or given back."""
+        """View of a study that includes waiting trials with parameters, which were paused or released."""
 
         def __init__(self, study: Study) -> None:
             self._study_id, self._inner, self._storage = study._study_id, study._storage, self
@@ -190,4 +190,4 @@ def _brute_force_sampler(seed: int) -> BaseSampler:
             trials = self._inner.get_all_trials(study_id, deepcopy=deepcopy)
             return [trial for trial in trials if trial.state != TrialState.WAITING or trial.params]
 
-    return Whole(seed)
+    return BruteForceWithWaiting(seed)

@@ -31,8 +31,8 @@ class Random(SamplerSpec):
 class TPE(SamplerSpec):
     """Tree-structured Parzen estimator (Bergstra et al. 2011), Optuna's ``TPESampler``.
 
-    Where several metrics are optimised and trials were pruned it is as in BOHB (Falkner et al. 2018): three trials of
-    ten are drawn at random, and once ten came to their end only those tell good from bad.
+    In multi-objective studies with pruned trials it follows BOHB (Falkner et al. 2018): 30 % of the trials are random,
+    and once ten trials are COMPLETE, only COMPLETE trials are used.
     """
 
     name: Literal["tpe"] = "tpe"
@@ -76,27 +76,27 @@ class QMC(SamplerSpec):
 
 
 class _Genetic(SamplerSpec):
-    """What the two have in common."""
+    """Options of the genetic samplers."""
 
     population_size: int = Field(default=50, ge=2)
     mutation_prob: Number | None = Field(default=None, ge=0, le=1)
     crossover_prob: Number = Field(default=0.9, ge=0, le=1)
     swapping_prob: Number = Field(default=0.5, ge=0, le=1)
 
-    can_repeat: ClassVar[bool] = True  # a child may have all of one parent
+    can_repeat: ClassVar[bool] = True  # a child may inherit all parameters from one parent
 
-    def for_trials(self, n_trials: int) -> None:
+    def check_n_trials(self, n_trials: int) -> None:
         if self.population_size >= n_trials:
             raise ValueError(
-                f"sampler.population_size {self.population_size} is not below the budget of {n_trials} trials: all "
-                "would be of the first generation, which is random; lower it, or give more --trials"
+                f"sampler.population_size {self.population_size} is not below the budget of {n_trials} trials, so all "
+                "trials would be in the first generation, which is random; lower it, or raise --trials"
             )
 
 
 class NSGA2(_Genetic):
     """Genetic search with a sorted population (Deb et al. 2002), Optuna's ``NSGAIISampler``.
 
-    A generation is of `population_size` trials that have run to their end: a pruned one is no parent.
+    A generation has `population_size` COMPLETE trials; pruned trials are not parents.
     """
 
     name: Literal["nsga2"] = "nsga2"
@@ -108,7 +108,7 @@ class NSGA2(_Genetic):
 
 
 class NSGA3(_Genetic):
-    """As nsga2, with parents chosen by reference points (Deb and Jain 2014), Optuna's ``NSGAIIISampler``."""
+    """Variant of nsga2 with selection by reference points (Deb and Jain 2014), Optuna's ``NSGAIIISampler``."""
 
     name: Literal["nsga3"] = "nsga3"
     dividing_parameter: int = Field(default=3, ge=1)
@@ -120,10 +120,10 @@ class NSGA3(_Genetic):
 
 
 class CMAES(SamplerSpec):
-    """Covariance matrix adaptation (Hansen 2016), Optuna's ``CmaEsSampler``; categorical parameters are left to chance.
+    """Covariance matrix adaptation (Hansen 2016), Optuna's ``CmaEsSampler``.
 
-    So are all in the first `n_startup_trials`, and those that not every trial has. It learns from trials that have run
-    to their end; from the last value of pruned ones too with `consider_pruned_trials`.
+    Categorical and conditional parameters are random, and so are the first `n_startup_trials` trials. It uses COMPLETE
+    trials, and with `consider_pruned_trials` also the last value of pruned trials.
     """
 
     name: Literal["cmaes"] = "cmaes"
@@ -136,28 +136,28 @@ class CMAES(SamplerSpec):
     lr_adapt: bool = False
 
     @model_validator(mode="after")
-    def _one_variant(self) -> Self:
+    def _check_variant(self) -> Self:
         variants = [name for name in ("use_separable_cma", "with_margin", "lr_adapt") if getattr(self, name)]
         if len(variants) > 1:
             raise ValueError(f"{' and '.join(variants)} exclude each other: choose one")
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        return _sampler(seed, self.options)
+        return _make_cmaes_sampler(seed, self.options)
 
 
-def _sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
+def _make_cmaes_sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
     from optuna.samplers import CmaEsSampler
     from optuna.study import Study, StudyDirection
     from optuna.trial import TrialState
 
-    class Fitting(CmaEsSampler):
-        """Optuna's, in a study whose trials wait at rungs, diverge, or are of somebody's own choice."""
+    class StudyCmaEsSampler(CmaEsSampler):
+        """Optuna's sampler, adapted to studies with paused, diverged and enqueued trials."""
 
         def sample_relative(
             self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
         ) -> dict[str, Any]:
-            if "fixed_params" in trial.system_attrs:  # no sample of the distribution
+            if "fixed_params" in trial.system_attrs:  # enqueued: not a sample of the distribution
                 return {}
             return super().sample_relative(study, trial, search_space)
 
@@ -165,29 +165,29 @@ def _sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
             if not self._consider_pruned_trials:
                 return super()._get_trials(study)
             worst = math.inf if study.direction == StudyDirection.MINIMIZE else -math.inf
-            # Asked for by its state, a trial that waits at a rung is among the pruned.
+            # With explicit states, `SampledStudy` includes paused trials as pruned.
             states = (TrialState.COMPLETE, TrialState.PRUNED)
             found = study._get_trials(deepcopy=False, states=states)
-            return [_valued(trial, worst) for trial in found if trial.values or trial.intermediate_values]
+            return [_with_last_value(trial, worst) for trial in found if trial.values or trial.intermediate_values]
 
-    def _valued(trial: FrozenTrial, worst: float) -> FrozenTrial:
+    def _with_last_value(trial: FrozenTrial, worst: float) -> FrozenTrial:
         if trial.state == TrialState.COMPLETE:
             return trial
-        shown = copy.copy(trial)
+        copied = copy.copy(trial)
         last = trial.intermediate_values[max(trial.intermediate_values)]
-        shown.value = worst if math.isnan(last) else last
-        return shown
+        copied.value = worst if math.isnan(last) else last
+        return copied
 
-    return Fitting(seed=seed, warn_independent_sampling=False, **options)
+    return StudyCmaEsSampler(seed=seed, warn_independent_sampling=False, **options)
 
 
 class FreezeThaw(SamplerSpec):
-    """Learn from every epoch, of trials that run or wait too, what a configuration ends with.
+    """Predict final values from every epoch of every trial, including running and paused ones.
 
-    A Gaussian process over configurations and epochs (after Swersky et al. 2014), and the expected improvement at the
-    last epoch on the best that is foreseen. It takes --warm-start: the same configuration in an earlier study tells as
-    much as the studies turn out to be alike (after Bonilla et al. 2007 and Swersky et al. 2013). A `random_fraction` of
-    the trials is drawn at random (after Falkner et al. 2018): the process alone can dwell on what it believes in.
+    A Gaussian process over configurations and epochs (after Swersky et al. 2014) and the expected improvement of the
+    value at the last epoch. With --warm-start, trials of earlier studies are weighted by the estimated similarity
+    of the studies (after Bonilla et al. 2007 and Swersky et al. 2013). A `random_fraction` of the trials is random
+    (after Falkner et al. 2018), because the Gaussian process alone may keep exploiting a wrong prediction.
     """
 
     name: Literal["freeze_thaw"] = "freeze_thaw"
@@ -195,7 +195,7 @@ class FreezeThaw(SamplerSpec):
     random_fraction: Number = Field(default=0.3, ge=0, le=1)
 
     can_warm_start: ClassVar[bool] = True
-    can_repeat: ClassVar[bool] = True  # two workers at once, at the ends of ranges
+    can_repeat: ClassVar[bool] = True  # two concurrent workers may suggest the same end of a range
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler

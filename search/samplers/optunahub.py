@@ -1,4 +1,4 @@
-"""Search by a sampler of OptunaHub, the registry of samplers that Optuna's users share."""
+"""Samplers of OptunaHub, the community registry of Optuna."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ INSTALL = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on a
 
 
 class OptunaHub(SamplerSpec):
-    """A sampler of OptunaHub by its package and a commit of the registry, so that all workers run the same code.
+    """Use a sampler of OptunaHub, given by its package and a commit, so that all workers run the same code.
 
-    It is built anew for each trial: one that keeps what it learns in itself, and not in the study, learns nothing.
+    A new sampler is created for each trial, so samplers that keep state outside of the study do not work.
     """
 
     name: Literal["optunahub"] = "optunahub"
@@ -42,28 +42,27 @@ class OptunaHub(SamplerSpec):
 
     @field_validator("package", "ref", mode="before")
     @classmethod
-    def _text(cls, given: object) -> object:
-        """YAML reads a commit of digits alone as a number."""
+    def _to_text(cls, given: object) -> object:
+        """Convert a commit without letters, which YAML reads as a number."""
         return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
 
     @field_validator("package")
     @classmethod
-    def _package(cls, given: str) -> str:
+    def _check_package(cls, given: str) -> str:
         if not re.fullmatch(r"samplers/[A-Za-z0-9_-]+", given):
-            raise ValueError(f"{given!r} is no sampler of OptunaHub: give its folder, such as samplers/auto_sampler")
+            raise ValueError(f"{given!r} is not a sampler of OptunaHub: give its folder, such as samplers/auto_sampler")
         return given
 
     @field_validator("ref")
     @classmethod
-    def _commit(cls, given: str) -> str:
+    def _check_commit(cls, given: str) -> str:
         if not re.fullmatch(r"[0-9a-f]{40}", given):
             raise ValueError(
-                f"{given!r} is no commit of OptunaHub's registry: give its 40 digits, so that all workers run the same "
-                "code"
+                f"{given!r} is not a commit of OptunaHub's registry: give all 40 digits, so that workers run the same"
             )
         return given
 
-    def for_objective(self, objective: BaseObjective) -> Self:
+    def fit_to_objective(self, objective: BaseObjective) -> Self:
         self.prepare()
         return self
 
@@ -71,58 +70,58 @@ class OptunaHub(SamplerSpec):
         self.build(seed=0, common_seed=0, epochs=1)
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        made = _class_in(_loaded(self.package, self.ref), self.sampler_class)
-        seeded = {"seed": seed} if "seed" in inspect.signature(made).parameters else {}
+        sampler_class = _find_class(_load_module(self.package, self.ref), self.sampler_class)
+        seeded = {"seed": seed} if "seed" in inspect.signature(sampler_class).parameters else {}
         try:
-            sampler: BaseSampler = made(**{**seeded, **self.arguments})
+            sampler: BaseSampler = sampler_class(**{**seeded, **self.arguments})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"sampler.arguments: {made.__name__} refuses them ({error})") from None
+            raise ValueError(f"sampler.arguments: {sampler_class.__name__} rejects them ({error})") from None
         return sampler
 
 
 @cache
-def _loaded(package: str, ref: str) -> ModuleType:
-    """The package at a commit: fetched once per machine, into OptunaHub's cache."""
+def _load_module(package: str, ref: str) -> ModuleType:
+    """Return the module of a package at a commit, which is downloaded once per machine to OptunaHub's cache."""
     if importlib.util.find_spec("optunahub") is None:
         raise ValueError(f"sampler 'optunahub' needs the package optunahub: {INSTALL}")
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # a machine without git goes another way
-    os.environ.setdefault("GIT_TERMINAL_PROMPT", "0")  # a registry that is not there asks for a password
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # without git, OptunaHub downloads over HTTP
+    os.environ.setdefault("GIT_TERMINAL_PROMPT", "0")  # git asks for a password if the repository does not exist
     import optunahub
     from optunahub._conf import cache_home
 
-    lock = Path(cache_home()) / "hpsearch.lock"  # two that fetch at once disturb each other
+    lock = Path(cache_home()) / "hpsearch.lock"  # concurrent downloads disturb each other
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(lock):
             module: ModuleType = optunahub.load_module(package, ref=ref)
-    except Exception as error:  # what git, GitHub, a network or somebody's module raises
+    except Exception as error:  # errors of git, GitHub, the network, or the module itself
         folder = Path(cache_home(), "github.com/optuna/optunahub-registry", ref)
-        what = _not_fetched(error, folder) if not (folder / "package" / package).exists() else _not_loaded(error)
-        raise ValueError(f"sampler.package {package!r} at {ref} {what}") from None
+        describe = _describe_load_error if (folder / "package" / package).exists() else _describe_fetch_error
+        raise ValueError(f"sampler.package {package!r} at {ref} {describe(error, folder)}") from None
     return module
 
 
-def _not_loaded(error: Exception) -> str:
-    return f"cannot be loaded from OptunaHub: {_in_one_line(str(error)) or type(error).__name__}"
+def _describe_load_error(error: Exception, _folder: Path) -> str:
+    return f"cannot be loaded from OptunaHub: {_to_one_line(str(error)) or type(error).__name__}"
 
 
-def _not_fetched(error: Exception, folder: Path) -> str:
-    """Say why a package did not come, and what would do; `folder` would have it, and others of that commit."""
-    told = _in_one_line(str(getattr(error, "stderr", None) or error))  # of git, what it wrote, without its command line
-    if isinstance(error, FileNotFoundError) or "not our ref" in told or getattr(error, "status", None) in (404, 422):
-        return "is not in OptunaHub's registry: give the folder of one that is there, and a commit that has it"
-    why = told.rpartition("fatal: ")[2].strip(" '") or type(error).__name__
+def _describe_fetch_error(error: Exception, folder: Path) -> str:
+    """Return why a package could not be downloaded, and the remedy; `folder` is the cache folder of the commit."""
+    text = _to_one_line(str(getattr(error, "stderr", None) or error))  # git's output, without its command line
+    if isinstance(error, FileNotFoundError) or "not our ref" in text or getattr(error, "status", None) in (404, 422):
+        return "is not in OptunaHub's registry: give the folder of an existing package, and a commit that contains it"
+    why = text.rpartition("fatal: ")[2].strip(" '") or type(error).__name__
     return (
-        f"cannot be fetched from OptunaHub ({why}): connect this machine to github.com, or copy {folder} "
+        f"cannot be downloaded from OptunaHub ({why}): connect this machine to github.com, or copy {folder} "
         "from a machine that has it"
     )
 
 
-def _in_one_line(text: str) -> str:
+def _to_one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _class_in(module: ModuleType, name: str | None) -> type[BaseSampler]:
+def _find_class(module: ModuleType, name: str | None) -> type[BaseSampler]:
     from optuna.samplers import BaseSampler
 
     found = {

@@ -1,4 +1,4 @@
-"""Suggest the parameters of a trial: seeds, sampler, and no duplicates."""
+"""Suggest the parameters of a trial, without duplicates, and derive its seeds."""
 
 from __future__ import annotations
 
@@ -24,35 +24,34 @@ from hpsearch.storage.trials.claims import Claim
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed below 2**31 from `parts` by SHA-256: the same everywhere, unrelated for related parts."""
+    """Return a seed below 2**31, derived from `parts` by SHA-256, so that similar parts give unrelated seeds."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
 
-def training_seed(spec: StudySpec, number: int) -> int:
-    """Return the seed of a trial's training: its own in a search, the common fresh one among finalists."""
+def derive_training_seed(spec: StudySpec, number: int) -> int:
+    """Return the training seed of a trial; finalists share common new seeds."""
     if spec.finalists_of is not None:
         return spec.finalists_of.assignment(number)[1]
     return derive_seed(spec.seed, "trial", number)
 
 
 def get_resplit_seed(spec: StudySpec, number: int) -> int | None:
-    """Return the seed of a trial's division of the data, common as that of its training; None for the study's own."""
+    """Return the seed of a finalist's new data split, common like its training seed; None for the study's split."""
     if spec.finalists_of is None or not spec.finalists_of.divisions:
         return None
-    return derive_seed(spec.seed, "division", training_seed(spec, number))
+    return derive_seed(spec.seed, "division", derive_training_seed(spec, number))
 
 
 def make_sampler(
-    spec: SamplerSpec, *, study_seed: int, trial_number: int, epochs: int, again: int = 0
+    spec: SamplerSpec, *, study_seed: int, trial_number: int, epochs: int, retry: int = 0
 ) -> optuna.samplers.BaseSampler:
     """Return the sampler for one trial.
 
-    A sampler seeded alike in each worker suggests the same start-up points in each; one seeded by the trial's
-    number does not, and makes these points a function of the study alone. A QMC sequence is one for the study.
-    `again` counts the suggestions for this trial that were not taken.
+    The seed depends on the trial's number, so that workers do not suggest the same startup points. The QMC sequence is
+    common to the study. `retry` is the number of rejected suggestions for this trial.
     """
-    seed = derive_seed(study_seed, "sampler", trial_number, *([again] if again else []))
+    seed = derive_seed(study_seed, "sampler", trial_number, *([retry] if retry else []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         return spec.build(seed=seed, common_seed=derive_seed(study_seed, "qmc"), epochs=epochs)
@@ -60,94 +59,93 @@ def make_sampler(
 
 log = logging.getLogger(__name__)
 
-# How often the study's own sampler is asked before the untried configurations are gone through, and how often those.
+# Number of suggestions by the study's sampler, and then by a search among untried configurations.
 SAMPLER_TRIES = 4
 UNTRIED_TRIES = 8
 
-_MANY = 1000  # choices of one parameter, from which on a random one is hardly ever a repetition
+_MAX_CHOICES = 1000  # choices of one parameter; with more, a random choice is rarely a duplicate
 
 
 class Suggestion(NamedTuple):
-    """The configuration of a trial, as the objective makes it, and the parameters that it is made of."""
+    """The configuration of a trial, as the objective returns it, and its parameters."""
 
     config: Any
     params: dict[str, Any]
 
 
 def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: StudySpec) -> Suggestion:
-    """Return the configuration and parameters of a claimed trial; the parameters are written when this returns.
+    """Suggest and store the parameters of a claimed trial, and return them with the configuration.
 
-    A trial that has parameters from an earlier attempt, or from whoever enqueued it, keeps them. Otherwise the first
-    suggestion, whose seed is made of the study's seed and the trial's number alone, is taken unless another trial has
-    the same, and all parameters are discrete or the sampler is one that repeats itself; then the sampler is asked again
-    with another seed, and after that a configuration is chosen that no trial has. When there is none the repetition is
-    accepted.
+    Parameters from an earlier attempt or of an enqueued trial are kept. Otherwise the first suggestion depends on the
+    study's seed and the trial's number only. If it duplicates another trial, and all parameters are discrete or the
+    sampler may repeat itself, the sampler suggests again with other seeds; then an untried configuration is chosen. If
+    there is none, the duplicate is accepted.
 
     Args:
-        objective: suggests and checks the configuration.
-        study: Optuna's, on a `PostgresStorage`; its sampler is set here.
-        claim: the trial.
-        spec: the study's.
+        objective: objective that defines the search space.
+        study: Optuna study on a `PostgresStorage`; its sampler is replaced.
+        claim: claim of the trial.
+        spec: spec of the study.
 
     Raises:
-        ObjectiveError: the objective gives no configuration.
-        ClaimLostError: the trial is no longer this worker's; nothing was written.
+        ObjectiveError: the objective returns no configuration.
+        ClaimLostError: the worker does not own the trial any more; nothing was written.
     """
     storage = study._storage
     assert isinstance(storage, PostgresStorage)
     tries = SAMPLER_TRIES + UNTRIED_TRIES
     given = storage.get_trial(claim.trial_id)
     for number in range(tries):
-        study.sampler = _sampler(spec, claim.number, number)
-        # As `Study.ask` does: else samplers see the trials of this worker's first suggestion for ever.
+        study.sampler = _choose_sampler(spec, claim.number, number)
+        # Like `Study.ask`: otherwise samplers would use the trials of this worker's first suggestion again.
         study._thread_local.cached_all_trials = None
-        # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
+        # The lock is held until the parameters are written at the end of the block, so that other workers see them.
         with (
-            suggestion_lock(storage.engine, study._study_id) as take_turn,
-            storage.batch_writes(claim.trial_id) as held,
+            suggestion_lock(storage.engine, study._study_id) as acquire_lock,
+            storage.batch_writes(claim.trial_id) as batch,
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
-            made = storage.get_trial(claim.trial_id)
+            suggested = storage.get_trial(claim.trial_id)
             if spec.finalists_of is not None:
-                _require_same(made, spec.finalists_of.assignment(claim.number)[0])
-            if given.params or spec.sampler.is_indexed_by_trial or _is_free(made, spec.sampler):
-                return Suggestion(config, made.params)
-            take_turn()
-            twin = _twin(storage, study._study_id, made)
-            if twin is None:
-                return Suggestion(config, made.params)
+                _check_finalist(suggested, spec.finalists_of.assignment(claim.number)[0])
+            if given.params or spec.sampler.is_indexed_by_trial or _may_repeat(suggested, spec.sampler):
+                return Suggestion(config, suggested.params)
+            acquire_lock()
+            duplicate = _find_duplicate(storage, study._study_id, suggested)
+            if duplicate is None:
+                return Suggestion(config, suggested.params)
             if number == tries - 1:
-                log.info("trial %d runs the configuration of trial %d: no other was found", claim.number, twin)
-                return Suggestion(config, made.params)
-            held.discard()
+                log.info("trial %d repeats trial %d: no untried configuration was found", claim.number, duplicate)
+                return Suggestion(config, suggested.params)
+            batch.discard()
     raise AssertionError("the last try returns")
 
 
-def _sampler(spec: StudySpec, trial_number: int, tried: int) -> BaseSampler:
-    if tried < SAMPLER_TRIES:
-        which = {"study_seed": spec.seed, "trial_number": trial_number, "again": tried}
-        return make_sampler(spec.sampler, epochs=spec.epochs, **which)
-    return _Untried(derive_seed(spec.seed, "sampler", trial_number, tried))
+def _choose_sampler(spec: StudySpec, trial_number: int, retry: int) -> BaseSampler:
+    if retry < SAMPLER_TRIES:
+        seeds = {"study_seed": spec.seed, "trial_number": trial_number, "retry": retry}
+        return make_sampler(spec.sampler, epochs=spec.epochs, **seeds)
+    return _UntriedSampler(derive_seed(spec.seed, "sampler", trial_number, retry))
 
 
-def _require_same(trial: FrozenTrial, finalist: int) -> None:
+def _check_finalist(trial: FrozenTrial, finalist: int) -> None:
     fixed = trial.system_attrs.get("fixed_params", {})
     if differ := sorted(name for name in fixed | trial.params if fixed.get(name) != trial.params.get(name)):
         raise ObjectiveError(
-            f"this is not the configuration of trial {finalist} any more ({', '.join(differ)}): the objective's code "
-            "was changed since; put it back, and try the trial again"
+            f"the configuration differs from that of trial {finalist} ({', '.join(differ)}), because the objective's "
+            "code was changed; restore the code, and retry the trial"
         )
 
 
-def _is_free(trial: FrozenTrial, sampler: SamplerSpec) -> bool:
-    """Whether the trial may be run whatever the others are: by chance it repeats none, or somebody wants it so."""
+def _may_repeat(trial: FrozenTrial, sampler: SamplerSpec) -> bool:
+    """Whether duplicates need no check: all parameters are fixed, or a duplicate is improbable."""
     fixed = trial.system_attrs.get("fixed_params", {})
     free = {name: d for name, d in trial.distributions.items() if name not in fixed}
-    return not free or (not sampler.can_repeat and any(math.isinf(_choices(given)) for given in free.values()))
+    return not free or (not sampler.can_repeat and any(math.isinf(_count_choices(d)) for d in free.values()))
 
 
-def _twin(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | None:
-    """Return the number of another trial with the same parameters, in whatever state."""
+def _find_duplicate(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | None:
+    """Return the number of another trial with the same parameters, in any state; None if there is none."""
     params = trial.params
     for other in storage.get_all_trials(study_id, deepcopy=False):
         if other.params == params and other.number != trial.number:
@@ -155,8 +153,8 @@ def _twin(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | 
     return None
 
 
-def _choices(distribution: BaseDistribution) -> float:
-    """Return how many values a parameter can have."""
+def _count_choices(distribution: BaseDistribution) -> float:
+    """Return the number of values of a parameter; infinite for a range of floats without a step."""
     match distribution:
         case CategoricalDistribution():
             return len(distribution.choices)
@@ -168,8 +166,8 @@ def _choices(distribution: BaseDistribution) -> float:
             return 1 if distribution.single() else math.inf
 
 
-class _Untried(BruteForceSampler):
-    """Chooses, at random, among the values under which there is a configuration that no trial has."""
+class _UntriedSampler(BruteForceSampler):
+    """Random sampler among the values for which an untried configuration exists."""
 
     def __init__(self, seed: int) -> None:
         with warnings.catch_warnings():
@@ -180,8 +178,8 @@ class _Untried(BruteForceSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return a value; at random, where there are too many to go through or other trials have another space."""
-        if _choices(param_distribution) <= _MANY:
+        """Return a value; any random one if there are too many to enumerate, or other trials have another space."""
+        if _count_choices(param_distribution) <= _MAX_CHOICES:
             with contextlib.suppress(ValueError):
                 return super().sample_independent(study, trial, param_name, param_distribution)
         return self._random.sample_independent(study, trial, param_name, param_distribution)

@@ -313,10 +313,10 @@ class StudySpec(Options):
                 f"pruner.metric {named!r} is not a metric of the study ({', '.join(known)}); use one of these, or add "
                 "it to --constraints"
             )
-        self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
+        self.__dict__["pruner"] = self.pruner.fit_to_epochs(self.epochs)
         if self.warm_start is not None:
             self._check_warm_start(self.warm_start)
-        self.sampler.for_trials(self.n_trials)
+        self.sampler.check_n_trials(self.n_trials)
         return self
 
     def _check_warm_start(self, earlier: list[str]) -> None:

@@ -187,9 +187,9 @@ def create_or_join(
 def _fit_sampler(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:
     """Return the spec of a new study with the sampler fitted to the objective's search space."""
     with as_search_error():
-        sampler = spec.sampler.for_objective(objective)
+        sampler = spec.sampler.fit_to_objective(objective)
         n_trials = settings.get("n_trials", sampler.max_trials() or spec.n_trials)
-        sampler.for_trials(n_trials)
+        sampler.check_n_trials(n_trials)
     return spec.model_copy(update={"sampler": sampler, "n_trials": n_trials})
 
 

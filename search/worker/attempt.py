@@ -18,7 +18,7 @@ from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
-from hpsearch.search.samplers.suggest import get_resplit_seed, suggest, training_seed
+from hpsearch.search.samplers.suggest import derive_training_seed, get_resplit_seed, suggest
 from hpsearch.search.study.devices import summarize_throughput
 from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
@@ -121,7 +121,7 @@ class Attempt:
         self._session = TrialSession(context, self._claim, self._run_dir, log_epoch=self._tracked.log_epoch)
         plan = RunPlan(
             epochs=spec.epochs,
-            seed=training_seed(spec, self._claim.number),
+            seed=derive_training_seed(spec, self._claim.number),
             split_seed=spec.seed,
             resplit_seed=get_resplit_seed(spec, self._claim.number),
             refit=spec.refit,

@@ -11,7 +11,7 @@ from hpsearch import LoopObjective, load_objective
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.finalists import read_finalists
-from hpsearch.search.samplers.suggest import training_seed
+from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.history import read_attempts
@@ -77,7 +77,7 @@ def assert_as_undisturbed(study: StoredStudy, reference: str) -> None:
         for trial in study.trials():
             assert trial.state in {TrialState.COMPLETE, TrialState.PRUNED}, trial.user_attrs
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            seed = training_seed(study.spec, trial.number)
+            seed = derive_training_seed(study.spec, trial.number)
             alone = fit(objective, config, RunPlan(EPOCHS, seed, study.spec.seed), device="cpu")
             expected = {r.epoch: r.metrics[f"val_{objective.metric}"] for r in alone.history}
             assert trial.intermediate_values.items() <= expected.items(), trial.number

@@ -9,8 +9,8 @@ import pytest
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.samplers.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
-from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.bohb import MIN_COMPLETE, RANDOM_FRACTION, BOHBSampler, _CompleteTrials
+from hpsearch.search.samplers.known_trials import make_sampled_study
 from hpsearch.storage.attributes import INFEASIBLE
 from tests.factories import X
 
@@ -55,12 +55,12 @@ def test_bohb_equals_tpe_for_one_metric_or_without_pruned_trials(study: optuna.S
 def test_a_fraction_of_the_trials_is_random() -> None:
     study = study_of(TWO, [COMPLETE, PRUNED] * 12)
     drawn = [suggested(study, BOHBSampler(seed=seed)) == suggested(study, RandomSampler(seed)) for seed in range(200)]
-    assert sum(drawn) / 200 == pytest.approx(RANDOM, abs=0.08)
+    assert sum(drawn) / 200 == pytest.approx(RANDOM_FRACTION, abs=0.08)
 
 
 def test_values_of_pruned_trials_are_ignored_once_enough_are_complete() -> None:
     """The sampler ignores the values of other trials, but uses running, diverged and infeasible ones."""
-    states = [COMPLETE, PRUNED] * ENOUGH + [RUNNING]
+    states = [COMPLETE, PRUNED] * MIN_COMPLETE + [RUNNING]
     study = study_of(TWO, states)
     shape = {"state": PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}, "intermediate_values": {0: 0.5}}
     diverged = create_trial(**shape, user_attrs={INFEASIBLE: "diverged"})
@@ -68,16 +68,18 @@ def test_values_of_pruned_trials_are_ignored_once_enough_are_complete() -> None:
     slow_to_learn = create_trial(**shape, constraints={"accuracy": 0.4})
     for trial in (diverged, large, slow_to_learn):
         study.add_trial(trial)
-    numbers = {trial.number for trial in _Ended(study)._get_trials(states=(COMPLETE, PRUNED, RUNNING))}
-    assert numbers == {*range(0, 2 * ENOUGH, 2), 2 * ENOUGH, 2 * ENOUGH + 1, 2 * ENOUGH + 2}
+    numbers = {trial.number for trial in _CompleteTrials(study)._get_trials(states=(COMPLETE, PRUNED, RUNNING))}
+    assert numbers == {*range(0, 2 * MIN_COMPLETE, 2), 2 * MIN_COMPLETE, 2 * MIN_COMPLETE + 1, 2 * MIN_COMPLETE + 2}
 
     few = study_of(TWO, states[2:])
-    assert len(_Ended(few)._get_trials(states=(COMPLETE, PRUNED, RUNNING))) == len(states) - 2
+    assert len(_CompleteTrials(few)._get_trials(states=(COMPLETE, PRUNED, RUNNING))) == len(states) - 2
 
 
 def test_pruned_trials_do_not_matter_with_enough_complete_ones() -> None:
-    states = [COMPLETE] * ENOUGH + [PRUNED]
-    seeds = [seed for seed in range(12) if not BOHBSampler(seed=seed)._at_random]
+    states = [COMPLETE] * MIN_COMPLETE + [PRUNED]
+    seeds = [seed for seed in range(12) if not BOHBSampler(seed=seed)._is_random]
     few, many = study_of(TWO, states), study_of(TWO, states + [PRUNED] * 8)
     assert [suggested(few, BOHBSampler(seed=s)) for s in seeds] == [suggested(many, BOHBSampler(seed=s)) for s in seeds]
-    assert any(suggested(few, BOHBSampler(seed=s)) != suggested(as_sampled(few), TPESampler(seed=s)) for s in seeds)
+    assert any(
+        suggested(few, BOHBSampler(seed=s)) != suggested(make_sampled_study(few), TPESampler(seed=s)) for s in seeds
+    )

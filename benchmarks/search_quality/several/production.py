@@ -19,7 +19,7 @@ from benchmarks.search_quality.simulation import Work
 from hpsearch.search.freeze_thaw.multi_objective import track_incumbent
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.known_trials import make_sampled_study
 from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.storage.rungs.fronts import sort_by_front
 
@@ -37,11 +37,11 @@ class Production:
         self._training, self._seed = training, seed
         self._epochs = training.problem.epochs
         self._sampler = SamplerSpec.parse(table(sampler))
-        self._promotion = PrunerSpec.parse(table(pruner)).for_epochs(self._epochs).promotion(self._epochs)
+        self._schedule = PrunerSpec.parse(table(pruner)).fit_to_epochs(self._epochs).get_rung_schedule(self._epochs)
         self._values: dict[int, dict[int, list[float]]] = {}  # by the trial's id, which is its number here
         study = optuna.create_study(directions=training.directions)
-        self._study = as_sampled(study, lambda: self._values)
-        self._rungs: list[dict[int, np.ndarray]] = [{} for _ in (self._promotion.epochs if self._promotion else ())]
+        self._study = make_sampled_study(study, lambda: self._values)
+        self._rungs: list[dict[int, np.ndarray]] = [{} for _ in (self._schedule.epochs if self._schedule else ())]
         self._on: list[set[int]] = [set() for _ in self._rungs]  # who has gone on from each rung
         self._best: list[list[int]] = [[] for _ in self._rungs]  # who may, until another reaches it
 
@@ -63,9 +63,9 @@ class Production:
             best = self._worth(trial) * np.where(self._training.maximize, -1.0, 1.0)
             storage.set_trial_state_values(trial, TrialState.COMPLETE, best.tolist())
             return False
-        if self._promotion is None or epoch + 1 not in self._promotion.epochs:
+        if self._schedule is None or epoch + 1 not in self._schedule.epochs:
             return True
-        rung = self._promotion.epochs.index(epoch + 1)
+        rung = self._schedule.epochs.index(epoch + 1)
         self._rungs[rung][trial] = self._worth(trial)
         self._best[rung] = self._going_on(rung)
         if trial in self._best[rung]:
@@ -95,9 +95,9 @@ class Production:
 
     def _going_on(self, rung: int) -> list[int]:
         """The best one in `factor` of those that reached a rung."""
-        assert self._promotion is not None
+        assert self._schedule is not None
         reached = sorted(self._rungs[rung])
-        places = len(reached) // self._promotion.factor
+        places = len(reached) // self._schedule.reduction_factor
         if not places:
             return []
         losses = np.array([self._rungs[rung][trial] for trial in reached])

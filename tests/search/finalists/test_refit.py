@@ -9,7 +9,7 @@ from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.finalists.refit import format_refit, make_or_join_refit, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import list_finalist_sets
 from hpsearch.search.promotion.evaluate_test import choose_candidate
-from hpsearch.search.samplers.suggest import derive_seed, get_resplit_seed, training_seed
+from hpsearch.search.samplers.suggest import derive_seed, derive_training_seed, get_resplit_seed
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.attributes import PARENT_TRIAL
 from hpsearch.storage.trials.claims import Claim, Claims
@@ -39,7 +39,7 @@ def test_a_refit_has_the_median_best_epoch_of_the_retrained_runs(study: StoredSt
     trials = made.trials()
     assert [trial.user_attrs[PARENT_TRIAL] for trial in trials] == [3] * 3
     assert all(trial.system_attrs["fixed_params"] == params(3) for trial in trials)
-    assert [training_seed(made.spec, number) for number in range(3)] == of.seeds
+    assert [derive_training_seed(made.spec, number) for number in range(3)] == of.seeds
     assert get_resplit_seed(made.spec, 0) is None
     sets = chosen.spec.finalists_of
     assert sets is not None

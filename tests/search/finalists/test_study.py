@@ -13,7 +13,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials, select_finalists
 from hpsearch.search.finalists.text import format_confirmation
 from hpsearch.search.promotion.evaluate_test import choose_candidate
-from hpsearch.search.samplers.suggest import derive_seed, suggest, training_seed
+from hpsearch.search.samplers.suggest import derive_seed, derive_training_seed, suggest
 from hpsearch.search.study.study import StoredStudy, load_parent_study, load_study
 from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
 from hpsearch.storage.mlflow.run_links import RunLinks
@@ -44,7 +44,9 @@ def test_finalist_trials_are_enqueued_in_turns_with_common_new_seeds(study: Stor
     assert [t.state for t in trials] == [TrialState.WAITING] * 6
     assert [t.user_attrs[PARENT_TRIAL] for t in trials] == [1, 3, 4, 1, 3, 4]
     assert [t.user_attrs[TRAINING_SEED] for t in trials] == [of.seeds[0]] * 3 + [of.seeds[1]] * 3
-    assert [training_seed(chosen.spec, t.number) for t in trials] == [t.user_attrs[TRAINING_SEED] for t in trials]
+    assert [derive_training_seed(chosen.spec, t.number) for t in trials] == [
+        t.user_attrs[TRAINING_SEED] for t in trials
+    ]
     for trial in trials:
         assert trial.system_attrs["fixed_params"] == params(trial.user_attrs[PARENT_TRIAL])
     searched = {derive_seed(study.spec.seed, "trial", n) for n in range(len(VALUES))}

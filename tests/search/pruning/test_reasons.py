@@ -50,7 +50,7 @@ FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]
             {"name": "median", "n_warmup_steps": 0},
             "maximize",
             [math.nan],
-            "median pruner at epoch 1 of 20: no accuracy so far is a number",
+            "median pruner at epoch 1 of 20: accuracy is NaN in all epochs",
         ),
         (
             {"name": "threshold", "lower": 0.25},
@@ -68,13 +68,13 @@ FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]
             {"name": "threshold", "upper": 2.0},
             "minimize",
             [math.nan],
-            "threshold pruner at epoch 1 of 20: accuracy is not a number",
+            "threshold pruner at epoch 1 of 20: accuracy is NaN",
         ),
         (
             {"name": "successive_halving"},
             "maximize",
             [0.5, math.nan],
-            "successive_halving pruner at epoch 2 of 20: accuracy is not a number",
+            "successive_halving pruner at epoch 2 of 20: accuracy is NaN",
         ),
         (
             {"name": "patient", "patience": 1, "min_delta": 0.1},
@@ -118,5 +118,5 @@ def test_pruning_starts_with_the_trial_that_completes_the_start_up() -> None:
     ids=lambda pruner: pruner["name"],
 )
 def test_no_query_at_an_epoch_without_a_decision(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoredOtherTrials, "finished", lambda self: pytest.fail("it read the finished trials"))
+    monkeypatch.setattr(StoredOtherTrials, "get_finished_trials", lambda _: pytest.fail("it read the finished trials"))
     assert not decide(spec_of(**pruner), FINISHED, [0.1, 0.1, 0.1]).prune

@@ -160,10 +160,10 @@ class JudgeInMemory(StudyPruner):
 class _InMemory(StoredOtherTrials):
     noted: dict[str, float]
 
-    def note(self, rung: int, value: float) -> None:
+    def record_rung_value(self, rung: int, value: float) -> None:
         self.noted[f"completed_rung_{rung}"] = value
 
-    def at_rung(self, rung: int) -> list[tuple[int, float]]:
+    def read_rung_values(self, rung: int) -> list[tuple[int, float]]:
         key = f"completed_rung_{rung}"
         trials = self.storage.get_all_trials(self.study_id)
         return [

@@ -51,8 +51,8 @@ def test_successive_halving_prunes_by_rank_in_pareto_fronts(database_url: str) -
         assert (decision.rung, decision.peers, decision.value) == (0, number, vector[0])
         if decision.prune:
             assert decision.reason == (
-                f"successive_halving pruner at epoch 2 of 9: rank {rank} of {reached} by fronts at rung 0, where the "
-                f"best {best} go on"
+                f"successive_halving pruner at epoch 2 of 9: rank {rank} of {reached} by Pareto fronts at rung 0, "
+                f"which promotes the best {best}"
             )
     assert not search.report(2, 2, [0.9, 9.0]).prune, "the first of the next rung"
 
@@ -107,7 +107,7 @@ def test_a_threshold_must_name_a_reported_metric() -> None:
 
 
 ONE = {"metric": "accuracy", "direction": "maximize"}
-OUT = "out of bounds: parameters 200, not <= 100, which no more training changes"
+OUT = "out of bounds: parameters 200, not <= 100, which training does not change"
 
 
 @pytest.mark.parametrize("metrics", [{"directions": WAYS}, ONE], ids=["several", "one"])

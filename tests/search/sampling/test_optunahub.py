@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.optunahub import _loaded
+from hpsearch.search.samplers.optunahub import _load_module
 
 REF = "0123456789abcdef0123456789abcdef01234567"
 CODE = """
@@ -33,9 +33,9 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "github.com/optuna/optunahub-registry" / REF / "package/samplers/half"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(CODE)
-    _loaded.cache_clear()
+    _load_module.cache_clear()
     yield folder
-    _loaded.cache_clear()
+    _load_module.cache_clear()
 
 
 def parsed(**options: object) -> SamplerSpec:
@@ -55,7 +55,7 @@ def test_the_sampler_is_the_registered_class_with_the_seed_of_the_trial(cached: 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"arguments": {"shear": 1}}, "sampler.arguments: Half refuses them"),
+        ({"arguments": {"shear": 1}}, "sampler.arguments: Half rejects them"),
         ({"sampler_class": "Third"}, "sampler.sampler_class is 'Third': choose from Half"),
     ],
 )
@@ -81,9 +81,9 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         subprocess.run(["git", *command.split()], cwd=folder, check=True)
     reach(monkeypatch, f"file://{tmp_path}/github/")
     monkeypatch.setenv("OPTUNAHUB_CACHE_HOME", str(tmp_path / "cache"))
-    _loaded.cache_clear()
+    _load_module.cache_clear()
     yield folder
-    _loaded.cache_clear()
+    _load_module.cache_clear()
 
 
 def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -96,14 +96,14 @@ def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 def test_a_package_is_downloaded_once(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
     parsed(ref=head.stdout.strip()).prepare()
-    _loaded.cache_clear()
+    _load_module.cache_clear()
     reach(monkeypatch, "https://127.0.0.1:1/")
     parsed(ref=head.stdout.strip()).prepare()
 
 
 def test_without_a_network_the_error_has_a_remedy(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reach(monkeypatch, "https://127.0.0.1:1/")
-    with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be fetched from OptunaHub") as refused:
+    with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be downloaded from OptunaHub") as refused:
         parsed().prepare()
     said = str(refused.value)
     assert "unable to access 'https://127.0.0.1:1/optuna/optunahub-registry/'" in said

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from hpsearch import ObjectiveError
 from hpsearch.objectives.search_space import list_configurations
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.known_trials import make_sampled_study
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
@@ -176,7 +176,7 @@ def test_cmaes_can_use_pruned_trials(database_url: str, state: str) -> None:
         name = f"{state}-{consider}"
         options = {"name": "cmaes", "popsize": 4, "consider_pruned_trials": consider}
         worker = Worker(database_url, plane, name=name, sampler=options)
-        worker.study = as_sampled(worker.study)
+        worker.study = make_sampled_study(worker.study)
         rungs = Rungs("asha", (1,), 2, 10, maximize=True)
         worker.claims = Claims(worker.storage.engine, worker.study._study_id, worker="w", rungs=rungs)
         run(worker)
@@ -293,7 +293,7 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
     found = list(list_configurations(Small(forked).suggest))
     assert len(found) == 3 + 4 + 1
     assert distinct(found) == 8
-    spec = SamplerSpec.parse({"name": "brute_force"}).for_objective(Small(forked))
+    spec = SamplerSpec.parse({"name": "brute_force"}).fit_to_objective(Small(forked))
     assert spec.max_trials() == 8
     assert spec.model_dump()["configurations"] == 8
 
@@ -305,11 +305,11 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
         ({"name": "grid", "search_space": {"lr": [5.0], "width": [8]}}, plane, "sampler.search_space.lr: 5.0 is not"),
         ({"name": "grid", "search_space": {"lr": [0.1], "width": [9]}}, plane, "width: 9 is not in [8, 32] by 8"),
         ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is not a number"),
-        ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', which Small asks for"),
+        ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', a parameter of Small"),
         (
             {"name": "grid", "search_space": {**GRID, "widht": [8]}},
             plane,
-            "search_space.widht: no parameter of Small; did you mean 'width'?",
+            "search_space.widht: not a parameter of Small; did you mean 'width'?",
         ),
         (
             {"name": "grid", "search_space": {**GRID, "optimizer": ["adam", "lion"]}},
@@ -322,7 +322,7 @@ def test_an_incompatible_sampler_is_an_error_of_one_line(
     options: dict[str, object], space: Callable[[optuna.Trial], object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        SamplerSpec.parse(options).for_objective(Small(space))
+        SamplerSpec.parse(options).fit_to_objective(Small(space))
     assert "\n" not in str(caught.value)
 
 
@@ -333,7 +333,7 @@ def test_an_error_in_the_search_space_is_an_objective_error() -> None:
 
     for options in ({"name": "brute_force"}, {"name": "grid", "search_space": GRID}):
         with pytest.raises(ObjectiveError, match=r"Broken.suggest: .*test_samplers.py:\d+: ValueError: a bug"):
-            SamplerSpec.parse(options).for_objective(Broken(plane))
+            SamplerSpec.parse(options).fit_to_objective(Broken(plane))
 
 
 def test_a_grid_of_the_command_line_may_have_exponents() -> None:

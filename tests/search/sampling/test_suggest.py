@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from hpsearch.search.samplers.suggest import _Untried, make_sampler
+from hpsearch.search.samplers.suggest import _UntriedSampler, make_sampler
 from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim
@@ -166,7 +166,7 @@ def test_all_branches_of_a_conditional_space_are_run(database_url: str) -> None:
 
 
 def test_untried_configurations_of_a_large_space_are_not_listed() -> None:
-    trial = optuna.create_study(sampler=_Untried(1)).ask()
+    trial = optuna.create_study(sampler=_UntriedSampler(1)).ask()
     assert 0 <= trial.suggest_int("n", 0, 10**12) <= 10**12
     assert 0 <= trial.suggest_float("x", 0, 1) <= 1
     assert trial.suggest_int("few", 1, 2) in {1, 2}

@@ -41,7 +41,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
         name: Literal["toy_second"] = "toy_second"
 
         def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-            before = len(peers.finished())
+            before = len(peers.get_finished_trials())
             return case.prune(f"trial {case.number} comes after {before}", peers=before) if before else case.keep()
 
 

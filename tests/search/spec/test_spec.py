@@ -198,13 +198,13 @@ def test_differences_name_each_setting() -> None:
     [({}, (1, 3, 9)), ({"min_resource": 2, "reduction_factor": 2}, (2, 4, 8)), ({"min_resource": 11}, (11,))],
 )
 def test_trials_pause_at_rungs_below_the_last_epoch(options: dict[str, int], rungs: tuple[int, ...]) -> None:
-    promotion = parse_spec({**BASE, "pruner": {"name": "asha", **options}}).pruner.promotion(12)
-    assert promotion is not None
-    assert promotion.epochs == rungs
+    schedule = parse_spec({**BASE, "pruner": {"name": "asha", **options}}).pruner.get_rung_schedule(12)
+    assert schedule is not None
+    assert schedule.epochs == rungs
 
 
 def test_a_trial_of_one_epoch_is_never_paused() -> None:
-    assert parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha"}}).pruner.promotion(1) is None
+    assert parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha"}}).pruner.get_rung_schedule(1) is None
     with pytest.raises(SearchError, match="min_resource 2 is not below epochs 1"):
         parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha", "min_resource": 2}})
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpsearch import load_objective
 from hpsearch.search.cli import run_command
-from hpsearch.search.samplers.suggest import suggest, training_seed
+from hpsearch.search.samplers.suggest import derive_training_seed, suggest
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -78,4 +78,4 @@ def test_a_study_of_an_earlier_version_can_be_extended(url: str, storage: Postgr
 
 
 def test_seeds_equal_those_of_the_earlier_version(storage: PostgresStorage) -> None:
-    assert training_seed(load_study(storage, "kept").spec, 0) == 247054594, "as the evidence of its promotion has it"
+    assert derive_training_seed(load_study(storage, "kept").spec, 0) == 247054594, "as the evidence of its promotion has it"

@@ -145,7 +145,7 @@ def test_constant_metrics_are_known_after_one_epoch(ran: Ran) -> None:
     large, costly, good = study.trials
     assert large.state == TrialState.PRUNED
     assert reason(large) == (
-        "asha pruner at epoch 1 of 3: out of bounds: parameters 200, not <= 100, which no more training changes"
+        "asha pruner at epoch 1 of 3: out of bounds: parameters 200, not <= 100, which training does not change"
     )
     assert large.intermediate_values.keys() == {0}
     assert large.values == [0.5, 10.0]
