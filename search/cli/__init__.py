@@ -1,4 +1,4 @@
-"""The command line: a thin layer over :class:`hpsearch.Study`; mistakes are told in one line, with exit code 2."""
+"""The command line: a thin layer over :class:`hpsearch.Study`; user errors are one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hpsearch.search.process import (
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase
 
-COMMANDS = (run, look, steer, confirm, objective, services)  # each registers its own on the app
+COMMANDS = (run, look, steer, confirm, objective, services)  # their imports register the commands on the app
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     add_working_folder_to_path()
     code = run_command(sys.argv[1:] if arguments is None else arguments)
-    gc.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search
+    gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command and return its exit code; a mistake of the user is one line on stderr, and code 2."""
+    """Run one command and return its exit code; user errors are one line on stderr, with code 2."""
     command = typer.main.get_command(app)
 
     def work() -> int:
-        read_secret_files()  # before the options, some of which the environment gives
+        read_secret_files()  # before the options are parsed, which read environment variables
         result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
         return result if isinstance(result, int) else 0
 
@@ -44,8 +44,8 @@ def run_command(arguments: list[str]) -> int:
         return report_errors(work)
     except typer.TyperException as error:
         message = error.format_message()
-        # Without a command it is the help.
-        line = message if message.startswith("Usage: ") else f"hpsearch: {_with_value(error, message, arguments)}"
+        # Without a command, the message is the help.
+        line = message if message.startswith("Usage: ") else f"hpsearch: {_add_value(error, message, arguments)}"
         typer.echo(line, err=True)
         return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
@@ -55,8 +55,8 @@ def run_command(arguments: list[str]) -> int:
         return 0
 
 
-def _with_value(error: typer.TyperException, message: str, given: list[str]) -> str:
-    """Return the message with the value that was refused and where to read on; typer leaves the value out."""
+def _add_value(error: typer.TyperException, message: str, given: list[str]) -> str:
+    """Return the message with the rejected value, which typer omits, and a reference to the help."""
     for name in getattr(getattr(error, "param", None), "opts", []):
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")

@@ -1,4 +1,4 @@
-"""The app that commands register on, and the helpers that they share."""
+"""The app on which commands are registered, and shared helpers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS = (SEARCH, STEER, CONFIRM, OBJECTIVES, SERVICES)
 
 
 class _Command(TyperCommand):
-    """A command whose --help has a section for each panel of options."""
+    """Command whose --help has a section for each panel of options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = []
@@ -36,9 +36,9 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """Commands that --help lists in sections, each with the first sentence of its help."""
+    """Group whose --help lists the commands in sections, each with the first sentence of its help."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 as the base class has it
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 the signature of the base class
         limit = formatter.width - 6 - max(map(len, self.commands))
         rows = []
         for name, command in self.commands.items():
@@ -63,7 +63,7 @@ def _write_sections(formatter: Any, rows: list[tuple[str, Any]]) -> None:
 app = typer.Typer(
     name="hpsearch",
     cls=_Group,
-    rich_markup_mode=None,  # its tables leave a third of 80 columns for the words
+    rich_markup_mode=None,  # rich's tables leave only a third of 80 columns for the texts
     help="Hyperparameter search for PyTorch: Optuna workers share a Postgres study and log to MLflow.",
     epilog="The wrapper ./hpsearch has four more commands: 'add' (packages for objectives), 'test', 'lint' and 'docs'.",
     no_args_is_help=True,
@@ -73,8 +73,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"hpsearch {metadata.version('hpsearch')}")
         raise typer.Exit
 
@@ -98,29 +98,29 @@ def register(section: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return add
 
 
-def group(name: str, section: str, words: str) -> typer.Typer:
-    """Return a group of commands, such as `serve`, in a section of --help."""
-    made = typer.Typer(cls=_Group, help=words, no_args_is_help=True)
-    app.add_typer(made, name=name, rich_help_panel=section)
-    return made
+def add_group(name: str, section: str, help_text: str) -> typer.Typer:
+    """Add a group of commands, such as `serve`, to a section of --help, and return it."""
+    group = typer.Typer(cls=_Group, help=help_text, no_args_is_help=True)
+    app.add_typer(group, name=name, rich_help_panel=section)
+    return group
 
 
 @contextmanager
-def loading() -> Iterator[None]:
-    """Import without the garbage collector: it finds nothing then, and takes a quarter of the time (6.3 s to 4.7 s)."""
+def fast_imports() -> Iterator[None]:
+    """Disable the garbage collector during imports, where it takes a quarter of the time (6.3 s to 4.7 s)."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # what was loaded stays: later collections pass over it
+        gc.freeze()  # later collections skip the imported objects
         gc.enable()
 
 
 def confirm(question: str) -> bool:
-    """Ask a yes-or-no question; return the answer.
+    """Ask a yes-or-no question and return the answer.
 
     Raises:
-        SearchError: there is no terminal, as in a job.
+        SearchError: there is no terminal, for example in a job.
     """
     from hpsearch.search.errors import SearchError
 
@@ -130,4 +130,4 @@ def confirm(question: str) -> bool:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         typer.echo(err=True)
-        raise SearchError("there is no terminal to answer on: give --yes") from None
+        raise SearchError("the confirmation prompt needs a terminal: give --yes") from None

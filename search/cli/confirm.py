@@ -1,4 +1,4 @@
-"""Confirm a winner and promote it: finalists, the test set, the registry, and what is served."""
+"""Commands that confirm a winner and promote it: finalists, test set, registry, served model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import CONFIRM, confirm, loading, register
+from hpsearch.search.cli.app import CONFIRM, confirm, fast_imports, register
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 
@@ -24,7 +24,7 @@ def finalists(
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="Number of new seeds, common to all finalists  [default: 2]")
     ] = None,
-    workers: Annotated[int, o.processes("; 0 only chooses and shows the finalists")] = 2,
+    workers: Annotated[int, o.workers_option("; 0 only chooses and shows the finalists")] = 2,
     new_set: Annotated[
         bool,
         typer.Option(
@@ -45,22 +45,22 @@ def finalists(
     from hpsearch.search.fleet.fork import start_fork_server
     from hpsearch.search.services import check_pair
 
-    check_pair(where)  # before anything is loaded
+    check_pair(where)  # before the slow imports
 
-    start_fork_server(workers)  # while this process loads what it needs itself
+    start_fork_server(workers)  # loads its modules while this process imports its own
 
-    with loading():
+    with fast_imports():
         from hpsearch.search.api.study import Study
         from hpsearch.search.console import PlainConsole, show_steps
-        from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
+        from hpsearch.search.run import finalists as _  # noqa: F401 imported here, without the garbage collector
 
-    with show_steps(PlainConsole()) as tell:
-        opened = Study.open(study, progress=tell, **where)
+    with show_steps(PlainConsole()) as progress:
+        opened = Study.open(study, progress=progress, **where)
     ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
     if ran.is_interrupted:
         return EXIT_INTERRUPTED
-    decided = ran.table.is_decided if workers or not ran.table.pending else True
-    return 0 if decided else 1
+    is_done = ran.table.is_decided if workers or not ran.table.pending else True
+    return 0 if is_done else 1
 
 
 @register(CONFIRM)
@@ -68,7 +68,7 @@ def evaluate_test(
     name: o.StudyName,
     *,
     trial: Annotated[
-        int | None, o.trial_number("the trial, for --unconfirmed or several metrics  [default: the winner]")
+        int | None, o.trial_option("the trial, for --unconfirmed or several metrics  [default: the winner]")
     ] = None,
     prefer: o.Prefer = None,
     unconfirmed: Annotated[
@@ -92,7 +92,7 @@ def evaluate_test(
     trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
-    if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
+    if not yes and not confirm(f"evaluate {candidate.subject}{mark} on the test set of {name}? It works only once."):
         raise typer.Abort
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
@@ -105,7 +105,7 @@ def promote(
     name: o.StudyName,
     *,
     trial: Annotated[
-        int | None, o.trial_number("the trial  [default: the finalists' winner, else the best trial]")
+        int | None, o.trial_option("the trial  [default: the finalists' winner, else the best trial]")
     ] = None,
     prefer: o.Prefer = None,
     infeasible: o.Infeasible = False,
@@ -132,7 +132,7 @@ def promote(
             help="With --refit: odd number of seeds; the run with the median training loss is promoted  [default: 3]",
         ),
     ] = None,
-    workers: Annotated[int | None, o.processes(", for --refit; 0 only creates the refit  [default: 2]")] = None,
+    workers: Annotated[int | None, o.workers_option(", for --refit; 0 only creates the refit  [default: 2]")] = None,
     where: o.Addresses,
 ) -> int:
     """Register a trial's model in MLflow and set its alias.
@@ -148,8 +148,8 @@ def promote(
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
         if value is not None and not refit:
-            raise SearchError(f"{flag} {value}: it is for --refit: add that, or leave it out")
-    check_alias(alias)  # before anything is trained
+            raise SearchError(f"{flag} {value} is only for --refit: add --refit, or omit {flag}")
+    check_alias(alias)  # before the training
     check_model_name(model or name)
     study = Study.open(name, **where)
     trial = resolve_trial(study._stored, trial, prefer, infeasible=infeasible)
@@ -160,16 +160,16 @@ def promote(
         if ran.table.pending:
             return 0 if workers == 0 else 1
     done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
-    what = f"the refit, trial {done.trial} of {ran.table.study}," if refit else f"trial {done.trial} of {name}"
-    typer.echo(f"{what} is models:/{done.model}@{done.alias} (version {done.version})")
+    source = f"the refit, trial {done.trial} of {ran.table.study}," if refit else f"trial {done.trial} of {name}"
+    typer.echo(f"{source} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.made:
-        typer.echo("it had left no model: this one was made now, from its best checkpoint")
+        typer.echo("the run had no model: it was created now from the best checkpoint")
     if done.replaced is not None:
-        typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")
+        typer.echo(f"version {done.replaced}, which had the alias before, is models:/{done.model}@{done.previous}")
     if done.unconfirmed:
         typer.echo(f"{'test set' if refit else 'unconfirmed'}: {done.unconfirmed}")
     if done.checkable:
-        typer.echo(f"check it: {format_command('serve-check', f'{done.model}@{done.alias}')}")
+        typer.echo(f"check it with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Look at studies: all of them, one, its workers now, and its report."""
+"""Commands that show studies: the list, one study, its live status, its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NUMBERS = ("trials", "complete", "pruned", "failed", "running")
 _COLUMNS = ("study", "objective", *_NUMBERS, "best", "promoted")
 _ALWAYS = {"study", "objective", "trials", "complete", "best"}
-_LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narrower cannot be read
+_MIN_WIDTHS = {"study": 5, "objective": 8, "best": 9}  # characters; narrower columns are unreadable
 
 
 @register(STEER)
@@ -28,12 +28,12 @@ def studies(where: o.Addresses) -> None:
     from hpsearch.search.api.study import list_studies
     from hpsearch.search.console import PlainConsole, format_command, plain_table
 
-    found = [_cells(row) for row in list_studies(**where)]
-    # What no study has takes no room: a terminal of 80 columns has none for all of them.
+    found = [_format_row(row) for row in list_studies(**where)]
+    # Empty columns are omitted, because 80 characters are too few for all columns.
     kept = [name for name in _COLUMNS if name in _ALWAYS or any(row.get(name, "0") not in ("0", "") for row in found)]
     table = plain_table(*kept, right=_NUMBERS, wrap=set(kept) - set(_NUMBERS))
     for column in table.columns:
-        column.min_width = _LEAST.get(str(column.header))
+        column.min_width = _MIN_WIDTHS.get(str(column.header))
     for row in found:
         table.add_row(*(row.get(name, "") for name in kept))
     if table.row_count:
@@ -42,7 +42,7 @@ def studies(where: o.Addresses) -> None:
         typer.echo(f"no studies yet; start one with: {format_command('run', 'digits')}")
 
 
-def _cells(row: StudyRow) -> dict[str, str]:
+def _format_row(row: StudyRow) -> dict[str, str]:
     from hpsearch.objectives.errors import format_path
 
     if not row.ours:
@@ -69,7 +69,7 @@ def show(
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
     trial: Annotated[
-        int | None, o.trial_number("a trial to show: parameters, attempts, values, reason of its end")
+        int | None, o.trial_option("a trial to show: parameters, attempts, values, reason of its end")
     ] = None,
     where: o.Addresses,
 ) -> None:
@@ -93,7 +93,7 @@ def top(
     name: o.StudyName,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print once as JSON, for scripts")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once, as without a terminal")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, as without a terminal")] = False,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between updates")] = 2.0,
     where: o.Addresses,
 ) -> None:
@@ -108,7 +108,7 @@ def top(
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.report.top import EpochRate, read_status, render_status
 
-    study, console, pace = Study.open(name, **where), PlainConsole(), EpochRate()
+    study, console, epoch_rate = Study.open(name, **where), PlainConsole(), EpochRate()
     if as_json:
         typer.echo(read_status(study._stored).to_json())
         return
@@ -117,10 +117,10 @@ def top(
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            standing = read_status(study._stored)
-            rate = pace.add(standing.at.timestamp(), standing.progress.epochs)
-            live.update(render_status(standing, rate, width=console.width, height=console.height), refresh=True)
-            time.sleep(every)  # a look; nothing wakes it
+            status = read_status(study._stored)
+            rate = epoch_rate.add(status.at.timestamp(), status.progress.epochs)
+            live.update(render_status(status, rate, width=console.width, height=console.height), refresh=True)
+            time.sleep(every)
 
 
 @register(STEER)

@@ -1,4 +1,4 @@
-"""Work on an objective without a study: write one, look at it, train it, check it."""
+"""Commands for an objective without a study: create, show, train, check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpsearch.search.cli.app import OBJECTIVES, group, register
+from hpsearch.search.cli.app import OBJECTIVES, add_group, register
 from hpsearch.search.console import format_command
 from hpsearch.search.process import EXIT_INTERRUPTED
 
@@ -49,12 +49,12 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:
 RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, the weights and the data order")]
 
 
-def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
-    """Return the objective's default configuration with the given settings in place.
+def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
+    """Return the objective's default configuration, overridden by the given settings.
 
     Raises:
-        SearchError: a setting is not KEY=VALUE, or names one that the default does not have.
-        ObjectiveError: a setting is unknown or its value is not valid.
+        SearchError: a setting is not KEY=VALUE, or is missing in the default configuration.
+        ObjectiveError: a setting is unknown or its value is invalid.
     """
     from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_from_json, config_to_json
     from hpsearch.objectives.errors import ObjectiveError
@@ -62,7 +62,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
     from hpsearch.search.errors import SearchError, as_search_error
     from hpsearch.search.spec.settings import parse_options
 
-    given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
+    given = {key: _to_number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):
         own = dict(config_to_json(objective.default_config(), f"{type(objective).__name__}.suggest"))
         for key, value in given.items():
@@ -81,7 +81,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
 
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
-    """Set a value that has a default."""
+    """Replace an existing value; raises SearchError if it does not exist."""
     from hpsearch.search.errors import SearchError, suggest_names
 
     if name not in values:
@@ -90,8 +90,8 @@ def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
     values[name] = value
 
 
-def _number(value: Any) -> Any:
-    """Return a word such as 1e-3, which YAML does not read as a number, as a number."""
+def _to_number(value: Any) -> Any:
+    """Convert numbers such as 1e-3, which YAML reads as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -137,12 +137,12 @@ def train(
 
     class Printing(LocalSession):
         def report(self, record: EpochRecord) -> Verdict:
-            typer.echo(_line(record.epoch, record.metrics, found.metric))
+            typer.echo(_format_epoch(record.epoch, record.metrics, found.metric))
             return super().report(record)
 
     found = load_objective(objective)
     found.set_reported_metrics([*found.directions, *found.constraints])
-    config = configured(found, settings)
+    config = make_config(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
     plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
@@ -150,21 +150,21 @@ def train(
         require_model_objective(found, "--profile" if profile else "--tensorboard")
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
-        with _warnings_shown():
+        with _print_warnings():
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         typer.echo(f"hpsearch: {error}", err=True)
         return 1
     except KeyboardInterrupt:
-        typer.echo(f"hpsearch: stopped; go on with --run-dir {folder}", err=True)
+        typer.echo(f"hpsearch: stopped; resume with --run-dir {folder}", err=True)
         return EXIT_INTERRUPTED
-    _conclude(found, result, folder, test=test)
+    _print_result(found, result, folder, test=test)
     return 0
 
 
 @contextmanager
-def _warnings_shown() -> Iterator[None]:
-    """Prints what the run warns of, a line each: its log is in a file."""
+def _print_warnings() -> Iterator[None]:
+    """Print the warnings of the run, whose log is in a file."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("hpsearch: %(message)s"))
@@ -176,13 +176,13 @@ def _warnings_shown() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
+def _format_epoch(epoch: int, metrics: dict[str, float], metric: str) -> str:
     names = ["train_loss", "val_loss", *([f"val_{metric}"] if metric != "loss" else []), "lr"]
     shown = "  ".join(f"{name} {metrics[name]:.5g}" for name in names if name in metrics)
     return f"epoch {epoch + 1:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
 
 
-def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
+def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
     from hpsearch.objectives.fit import restore_model
     from hpsearch.objectives.model_metrics import get_metric_value
     from hpsearch.objectives.training.reproducibility import checkpoint
@@ -201,7 +201,7 @@ def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test
         typer.echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
 
 
-_LINES = 20  # of the curve that is printed
+_MAX_LOSS_LINES = 20
 
 
 @register(OBJECTIVES)
@@ -227,16 +227,16 @@ def smoke(
     from hpsearch.objectives.training.trainer import resolve_device
 
     found = require_model_objective(load_objective(objective), "smoke")
-    config = configured(found, settings)
+    config = make_config(found, settings)
     result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
-    for number in sorted({*range(0, last, max(last // _LINES, 1)), last}):
+    for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
         typer.echo(f"step {number:5}  loss {result.losses[number]:.6g}")
     if run_dir is not None:
         result.write(run_dir)
-    told = dataclasses.asdict(result)
+    details = dataclasses.asdict(result)
     if result.passed:
-        typer.echo("passed: {samples} samples fitted to below {target:.4g} at learning rate {lr:g}".format(**told))
+        typer.echo("passed: {samples} samples fitted to below {target:.4g} at learning rate {lr:g}".format(**details))
         return 0
     typer.echo(f"hpsearch: failed: {result.reason}", err=True)
     return 1
@@ -266,7 +266,7 @@ def lr_range(
     found = require_model_objective(load_objective(objective), "lr-range")
     result = run_lr_range_test(
         found,
-        configured(found, settings),
+        make_config(found, settings),
         seed=seed,
         lowest=lowest,
         highest=highest,
@@ -274,11 +274,11 @@ def lr_range(
         device=resolve_device(device),
     )
     result.write(run_dir)
-    typer.echo(f"suggested lr {result.suggestion:.2g} (steepest fall); the loss is lowest at {result.highest:.2g}")
+    typer.echo(f"suggested lr {result.suggestion:.2g} (steepest descent); the loss is lowest at {result.highest:.2g}")
     typer.echo(f"wrote {run_dir / 'lr-range.png'}")
 
 
-_objective = group("objective", OBJECTIVES, "Show the settings and search space of an objective.")
+_objective = add_group("objective", OBJECTIVES, "Show the settings and search space of an objective.")
 
 
 @_objective.command()
@@ -291,7 +291,7 @@ def show(objective: Objective_, settings: Set = None) -> None:
     from hpsearch.search.study.create import sample_search_space
 
     found = load_objective(objective)
-    config = configured(found, settings)
+    config = make_config(found, settings)
     space = {name: _format_range(values) for name, values in sample_search_space(found)[0].items()}
     console = PlainConsole()
     console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
@@ -301,22 +301,22 @@ def show(objective: Objective_, settings: Set = None) -> None:
         console.print("constraints: " + ", ".join(f"{name} {bound}" for name, bound in found.constraints.items()))
     if isinstance(found, LoopObjective):
         own = report.list_custom_settings(config)
-        # Of what is searched by another name than the setting's nobody knows which setting it becomes.
+        # If a parameter has another name than its setting, it is unknown which settings are searched.
         fixed = "the same in every trial" if space.keys() <= {item.name for item in own} else ""
         searched = {name: f"searched: {values}" for name, values in space.items()}
-        rows = [(_set(item), _and(item.help, searched.get(item.name, fixed))) for item in own]
+        rows = [(_format_setting(item), _join(item.help, searched.get(item.name, fixed))) for item in own]
         space = {name: values for name, values in space.items() if name not in {item.name for item in own}}
     else:
         rows = [row for item in report.list_settings(config) for row in _rows(item)]
     for title, block in (("settings", rows), ("search space", list(space.items()))):
         if block:
             console.print(f"\n{title}", style="bold")
-            for line in listed(block, console.width):
+            for line in format_list(block, console.width):
                 console.print(line)
 
 
 def _format_range(values: Any) -> str:
-    """Return an Optuna distribution in words, such as `0.001 to 0.1 on a log scale`."""
+    """Return an Optuna distribution as text: `0.001 to 0.1 on a log scale`."""
     if hasattr(values, "choices"):
         return "one of " + ", ".join(map(str, values.choices))
     is_stepped = values.step is not None and not (values.step == 1 and isinstance(values.step, int))
@@ -325,42 +325,42 @@ def _format_range(values: Any) -> str:
 
 
 def _rows(item: Setting) -> list[tuple[str, str]]:
-    """A setting with its words; those of the model one by one, under the names that --set takes."""
+    """Return the lines of a setting, each a name and a text; one per setting of the model, named as for --set."""
     if isinstance(item.value, dict) and item.value:
         return [
-            (f"{item.name}.{name} = {json.dumps(value)}", "of the objective's model")
+            (f"{item.name}.{name} = {json.dumps(value)}", "setting of the objective's model")
             for name, value in item.value.items()
         ]
-    kind = f" ({item.type.replace(' | ', ' or ')})" if " | " in item.type else ""  # else its value tells
-    return [(_set(item), f"{item.help}{kind}")]
+    kind = f" ({item.type.replace(' | ', ' or ')})" if " | " in item.type else ""  # otherwise the value shows the type
+    return [(_format_setting(item), f"{item.help}{kind}")]
 
 
-def _set(item: Setting) -> str:
+def _format_setting(item: Setting) -> str:
     return f"{item.name} = {json.dumps(item.value)}"
 
 
-def _and(*words: str) -> str:
-    return "; ".join(part for part in words if part)
+def _join(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
-_WIDEST = 120  # longer lines of words are hard to read
-_ROOM = 36  # columns that words need beside the names
-_LEFT = 34  # columns of the names
+_MAX_WIDTH = 120  # longer lines are hard to read
+_MIN_TEXT_WIDTH = 36  # for a text next to the name
+_MAX_NAME_WIDTH = 34
 _INDENT = "    "
 
 
-def listed(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
-    """Lines of a name and its words: beside it, or below where there is no room. Nothing is cut, no word torn."""
-    columns = min(columns, _WIDEST)
+def format_list(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
+    """Yield lines of names and texts: a text is next to its name, or below it in a narrow terminal."""
+    columns = min(columns, _MAX_WIDTH)
     found = list(rows)
-    left = min(max((len(name) for name, _ in found), default=0), _LEFT) + 2
-    for name, words in found:
-        if columns - left >= _ROOM and len(name) + 2 <= left:
-            yield from _wrapped(f"{name:{left}}{words}", columns, " " * left)
+    left = min(max((len(name) for name, _ in found), default=0), _MAX_NAME_WIDTH) + 2
+    for name, text in found:
+        if columns - left >= _MIN_TEXT_WIDTH and len(name) + 2 <= left:
+            yield from _wrap(f"{name:{left}}{text}", columns, " " * left)
         else:
-            yield from _wrapped(name, columns, _INDENT)
-            yield from _wrapped(_INDENT + words, columns, _INDENT) if words else ()
+            yield from _wrap(name, columns, _INDENT)
+            yield from _wrap(_INDENT + text, columns, _INDENT) if text else ()
 
 
-def _wrapped(text: str, columns: int, indent: str) -> list[str]:
+def _wrap(text: str, columns: int, indent: str) -> list[str]:
     return textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

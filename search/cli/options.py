@@ -1,4 +1,4 @@
-"""Options of commands: flags generated from the models of a study and of its workers, and those of several commands."""
+"""Options of commands: flags generated from the settings of studies and workers, and options of several commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Addresses", "FleetWorkerOptions", "WorkerOptions"]
 
 
 class Settings(NamedTuple):
-    """Settings of a study that were given, and the names of those that a file gave."""
+    """Given settings of a study, and the names of those from a file."""
 
     given: dict[str, Any]
     in_file: set[str]
@@ -40,9 +40,9 @@ class Settings(NamedTuple):
 def worker_option(name: str) -> Any:
     """Return the flag of a field of `WorkerOptions`."""
     variable = None if name in PER_WORKER_OPTIONS else format_variable(name)
-    words = WorkerOptions.model_fields[name].description
+    help_text = WorkerOptions.model_fields[name].description
     panel = "Addresses" if name in Addresses.__annotations__ else "Workers"
-    return typer.Option(format_flag(name), envvar=variable, show_envvar=True, help=words, rich_help_panel=panel)
+    return typer.Option(format_flag(name), envvar=variable, show_envvar=True, help=help_text, rich_help_panel=panel)
 
 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study")]
@@ -60,14 +60,14 @@ Enqueue = Annotated[
 ]
 
 
-def processes(words: str) -> Any:
-    """Return the flag `--workers`; the words continue its help."""
-    return typer.Option("--workers", min=0, max=512, help=f"Worker processes on this machine{words}")
+def workers_option(help_suffix: str) -> Any:
+    """Return the flag `--workers`."""
+    return typer.Option("--workers", min=0, max=512, help=f"Worker processes on this machine{help_suffix}")
 
 
-def trial_number(words: str) -> Any:
+def trial_option(help_suffix: str) -> Any:
     """Return the flag `--trial`."""
-    return typer.Option("--trial", min=0, help=f"Number of {words}")
+    return typer.Option("--trial", min=0, help=f"Number of {help_suffix}")
 
 
 Infeasible = Annotated[bool, typer.Option("--infeasible", help="Include trials that violate a constraint of the study")]
@@ -87,48 +87,48 @@ _Spec = Annotated[
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command a flag for each field of its parameters of the types above."""
+    """Replace the command's parameters of type `Settings`, `WorkerOptions` or TypedDict by a flag for each field."""
     own = inspect.signature(command, eval_str=True)
-    made = {name: found for name, parameter in own.parameters.items() if (found := _flags(parameter.annotation))}
+    expanded = {name: found for name, parameter in own.parameters.items() if (found := _flags(parameter.annotation))}
 
     @functools.wraps(command)
-    def called(**given: Any) -> Any:
-        for name, (flags, gather) in made.items():
+    def wrapper(**given: Any) -> Any:
+        for name, (flags, gather) in expanded.items():
             given[name] = gather({flag.name: given.pop(flag.name) for flag in flags})
         return command(**given)
 
     parameters = [
         flag.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in own.parameters.items()
-        for flag in (made[name][0] if name in made else [parameter])
+        for flag in (expanded[name][0] if name in expanded else [parameter])
     ]
-    called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # Typer reads it
-    return called
+    wrapper.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # Typer reads it
+    return wrapper
 
 
 def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]] | None:
-    """Return the flags of a parameter of this type, and what makes its value of theirs."""
+    """Return the flags of a parameter of this type, and a function from their values to its value; None for others."""
     if kind is Settings:
         fields = {key: field for key, field in specs.StudySpec.model_fields.items() if key not in specs.IN_FILES_ONLY}
         flags = [flag for key, field in fields.items() for flag in _study_flags(key, field)]
         flags = [flags.pop([flag.name for flag in flags].index("objective")), _parameter("spec", _Spec), *flags]
         return flags, lambda values: gather_settings(values.pop("spec"), values)
     if kind is WorkerOptions:
-        return [_worker_flag(name) for name in WorkerOptions.model_fields], _worker_options
+        return [_worker_flag(name) for name in WorkerOptions.model_fields], _make_worker_options
     if is_typeddict(kind):
-        return [_worker_flag(name) for name in kind.__annotations__], _checked
+        return [_worker_flag(name) for name in kind.__annotations__], _check_worker_options
     return None
 
 
-def _worker_options(values: dict[str, Any]) -> WorkerOptions:
+def _make_worker_options(values: dict[str, Any]) -> WorkerOptions:
     for former, current in VARIABLES.items():
         if former in os.environ:
-            raise SearchError(f"{former}={os.environ[former]} is not read any more; set {current}")
+            raise SearchError(f"{former}={os.environ[former]} is not supported any more; set {current}")
     return WorkerOptions(**values)
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    _worker_options(values)
+def _check_worker_options(values: dict[str, Any]) -> dict[str, Any]:
+    _make_worker_options(values)
     return values
 
 
@@ -138,11 +138,11 @@ def _worker_flag(name: str) -> inspect.Parameter:
 
 
 def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
-    """Return the flag of a setting, and for a sampler or pruner a second one for its options."""
+    """Return the flag of a setting; for a sampler or pruner, also the flag of its options."""
     if key == "objective":
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
     if isinstance(field.default, Kind):
-        words = ", ".join(sorted(field.default.kinds))
+        names = ", ".join(sorted(field.default.kinds))
         default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
         more = typer.Option(
             f"--{key}-option",
@@ -151,7 +151,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
             rich_help_panel="Study",
         )
         return [
-            _parameter(key, Annotated[str | None, _study_option(key, words, default)]),
+            _parameter(key, Annotated[str | None, _study_option(key, names, default)]),
             _parameter(f"{key}_option", Annotated[list[str] | None, more]),
         ]
     default = "the objective's" if field.is_required() else field.default
@@ -160,16 +160,16 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
     return [_parameter(key, Annotated[_type_of(field) | None, _study_option(key, str(field.description), default)])]
 
 
-def _study_option(key: str, words: str, default: Any) -> Any:
+def _study_option(key: str, help_text: str, default: Any) -> Any:
     flag = specs.get_option_name(key)
     if default in {"on", "off"}:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    words = words if default is None else f"{words}  [default: {default}]"
-    return typer.Option(flag, help=words, rich_help_panel="Study")
+    help_text = help_text if default is None else f"{help_text}  [default: {default}]"
+    return typer.Option(flag, help=help_text, rich_help_panel="Study")
 
 
 def _type_of(field: FieldInfo) -> Any:
-    """Return the type that typer converts a field's words to."""
+    """Return the type to which typer converts the value of a field's flag."""
     parts = {part for kind in (field.annotation, *get_args(field.annotation)) for part in (kind, *get_args(kind))}
     kind = next((kind for kind in (bool, int, float) if kind in parts), str)
     return kind if field.default is not None else kind | None

@@ -1,4 +1,4 @@
-"""How searches are started: by `run`, by a `worker` that joins, and by the files that engines take."""
+"""Commands that run trials: `run`, `worker`, and `fleet print` for engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SEARCH, group, loading, register
+from hpsearch.search.cli.app import SEARCH, add_group, fast_imports, register
 from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR, report_errors
 
 
@@ -17,7 +17,7 @@ from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ER
 def run(
     settings: o.Settings,
     *,
-    workers: Annotated[int, o.processes("; 0 only creates the study")] = 2,
+    workers: Annotated[int, o.workers_option("; 0 only creates the study")] = 2,
     workers_per_gpu: Annotated[
         int | None,
         typer.Option(
@@ -36,13 +36,13 @@ def run(
 
     with keys_in_errors(settings.in_file):
         check_settings(settings.given)
-    check_pair(where)  # before anything is loaded
+    check_pair(where)  # before the slow imports
 
     if workers_per_gpu is not None:
         workers = count_gpu_workers(visible_gpus(), workers_per_gpu=workers_per_gpu, gpus_per_trial=how["devices"])
-    start_fork_server(workers)  # while this process loads what it needs itself
+    start_fork_server(workers)  # loads its modules while this process imports its own
 
-    with loading():
+    with fast_imports():
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import run_search
         from hpsearch.search.study.create import begin_search
@@ -79,13 +79,13 @@ def worker(
 
     A worker runs on any machine that reaches the study's database. Sampler, pruner, seed and budget come from the
     study. After SIGTERM or Ctrl-C the worker finishes the epoch, or writes a mid-epoch checkpoint if --grace is too
-    short, and releases the trial for another worker. More SIGTERMs change nothing; a second Ctrl-C ends the worker at
-    once.
+    short, and releases the trial for another worker. Further SIGTERMs have no effect; a second Ctrl-C ends the worker
+    immediately.
 
-    Exit codes: 0, no work is left or the study is stopped; 143, stopped with work left; 1, a service does not answer,
-    start the worker again; 2, a setting is wrong (final); 3, the objective fails every trial (final).
+    Exit codes: 0, no work is left or the study is stopped; 143, stopped with work left; 1, a service is unavailable,
+    start the worker again; 2, a setting is wrong (final); 3, every trial fails (final).
     """
-    with loading():
+    with fast_imports():
         from hpsearch.search.fleet.devices import join_study_on_devices
         from hpsearch.search.worker.join import join_study
 
@@ -96,7 +96,7 @@ def worker(
     return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code
 
 
-_fleet = group("fleet", SEARCH, "Run workers under Slurm, Kubernetes, Ray or systemd.")
+_fleet = add_group("fleet", SEARCH, "Run workers under Slurm, Kubernetes, Ray or systemd.")
 
 
 @_fleet.command("print")
@@ -115,7 +115,7 @@ def print_(
         str | None,
         typer.Option("--time", help="Slurm time limit, [DAYS-]HOURS:MINUTES:SECONDS  [default: the partition's]"),
     ] = None,
-    grace: Annotated[int, typer.Option("--grace", help="Seconds from the notice to the kill of a worker")] = 60,
+    grace: Annotated[int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL of a worker")] = 60,
     image: Annotated[
         str | None, typer.Option("--image", help="Container image with hpsearch; required for Kubernetes")
     ] = None,
@@ -128,10 +128,10 @@ def print_(
     storage_url: o.StorageUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Print the file that starts workers of a study under an engine.
+    """Print the job file that starts workers of a study under an engine.
 
-    It is for sbatch, `kubectl apply -f -`, `python -`, or a systemd unit. Nothing is started. A URL with a password is
-    rejected, so that none is printed.
+    The file is for sbatch, `kubectl apply -f -`, `python -`, or a systemd unit. Nothing is started. A URL with a
+    password is rejected, so that no password is printed.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest
@@ -140,17 +140,17 @@ def print_(
     try:
         words = tuple(shlex.split(command or ""))
     except ValueError as error:
-        raise SearchError(f"--command {command!r} cannot be read ({error}): quote it as for a shell") from None
+        raise SearchError(f"--command {command!r} cannot be parsed ({error}): quote it as for a shell") from None
     if home is None and storage_url is None and engine != "kubernetes":
-        home = str(prepare_home())  # the embedded stack's, wherever it is told to run
+        home = str(prepare_home())  # the job must use the same embedded stack
     launch = LaunchConfig(
         engine=engine, study=study, workers=workers, gpus=gpus, cpus=cpus, memory=memory, time=time, grace=grace,
         image=image, storage_url=storage_url.strip() if storage_url else None,
-        home=os.path.abspath(home) if home else None,  # noqa: PTH100 a link may lead elsewhere there
-        command=words, folder=os.getcwd(),  # noqa: PTH109 as it is
+        home=os.path.abspath(home) if home else None,  # noqa: PTH100 resolved links may differ on the node
+        command=words, folder=os.getcwd(),  # noqa: PTH109 a string
     )  # fmt: skip
     if why := check_study_exists(launch):
-        typer.echo(f"hpsearch: nobody was asked whether there is a study {study!r}: {why}", err=True)
+        typer.echo(f"hpsearch: could not check that study {study!r} exists: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
-        typer.echo("hpsearch: the embedded services are local: for other machines give --storage-url", err=True)
+        typer.echo("hpsearch: the embedded services are local: give --storage-url for workers elsewhere", err=True)
     typer.echo(render_manifest(launch), nl=False)

@@ -1,4 +1,4 @@
-"""The services that a search uses: embedded ones, checks, backups, migrations, containers."""
+"""Commands for the services of a search: embedded stack, checks, backups, migrations, containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SERVICES, group, register
+from hpsearch.search.cli.app import SERVICES, add_group, register
 
 if TYPE_CHECKING:
     from hpsearch.storage.backup.archive import Manifest
@@ -28,8 +28,8 @@ def up(home: o.Home = None) -> None:
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import prepare_home
 
-    with show_steps(PlainConsole(stderr=True)) as tell:
-        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, progress=tell)
+    with show_steps(PlainConsole(stderr=True)) as progress:
+        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, progress=progress)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
     typer.echo(f"data              {info.home}")
@@ -67,7 +67,7 @@ def doctor(
 ) -> int:
     """Check what a worker needs on this machine.
 
-    Checks services, rights, disk, devices and versions. With STUDY, also checks that a worker can join the study.
+    Checks services, permissions, disk, devices and versions. With STUDY, also checks that a worker can join the study.
     Nothing is started. Exit code 0 if no check failed, 1 otherwise.
     """
     from hpsearch.search.console import PlainConsole
@@ -80,16 +80,16 @@ def doctor(
             console.print(format_finding(finding, console.width if console.is_terminal else None))
     failed = any(finding.status == "failed" for finding in findings)
     if as_json:
-        told = {"ok": not failed, "checks": [asdict(finding) for finding in findings]}
-        typer.echo(json.dumps(told, indent=2))
+        result = {"ok": not failed, "checks": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(result, indent=2))
     else:
         console.print(format_status_counts(findings))
     return 1 if failed else 0
 
 
-def _owner_url(words: str) -> Any:
-    words = f"Postgres of the studies, as the owner of its database{words}"
-    return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=words)
+def _owner_url(help_suffix: str) -> Any:
+    help_text = f"URL of the study database, with the owner role{help_suffix}"
+    return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=help_text)
 
 
 OwnerUrl = Annotated[str | None, _owner_url("; MLflow's is MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
@@ -97,7 +97,7 @@ Artifacts = Annotated[
     str | None,
     typer.Option(
         "--artifacts",
-        help="Folder of MLflow's artifacts, for services that are not embedded",
+        help="Folder of MLflow's artifacts, for external services",
     ),
 ]
 
@@ -108,7 +108,7 @@ def backup(
     artifacts: Artifacts = None,
     no_artifacts: Annotated[
         bool,
-        typer.Option("--no-artifacts", help="Exclude the files of artifacts; their index is included"),
+        typer.Option("--no-artifacts", help="Exclude artifact files; their index is included"),
     ] = False,
     studies_only: Annotated[bool, typer.Option("--studies-only", help="Exclude all data of MLflow")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file")] = False,
@@ -124,11 +124,11 @@ def backup(
     from hpsearch.search.console import PlainConsole, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
     from hpsearch.search.services import DASHBOARD_COMMAND
-    from hpsearch.storage.backup.backup import backup as make
+    from hpsearch.storage.backup.backup import backup as write_backup
 
-    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as tell:
-        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
-        made = make(
+    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as progress:
+        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # unfinished files are removed
+        done = write_backup(
             file,
             owner_url=storage_url,
             artifacts=artifacts,
@@ -137,9 +137,9 @@ def backup(
             force=force,
             home=home,
             dashboard=DASHBOARD_COMMAND,
-            progress=tell,
+            progress=progress,
         )
-    typer.echo(f"{file}: {_counted(made.manifest)}, {decimal(made.size)}")
+    typer.echo(f"{file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
 
 
 @register(SERVICES)
@@ -158,11 +158,11 @@ def restore(
     from hpsearch.search.console import PlainConsole, format_command, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
     from hpsearch.search.services import DASHBOARD_COMMAND, MLFLOW_UI_URL
-    from hpsearch.storage.backup.restore import restore as put_back
+    from hpsearch.storage.backup.restore import restore as restore_backup
 
-    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as tell:
-        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
-        done = put_back(
+    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as progress:
+        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # unfinished files are removed
+        done = restore_backup(
             file,
             owner_url=storage_url,
             artifacts=artifacts,
@@ -170,22 +170,22 @@ def restore(
             ui_url=os.environ.get(MLFLOW_UI_URL),
             home=home,
             dashboard=DASHBOARD_COMMAND,
-            progress=tell,
+            progress=progress,
         )
     at = ("--home", home) if home else ()
-    typer.echo(f"restored {_counted(done.manifest)}, as they were at {done.manifest.made_at}")
+    typer.echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
     for study, url in done.checkpoints:
-        typer.echo(f"the checkpoints of {study} are not in it, but in {url}")
+        typer.echo(f"the backup has no checkpoints of {study}; they are at {url}")
     for study in done.unsent:
         typer.echo(
             f"{study}: some trials had not reached MLflow; rebuild them with: {format_command('sync', study, *at)}"
         )
     if done.left_out:
-        typer.echo(f"{done.left_out} files of artifacts are not in it: they have to be where MLflow looks for them")
-    typer.echo(f"continue with: {format_command('studies', *at)}")
+        typer.echo(f"the backup lacks {done.left_out} artifact files, which MLflow needs in its artifact folder")
+    typer.echo(f"list the studies with: {format_command('studies', *at)}")
 
 
-def _counted(manifest: Manifest) -> str:
+def _format_counts(manifest: Manifest) -> str:
     from hpsearch.search.console import pluralize
 
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
@@ -242,7 +242,7 @@ def _required(name: str) -> str:
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; the services have no authentication")]
 
 
-_serve = group("serve", SERVICES, "Run MLflow or the dashboard in the foreground.")
+_serve = add_group("serve", SERVICES, "Run MLflow or the dashboard in the foreground.")
 
 
 @_serve.command()
@@ -272,7 +272,7 @@ def mlflow(
     require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
-        raise SearchError(f"{variable} is not set: it names the Postgres database that MLflow keeps its runs in")
+        raise SearchError(f"{variable} is not set: set it to the URL of MLflow's Postgres database")
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
@@ -307,7 +307,7 @@ def dashboard(
         ),
     ] = False,
 ) -> None:
-    """Run the Optuna dashboard on a cached storage.
+    """Run the Optuna dashboard with artifacts from MLflow.
 
     With a tracking server, promotions in the MLflow UI are recorded in the study.
     """

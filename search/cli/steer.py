@@ -1,4 +1,4 @@
-"""Change a study from outside: stop, start, extend, retry, send, delete, clean up."""
+"""Commands that change a study: stop, start, extend, retry, sync, delete, gc."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def stop(
 
     study = Study.open(name, **where)
     before, running = study.stop(), count_running(study._stored)
-    typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
+    typer.echo(f"{name} was already stopped {before}" if before else f"stopped {name}")
     if running:
-        typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
+        typer.echo(f"running trials: {running}; each is released after its current epoch")
     if wait:
         study.stop(wait=True)
-    typer.echo(f"go on with: {format_command('start', name)}")
+    typer.echo(f"resume with: {format_command('start', name)}")
 
 
 @register(STEER)
@@ -53,16 +53,16 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
     typer.echo(f"or join it:  {format_command('worker', '--study', name)}")
 
 
-def _amount(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar="N", help=f"Additional {what} as +N, or the new budget as N")
+def _budget_option(flag: str, unit: str) -> Any:
+    return typer.Option(flag, metavar="N", help=f"Additional {unit} as +N, or the new budget as N")
 
 
 @register(STEER)
 def extend(
     name: o.StudyName,
-    trials: Annotated[str | None, _amount("--trials", "trials")] = None,
-    budget_epochs: Annotated[str | None, _amount("--budget-epochs", "epochs")] = None,
-    budget_seconds: Annotated[str | None, _amount("--budget-seconds", "seconds of training")] = None,
+    trials: Annotated[str | None, _budget_option("--trials", "trials")] = None,
+    budget_epochs: Annotated[str | None, _budget_option("--budget-epochs", "epochs")] = None,
+    budget_seconds: Annotated[str | None, _budget_option("--budget-seconds", "seconds of training")] = None,
     *,
     enqueue: o.Enqueue = None,
     where: o.Addresses,
@@ -77,19 +77,19 @@ def extend(
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
     if given_up is not None:
-        typer.echo(f"{name} goes on, though {given_up.reason}: that is judged again after some more trials")
+        typer.echo(f"{name} resumes; it had stopped early: {given_up.reason}. More trials may stop it again")
     of = "of them" if done.unit == "trials" else "trials"
     if done.before == done.after:
-        typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")
+        typer.echo(f"{name} already has a budget of {done.after:.12g} {done.unit}, {done.started} {of} are started")
         return
     typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
-    typer.echo(f"workers that run take it up; else: {study._stored.resume_command}")
+    typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
 
 
 @register(STEER)
 def retry(
     name: o.StudyName,
-    trial: Annotated[list[int], o.trial_number("the trial; repeatable")],
+    trial: Annotated[list[int], o.trial_option("the trial; repeatable")],
     *,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Start from the first epoch, not from the last checkpoint")
@@ -105,30 +105,30 @@ def retry(
     study = Study.open(name, **where)
     for number in dict.fromkeys(trial):
         epoch = study.retry(number, from_start=from_start)
-        begin = "from its beginning" if epoch is None else f"after epoch {epoch + 1}, its last checkpoint's"
+        begin = "from scratch" if epoch is None else f"from its checkpoint after epoch {epoch + 1}"
         if epoch == -1:
-            begin = "in its first epoch, at its last checkpoint's step"
-        typer.echo(f"trial {number} waits to be run again, {begin}")
-    typer.echo(f"workers that run take it up; else: {study._stored.resume_command}")
+            begin = "from its checkpoint within the first epoch"
+        typer.echo(f"trial {number} will run again {begin}")
+    typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
 
 
 @register(STEER)
 def sync(
     study: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with waiting data]")
+        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with pending records]")
     ] = None,
     *,
     where: o.Addresses,
 ) -> int:
-    """Send logs and models that wait on this machine.
+    """Send pending records and models from this machine.
 
-    MLflow and other trackers get them, also models of lost machines. Safe to repeat.
+    MLflow and the other trackers receive them, also models of lost machines. Safe to repeat.
     """
     from hpsearch.search.api.study import Study
 
     studies = Study._unsent(study, **where)
     if not studies:
-        typer.echo("nothing waits on this machine")
+        typer.echo("nothing is pending on this machine")
     synced = [each.sync() for each in studies]
     return 0 if all(each.is_complete for each in synced) else 1
 
@@ -150,8 +150,8 @@ def delete(
     study = Study.open(name, **where)
     if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
         raise typer.Abort
-    for gone in delete_study(study._services, study._stored):
-        typer.echo(f"deleted {gone}; its runs in MLflow stay")
+    for deleted in delete_study(study._services, study._stored):
+        typer.echo(f"deleted {deleted}; its runs in MLflow stay")
 
 
 @register(STEER)
@@ -166,8 +166,8 @@ def gc(
 ) -> None:
     """Remove surplus models, old checkpoints and run directories.
 
-    Lists them and asks first. Files of running and waiting trials, finalists and registered versions stay. Safe while a
-    search runs.
+    Lists them and asks for confirmation. Files of running and waiting trials, finalists and registered versions stay.
+    Safe while a search runs.
     """
     from rich.filesize import decimal
 
@@ -179,37 +179,37 @@ def gc(
     problems: list[str] = []
     names = [row.name for row in list_studies(**where) if row.ours] if name is None else [name]
     for each in names:
-        some, told = Study.open(each, **where)._garbage(keep_top)
-        found, problems = found + some, problems + told
+        garbage, skipped = Study.open(each, **where)._garbage(keep_top)
+        found, problems = found + garbage, problems + skipped
     console = PlainConsole()
     if found:
-        console.print(_table(found))
+        console.print(_make_table(found))
     else:
-        console.print("nothing can go")
+        console.print("nothing to remove")
     for problem in problems:
-        typer.echo(f"hpsearch: not looked at: {problem}", err=True)
+        typer.echo(f"hpsearch: skipped: {problem}", err=True)
     if not found or not (yes or confirm(f"remove these {decimal(sum(g.size for g in found))}?")):
         return
-    freed, stay = remove_garbage(found)
-    for problem in stay:
+    freed, failures = remove_garbage(found)
+    for problem in failures:
         typer.echo(f"hpsearch: {problem}", err=True)
     console.print(f"freed {decimal(freed)}")
-    if any(garbage.where == "MLflow" for garbage in found):
+    if any(item.where == "MLflow" for item in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")
 
 
-def _table(found: list[Garbage]) -> Table:
+def _make_table(found: list[Garbage]) -> Table:
     from rich.filesize import decimal
 
     from hpsearch.search.console import plain_table
 
-    table = plain_table("study", "what can go", "trials", "where", "size", right=("size",))
-    for garbage in found:
-        table.add_row(garbage.study, garbage.kind, _numbers(garbage.trials), garbage.where, decimal(garbage.size))
+    table = plain_table("study", "files", "trials", "where", "size", right=("size",))
+    for item in found:
+        table.add_row(item.study, item.kind, _format_numbers(item.trials), item.where, decimal(item.size))
     return table
 
 
-def _numbers(trials: tuple[int, ...], most: int = 8) -> str:
+def _format_numbers(trials: tuple[int, ...], most: int = 8) -> str:
     """Return ``0, 3, 4 and 12 more``."""
     more = f" and {len(trials) - most} more" if len(trials) > most else ""
     return ", ".join(map(str, trials[:most])) + more

@@ -14,7 +14,7 @@ from hpsearch.search.freeze_thaw.observations import Observations, get_loss_boun
 
 SUGGESTION_REASON_KEY = "curves:chosen"  # trial system attribute with the reason of the suggestion
 MIN_REPORTED_TRIALS = 8  # fewer give no forecast
-_DIGITS, _MAX_DIGITS = 4, 8  # of a value that is observed
+_DIGITS, _MAX_DIGITS = 4, 8  # significant digits
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ MAX_FORECASTS = 40  # running trials first, then by epochs reached, then by valu
 # The sampler's two points omit the early epochs of promoted trials, which makes paused trials look too good.
 _POINTS_PER_TRIAL = 5
 
-# The interval has 90 % of a normal distribution. The posterior deviation takes the hyperparameters as known, which they
-# are not before some trials have ended: alone, it covered 66 to 85 % of the final values during `asha` searches, on
-# learning curves of five objectives and three families. The added uncertainty is in units of the score.
+# The interval contains 90 % of a normal distribution. The posterior deviation does not include the uncertainty of the
+# hyperparameters, which is large before some trials have ended: without the added uncertainty (in units of the score),
+# the interval covered 66 to 85 % of the final values during `asha` searches, on five objectives and three families.
 _INTERVAL_DEVIATIONS = 1.645
 _HYPERPARAMETER_UNCERTAINTY = 0.7  # before any trial has ended
 
-_TAIL_FRACTION = 0.3  # of the values, the best ones, by whose slope still better ones are observed
+_TAIL_FRACTION = 0.3  # fraction of the values, the best ones, whose slope extrapolates to better values
 
 
 def forecast_final_values(
@@ -141,9 +141,9 @@ def forecast_final_values(
     if not can_forecast(trials, epochs):
         return {}
     observed = [t for t in select_observed(trials) if t.state != TrialState.FAIL]
-    still = _select_unfinished(observed, epochs=epochs, maximize=maximize, of=of)
+    unfinished = _select_unfinished(observed, epochs=epochs, maximize=maximize, of=of)
     distributions = merge_distributions(observed)
-    if not still or not distributions:
+    if not unfinished or not distributions:
         return {}
     dataset = GPDataset.from_trials(
         observed,
@@ -152,17 +152,19 @@ def forecast_final_values(
         epochs=epochs,
         random=np.random.default_rng(0),
         points_per_trial=_POINTS_PER_TRIAL,
-        always=still,
+        always=unfinished,
     )
     process = dataset.fit(dataset.prior_process)
     posterior = process.posterior(dataset.points, dataset.scores)
-    means, deviations = (found.numpy() for found in posterior.predict(dataset.final_epoch_points.select([*still])))
+    means, deviations = (found.numpy() for found in posterior.predict(dataset.final_epoch_points.select([*unfinished])))
     noise, ended = process.theta[5].exp().item(), sum(len(t.intermediate_values) >= epochs for t in observed)
-    wide = _INTERVAL_DEVIATIONS * np.sqrt(deviations**2 + noise + _HYPERPARAMETER_UNCERTAINTY**2 / (1 + ended))
-    least = _get_lower_bound(dataset.observations, metric, maximize=maximize)
-    ends = [_scores_to_losses(dataset.observations, scores, least) for scores in (means, means - wide, means + wide)]
+    margin = _INTERVAL_DEVIATIONS * np.sqrt(deviations**2 + noise + _HYPERPARAMETER_UNCERTAINTY**2 / (1 + ended))
+    bound = _get_lower_bound(dataset.observations, metric, maximize=maximize)
+    ends = [
+        _scores_to_losses(dataset.observations, scores, bound) for scores in (means, means - margin, means + margin)
+    ]
     found = {}
-    for (index, loss), values in zip(still.items(), np.column_stack(ends), strict=True):
+    for (index, loss), values in zip(unfinished.items(), np.column_stack(ends), strict=True):
         # The final value is never worse than the best value so far.
         value, one, other = (-v if maximize else v for v in np.minimum(values, loss).tolist())
         found[observed[index].number] = Forecast(value, min(one, other), max(one, other))
@@ -172,7 +174,7 @@ def forecast_final_values(
 def _select_unfinished(
     observed: Sequence[FrozenTrial], *, epochs: int, maximize: bool, of: Container[int] | None
 ) -> dict[int, float]:
-    """Return the trials that are forecast: index to best loss so far, at most `MOST`."""
+    """Return the trials that are forecast: index to best loss so far, at most `MAX_FORECASTS`."""
     found = []
     for index, trial in enumerate(observed):
         asked = of is None or trial.number in of

@@ -29,7 +29,7 @@ _STEADY_PRIOR_MEAN = (
     0.0,
     -5.0,
     -5.0,
-)  # of what does not change with the epochs, nor from trial to trial
+)  # for metrics that depend on the configuration only
 _PRIOR_DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
 _TASK_CORRELATION_LOGIT = (1.5, 1.5)  # mean and deviation of the logit
@@ -74,31 +74,35 @@ class GaussianProcess:
         feature_owner: parameter index of each feature column [columns].
         theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
             parameter [6 + parameters]; with several studies, the logit of the task correlation last.
-        steady: whether the prior is that of a metric that does not change with the epochs.
+        is_steady: whether the prior is that of a metric that does not change with the epochs.
     """
 
     feature_owner: Tensor
     theta: Tensor
-    steady: bool = False
+    is_steady: bool = False
 
     @classmethod
-    def from_prior(cls, feature_owner: np.ndarray, *, several: bool = False, steady: bool = False) -> GaussianProcess:
+    def from_prior(
+        cls, feature_owner: np.ndarray, *, multi_study: bool = False, is_steady: bool = False
+    ) -> GaussianProcess:
         """Return the process with the prior means of its hyperparameters.
 
         Args:
             feature_owner: parameter index of each feature column [columns].
-            several: whether the points are of several studies.
-            steady: whether values depend on the configuration alone, apart from a little noise.
+            multi_study: whether the points are of several studies.
+            is_steady: whether values depend on the configuration alone, apart from a little noise.
         """
         return cls(
             torch.from_numpy(feature_owner),
-            _make_prior(feature_owner, several=several, steady=steady)[0],
-            steady,
+            _make_prior(feature_owner, multi_study=multi_study, is_steady=is_steady)[0],
+            is_steady,
         )
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
         """Return the process with the most probable hyperparameters given scores `y` [n]."""
-        mean, deviation = _make_prior(self.feature_owner.numpy(), several=self._several, steady=self.steady)
+        mean, deviation = _make_prior(
+            self.feature_owner.numpy(), multi_study=self._is_multi_study, is_steady=self.is_steady
+        )
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
@@ -117,7 +121,7 @@ class GaussianProcess:
             found = minimize(
                 loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": MAX_FIT_STEPS}
             )
-        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.steady)
+        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.is_steady)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
         """Return the posterior given scores `y` [n]."""
@@ -139,14 +143,14 @@ class GaussianProcess:
         near = (1 + r + r * r / 3) * torch.exp(-r)  # Matern 5/2
         apart = (a.s[:, None] - b.s).abs()
         same = a.trial[:, None] == b.trial
-        if self._several:  # the same configuration in another study tells as much as they are alike (Bonilla 2007)
+        if self._is_multi_study:  # covariance between studies is scaled by the task correlation (Bonilla et al. 2007)
             near = near * torch.where(a.study[:, None] == b.study, 1.0, self.theta[-1].sigmoid())
         shared: Tensor = level + slope * a.s[:, None] * b.s + config * near * torch.exp(-apart / decay)
         shared += own * same * torch.exp(-apart / TRIAL_DECAY)
         return shared
 
     @property
-    def _several(self) -> bool:
+    def _is_multi_study(self) -> bool:
         return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_owner.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
@@ -204,13 +208,13 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
     return torch.where(z > -1.0, above, below) + deviation.log()
 
 
-def _make_prior(feature_owner: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
+def _make_prior(feature_owner: np.ndarray, *, multi_study: bool, is_steady: bool = False) -> tuple[Tensor, Tensor]:
     """Return the prior means and deviations of the hyperparameters; length scales grow with the dimension."""
     parameters = int(feature_owner.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
-    means = [*(_STEADY_PRIOR_MEAN if steady else _PRIOR_MEAN), *[length] * parameters]
+    means = [*(_STEADY_PRIOR_MEAN if is_steady else _PRIOR_MEAN), *[length] * parameters]
     deviations = [_PRIOR_DEVIATION] * len(_PRIOR_MEAN) + [_LENGTH_DEVIATION] * parameters
-    if several:
+    if multi_study:
         means, deviations = [*means, _TASK_CORRELATION_LOGIT[0]], [*deviations, _TASK_CORRELATION_LOGIT[1]]
     return _to_tensor(means), _to_tensor(deviations)
 

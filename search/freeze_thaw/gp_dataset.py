@@ -50,7 +50,7 @@ class GPDataset:
         rows: encoded trials of the study, then of earlier studies [trials, parameters].
         points: points of the study's trials, then of earlier studies.
         scores: normal scores of the points [n].
-        steady: whether the scores depend on the configuration alone, not on trial and epoch.
+        is_steady: whether the scores depend on the configuration alone, not on trial and epoch.
     """
 
     space: Space
@@ -58,10 +58,10 @@ class GPDataset:
     rows: np.ndarray
     points: Points
     scores: Tensor
-    steady: bool = False
+    is_steady: bool = False
 
     @classmethod
-    def from_trials(  # noqa: PLR0913 what a dataset depends on
+    def from_trials(  # noqa: PLR0913 the inputs of a dataset
         cls,
         trials: Sequence[FrozenTrial],
         distributions: dict[str, BaseDistribution],
@@ -73,7 +73,7 @@ class GPDataset:
         always: Container[int] = (),
         warm_start: WarmStartData | None = None,
         curves: Sequence[Mapping[int, float]] | None = None,
-        steady: bool = False,
+        is_steady: bool = False,
     ) -> GPDataset:
         """Build the dataset of trials that `select_observed` returned.
 
@@ -88,7 +88,7 @@ class GPDataset:
             warm_start: trials of earlier studies.
             curves: per trial, losses by epoch, from 1, used as they are; None for the reported values, of which
                 the best so far counts.
-            steady: whether all points are at the last epoch and depend on the configuration alone.
+            is_steady: whether all points are at the last epoch and depend on the configuration alone.
         """
         warm_start = warm_start or WarmStartData()
         space = Space(distributions, [t.params for t in trials], warm_start.sampled)
@@ -107,7 +107,7 @@ class GPDataset:
         study = np.concatenate([np.zeros_like(found.trial), study.astype(np.int64)])
         columns = (space.to_features(rows)[trial], np.concatenate([found.s, s]), trial, study)
         scores = torch.from_numpy(np.concatenate([found.scores, their_scores]))
-        return cls(space, found, rows, Points(*map(torch.from_numpy, columns)), scores, steady)
+        return cls(space, found, rows, Points(*map(torch.from_numpy, columns)), scores, is_steady)
 
     @property
     def final_epoch_points(self) -> Points:
@@ -120,7 +120,7 @@ class GPDataset:
     def prior_process(self) -> GaussianProcess:
         """The Gaussian process with the prior means of its hyperparameters."""
         return GaussianProcess.from_prior(
-            self.space.feature_owner, several=bool(self.points.study.any()), steady=self.steady
+            self.space.feature_owner, multi_study=bool(self.points.study.any()), is_steady=self.is_steady
         )
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:
@@ -171,7 +171,7 @@ def fit_posterior(
     names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
         process = GaussianProcess(
-            process.feature_owner, torch.tensor(kept["theta"], dtype=torch.float64), process.steady
+            process.feature_owner, torch.tensor(kept["theta"], dtype=torch.float64), process.is_steady
         )
     else:
         kept = {}

@@ -73,10 +73,10 @@ def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.nda
 
 
 SAMPLED_VECTORS = 256  # non-dominated samples that measure the hypervolume
-_REFERENCE_MARGIN = 0.1  # of the front's width, by which the worst that counts is worse than its end
-_EXTRAPOLATED_SCORES = 4.0  # scores beyond the best one, up to which better values are told by the slope
+_REFERENCE_MARGIN = 0.1  # distance of the reference point from the end of the front, relative to the front's width
+_EXTRAPOLATED_SCORES = 4.0  # range beyond the best score in which losses are extrapolated by the slope
 _OPTIMISM_DEVIATIONS = 2.0  # deviations below the predicted mean
-_STEADY_RATIO = 0.1  # of a metric's deviation between trials, up to which that within one is noise
+_STEADY_RATIO = 0.1  # deviation within a trial, relative to that between trials, up to which it counts as noise
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class MultiObjectiveSuggester:
         """Return a configuration and store the reason with the trial; empty while a metric has no observations."""
         observed = get_observed_trials(study, exclude=trial.number)
         maximize = [direction == StudyDirection.MAXIMIZE for direction in study.directions]
-        metrics = self._metrics(study, observed, distributions, maximize)
+        metrics = self._fit_models(study, observed, distributions, maximize)
         if not metrics:
             return {}
         space = metrics[0].dataset.space
@@ -129,7 +129,7 @@ class MultiObjectiveSuggester:
         beliefs = [
             fantasize_running(m.posterior, space, space.rows[running], m.rows[running], unreported) for m in metrics
         ]
-        feasible = self._feasibility(study, observed, distributions, broken)
+        feasible = self._fit_feasibility(study, observed, distributions, broken)
         # Trials that the sampler suggested would move the reference point to one end of the front.
         unchosen = [i for i, t in enumerate(observed) if SUGGESTION_REASON_KEY not in t.system_attrs]
         worst = foreseen[unchosen or slice(None)].max(0)
@@ -141,14 +141,14 @@ class MultiObjectiveSuggester:
             if not probes:  # the first call has the random candidates
                 hoped = [(mean - _OPTIMISM_DEVIATIONS * deviation).min().item() for mean, deviation in expected]
                 lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
-                probes.extend(map(torch.from_numpy, self._undominated(metrics, best, worst, lowest)))
+                probes.extend(map(torch.from_numpy, self._sample_probes(metrics, best, worst, lowest)))
             gain = log_expected_hypervolume_improvement(expected, *probes)
             if feasible is not None:
                 mean, deviation = feasible[0].predict(at)
                 gain = gain + torch.special.log_ndtr((feasible[1] - mean) / deviation)
             return gain.numpy()
 
-        tops = self._tops(foreseen, good)
+        tops = self._select_tops(foreseen, good)
         had = np.concatenate([space.rows, unreported])
         row, top = maximize_acquisition(acquisition, space, self._random, around=space.rows[tops], had=had)
         given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
@@ -165,7 +165,7 @@ class MultiObjectiveSuggester:
             study._storage.set_trial_system_attr(trial._trial_id, SUGGESTION_REASON_KEY, note)
         return space.to_params(row)
 
-    def _metrics(
+    def _fit_models(
         self,
         study: optuna.Study,
         observed: Sequence[FrozenTrial],
@@ -178,11 +178,11 @@ class MultiObjectiveSuggester:
         others = build_secondary_curves(observed, maximize, self._epochs)
         if not all(any(np.isfinite([*curve.values()]).any() for curve in curves) for curves in (first, *others)):
             return []
-        learnt = partial(self._learnt, study, kept, observed, distributions)
-        found = [learnt(HYPERPARAMETERS_KEY, None, maximize=maximize[0])]
-        return found + [learnt(f"{HYPERPARAMETERS_KEY}:{index}", curves) for index, curves in enumerate(others, 1)]
+        fit = partial(self._fit_model, study, kept, observed, distributions)
+        found = [fit(HYPERPARAMETERS_KEY, None, maximize=maximize[0])]
+        return found + [fit(f"{HYPERPARAMETERS_KEY}:{index}", curves) for index, curves in enumerate(others, 1)]
 
-    def _learnt(
+    def _fit_model(
         self,
         study: optuna.Study,
         kept: Mapping[str, Any],
@@ -213,13 +213,13 @@ class MultiObjectiveSuggester:
             epochs=self._epochs,
             random=self._random,
             curves=some,
-            steady=some is not None and all(set(curve) == {self._epochs} for curve in some),
+            is_steady=some is not None and all(set(curve) == {self._epochs} for curve in some),
         )
         rows = np.full(len(observed), -1, dtype=np.int64)
         rows[known] = np.arange(len(known))
         return MetricModel(dataset, rows, fit_posterior(study, kept.get(name, {}), dataset, len(observed), name=name))
 
-    def _feasibility(
+    def _fit_feasibility(
         self,
         study: optuna.Study,
         observed: Sequence[FrozenTrial],
@@ -231,9 +231,9 @@ class MultiObjectiveSuggester:
             return None
         kept = study._storage.get_study_system_attrs(study._study_id)
         curves: list[dict[int, float]] = [{} if np.isnan(by) else {self._epochs: float(by)} for by in broken]
-        learnt = self._learnt(study, kept, observed, distributions, f"{HYPERPARAMETERS_KEY}:feasible", curves)
-        posterior = learnt.posterior
-        scores, seen = build_score_table(learnt.dataset.observations)
+        model = self._fit_model(study, kept, observed, distributions, f"{HYPERPARAMETERS_KEY}:feasible", curves)
+        posterior = model.posterior
+        scores, seen = build_score_table(model.dataset.observations)
         kept_to = scores[seen <= 0]
         if len(kept_to) == len(scores):  # no violating trial is among the points, or all violations are infinite
             return None
@@ -241,7 +241,7 @@ class MultiObjectiveSuggester:
             return posterior, float(scores[0]) - 1.0
         return posterior, float((kept_to[-1] + scores[len(kept_to)]) / 2)
 
-    def _undominated(
+    def _sample_probes(
         self, metrics: Sequence[MetricModel], best: np.ndarray, worst: np.ndarray, lowest: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sample score vectors [n, metrics] that the front does not dominate, and their log-weights [n].
@@ -265,7 +265,7 @@ class MultiObjectiveSuggester:
         columns = zip(drawn.T, scales, strict=True)
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 
-    def _tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
+    def _select_tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
         """Return random trials of the front; if there are few, also the next best ones."""
         places = np.flatnonzero(good)
         ordered = [int(places[place]) for place in sort_by_front(foreseen[good])]
@@ -345,7 +345,7 @@ def build_secondary_curves(
 ) -> list[list[dict[int, float]]]:
     """Return, per metric but the first, the losses of each trial by epoch; empty where unknown.
 
-    A loss is that of the best epoch so far by the first metric. A steady metric has one per trial, at the last epoch.
+    A loss is that of the best epoch so far by the first metric. A steady one has one value per trial, at the last epoch.
     """
     every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []

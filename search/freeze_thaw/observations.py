@@ -13,9 +13,9 @@ from scipy.stats import rankdata
 
 from hpsearch.storage.attributes import INFEASIBLE
 
-MAX_POINTS = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
-POINTS_PER_TRIAL = 2  # points of a trial, at most, unless it is said otherwise
-_GRID_FACTOR = 1.5  # from one epoch of the grid to the next
+MAX_POINTS = 600  # with more, half of the points are those of the longest and best trials, the others random
+POINTS_PER_TRIAL = 2  # default of the maximum
+_GRID_FACTOR = 1.5  # ratio of consecutive epochs of the grid
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def select_observations(
         best = sorted(others, key=lambda i: (-found[i][1], found[i][2], i))
         drawn = random.choice(best[room // 2 :], room - room // 2, replace=False)
         found = [found[i] for i in sorted([*stay, *best[: room // 2], *map(int, drawn)])]
-    trials, after, read_losses = (np.array(column) for column in zip(*found, strict=True))
-    return Observations(trials, np.log(after) / math.log(max(epochs, 2)), read_losses.astype(np.float64))
+    trials, after, losses = (np.array(column) for column in zip(*found, strict=True))
+    return Observations(trials, np.log(after) / math.log(max(epochs, 2)), losses.astype(np.float64))
 
 
 def _accumulate_best(curve: Mapping[int, float]) -> dict[int, float]:
@@ -96,7 +96,7 @@ def _accumulate_best(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def _select_last(path: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
-    """Return the losses after the last epochs on the grid, and after the very last epoch."""
+    """Return the losses after the last epochs on the grid, and after the last epoch of all."""
     kept = {*[epoch for epoch in grid if epoch in path][-most:], max(path)}
     return [(epoch, path[epoch]) for epoch in sorted(kept)[-most:]]
 

@@ -96,7 +96,7 @@ class FreezeThawSampler(BaseSampler):
         best = np.argsort(foreseen, kind="stable")[:TOP_TRIALS]
         had = np.concatenate([space.rows, unreported])
         row, top = maximize_acquisition(acquisition, space, self._random, around=dataset.rows[best], had=had)
-        given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt, or somebody
+        given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt
         if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
             mean, deviation = posterior.predict(Points.at_final_epoch(space.to_features(row[None])))
             middle, low, high = score_interval_to_metric(points, mean.item(), deviation.item(), maximize=maximize)

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-_MISSING = (
-    0.5  # where a number counts as being that is not there: in the middle, and half a range away from all that are
-)
-_STEP_EXPONENTS = (-2.5, -0.7)  # powers of ten between which the length of a step is drawn, in ranges
-_SWITCH_PROBABILITY = 0.1  # how probable another choice is in a step
+_MISSING = 0.5  # coordinate of a missing number: in the middle, and half a range away from existing numbers
+_STEP_EXPONENTS = (-2.5, -0.7)  # range of the decimal logarithm of a step's length, relative to the parameter's range
+_SWITCH_PROBABILITY = 0.1  # probability of another choice in a step
 
 Numeric = FloatDistribution | IntDistribution
 
@@ -73,11 +71,11 @@ class Space:
 
     def sample(self, random: np.random.Generator, count: int) -> np.ndarray:
         """Return rows of random configurations [count, parameters]."""
-        return self._as_run(self._any(random, count))
+        return self._apply_constraints(self._sample_cube(random, count))
 
     def perturb(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
         """Return `count` neighbors of each of `rows` [n, parameters], with short and long steps."""
-        filled = np.where(np.isnan(rows), self._any(random, len(rows)), rows)
+        filled = np.where(np.isnan(rows), self._sample_cube(random, len(rows)), rows)
         moved = np.repeat(filled, count, axis=0)
         lengths = 10 ** random.uniform(*_STEP_EXPONENTS, size=len(moved))
         for j, choices in enumerate(self._choices):
@@ -86,16 +84,16 @@ class Space:
                 moved[switched, j] = random.integers(choices, size=int(switched.sum()))
             else:
                 moved[:, j] = np.clip(moved[:, j] + lengths * random.standard_normal(len(moved)), 0.0, 1.0)
-        return self._as_run(moved)
+        return self._apply_constraints(moved)
 
-    def _any(self, random: np.random.Generator, count: int) -> np.ndarray:
+    def _sample_cube(self, random: np.random.Generator, count: int) -> np.ndarray:
         rows = random.random((count, len(self.names)))
         for j, choices in enumerate(self._choices):
             if choices:
                 rows[:, j] = random.integers(choices, size=count)
         return rows
 
-    def _as_run(self, rows: np.ndarray) -> np.ndarray:
+    def _apply_constraints(self, rows: np.ndarray) -> np.ndarray:
         """Round numbers to their steps and remove parameters whose condition does not hold."""
         rounded = rows.copy()
         for j, d in enumerate(self._distributions):
@@ -132,22 +130,22 @@ def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
 
     A parameter that follows no other one counts as unconditional.
     """
-    there = ~np.isnan(rows)
-    often = there.sum(0)
+    present = ~np.isnan(rows)
+    counts = present.sum(0)
     found: dict[int, _Rule] = {}
-    for j in sorted(range(rows.shape[1]), key=lambda j: -often[j]):
-        if often[j] in (0, len(rows)):
+    for j in sorted(range(rows.shape[1]), key=lambda j: -counts[j]):
+        if counts[j] in (0, len(rows)):
             continue
-        for by in sorted(set(range(rows.shape[1])) - {j}, key=lambda by: -often[by]):
-            rule = _infer_rule(rows[:, by], there[:, j], by, categorical=choices[by] > 0)
-            if rule is not None and np.array_equal(rule.holds(rows), there[:, j]):
+        for by in sorted(set(range(rows.shape[1])) - {j}, key=lambda by: -counts[by]):
+            rule = _infer_rule(rows[:, by], present[:, j], by, categorical=choices[by] > 0)
+            if rule is not None and np.array_equal(rule.holds(rows), present[:, j]):
                 found[j] = rule
                 break
     return found
 
 
-def _infer_rule(column: np.ndarray, there: np.ndarray, by: int, *, categorical: bool) -> _Rule | None:
-    with_it, without = column[there], column[~there]
+def _infer_rule(column: np.ndarray, present: np.ndarray, by: int, *, categorical: bool) -> _Rule | None:
+    with_it, without = column[present], column[~present]
     without = without[~np.isnan(without)]
     if np.isnan(with_it).any():
         return None
@@ -232,7 +230,7 @@ def maximize_acquisition(
     near = space.perturb(random, tops, NEIGHBORS_PER_TRIAL)
     tried, gains = np.concatenate([drawn, near]), np.concatenate([gains, acquisition(near)])
     chosen = int(np.argmax(np.where(_contains_rows(tried, had), -np.inf, gains)))
-    top = (chosen - RANDOM_CANDIDATES) // NEIGHBORS_PER_TRIAL  # below 0 for those at random
+    top = (chosen - RANDOM_CANDIDATES) // NEIGHBORS_PER_TRIAL  # negative for random candidates
     return tried[chosen], top if 0 <= top < len(around) else None
 
 

@@ -88,13 +88,13 @@ class WarmStartData:
         """
         found: list[SourceTrial] = []
         for index, (name, trials) in enumerate(studies.items(), 1):
-            there: list[tuple[int, dict[str, Any]]] = []
+            kept: list[tuple[int, dict[str, Any]]] = []
             curves: list[dict[int, float]] = []
             for trial in trials:
                 by_epoch = read_losses(trial, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs)
                 curve = {epoch: loss for epoch, loss in by_epoch.items() if epoch <= epochs}
                 if (params := _select_shared_params(trial.params, distributions)) and curve:
-                    there.append((trial.number, params))
+                    kept.append((trial.number, params))
                     curves.append(curve)
             if not curves:
                 raise ValueError(f"{name}: no trial is in this search space; name another study or remove it")
@@ -103,7 +103,7 @@ class WarmStartData:
             for place, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
                 of_trial.setdefault(place, []).append((round(s, 6), round(score, 6)))
             chosen = _select_most_informative(of_trial, MAX_SOURCE_TRIALS // len(studies), random)
-            found += [SourceTrial(index, *there[i], of_trial[i]) for i in chosen]
+            found += [SourceTrial(index, *kept[i], of_trial[i]) for i in chosen]
         return cls(list(studies), dict(distributions), [dict(params) for params in sampled], found)
 
     def to_json(self) -> dict[str, Any]:

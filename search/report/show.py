@@ -223,9 +223,9 @@ def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
     attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
     enqueued = "enqueued: no worker has claimed it yet"
     if waiting and study.given_up is not None:
-        enqueued = f"enqueued: the study ended early; start it with {format_command('start', study.spec.name)}"
+        enqueued = f"enqueued: the study stopped early; resume it with {format_command('start', study.spec.name)}"
     found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
-    return {trial.number: _format_waiting_reason(trial, made[-1]) if made else enqueued for trial, made in found}
+    return {trial.number: _format_waiting_reason(trial, past[-1]) if past else enqueued for trial, past in found}
 
 
 def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
@@ -233,7 +233,7 @@ def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
         return (
             f"paused at rung {rung['rung']}, epoch {rung['epoch'] + 1}: rank {rung['rank']} of {rung['reached']} then"
         )
-    ended = _OUTCOMES.get(last.outcome or "", "is to be repeated")
+    ended = _OUTCOMES.get(last.outcome or "", "must be repeated")
     why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
     return f"attempt {last.number} {ended}{why}; a free worker resumes the trial next"
 
@@ -242,7 +242,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     attrs = trial.user_attrs
     reason = find_waiting_reasons(study).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [
-        ("given by", attrs.get(ORIGIN)),
+        ("origin", attrs.get(ORIGIN)),
         ("forecast", forecast_trials(study, study.trials(), of={trial.number}).get(trial.number)),
         (
             "freeze_thaw",
@@ -293,7 +293,7 @@ def _make_parameter_table(trial: FrozenTrial) -> Table:
 
 def _make_attempt_table(attempts: list[AttemptRecord]) -> Table:
     has_device = any(DEVICE_COUNT_SEPARATOR in (attempt.device or "") for attempt in attempts)
-    # 80 columns have no room for a device and two times.
+    # 80 characters are too few for a device and two times.
     when = ("device", "start (UTC)", "time") if has_device else ("start (UTC)", "end (UTC)")
     table = plain_table("attempt", "worker", *when, "outcome", wrap=("worker",))  # host names may be long
     for attempt in attempts:

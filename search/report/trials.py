@@ -107,13 +107,13 @@ def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
     """Return the epochs of all trials of a study in the order of time."""
     rungs = make_rungs(study.spec)
     by_trial: dict[int, list[RunInterval]] = defaultdict(list)
-    for stretch in read_run_intervals(study.engine, study.study_id):
-        by_trial[stretch.number].append(stretch)
+    for interval in read_run_intervals(study.engine, study.study_id):
+        by_trial[interval.number].append(interval)
     sign, order, pauses = 1 if study.spec.maximize else -1, [], {}
     for trial in study.trials():
-        stretches, at_rungs = by_trial[trial.number], rungs.epochs if rungs else ()
-        pauses[trial.number] = [at_rungs[each.rung] for each in stretches if each.rung is not None]
-        order += [(at, trial.number, step) for at, step in estimate_epoch_ends(trial, stretches, at_rungs)]
+        intervals, at_rungs = by_trial[trial.number], rungs.epochs if rungs else ()
+        pauses[trial.number] = [at_rungs[each.rung] for each in intervals if each.rung is not None]
+        order += [(at, trial.number, step) for at, step in estimate_epoch_ends(trial, intervals, at_rungs)]
     best: list[tuple[int, float, int, int]] = []
     trials, usable, ordered = (
         study.trials(),
@@ -139,13 +139,13 @@ def find_eligible_trials(study: StoredStudy) -> set[int]:
 
 
 def estimate_epoch_ends(
-    trial: FrozenTrial, stretches: Sequence[RunInterval], rungs: Sequence[int]
+    trial: FrozenTrial, intervals: Sequence[RunInterval], rungs: Sequence[int]
 ) -> Iterator[tuple[float, int]]:
     """Estimate when the epochs of a trial ended; epochs between two pauses are assumed to have equal durations.
 
     Args:
         trial: trial with its start and end, which are used if no worker of hpsearch ran it.
-        stretches: periods in which it ran.
+        intervals: periods in which it ran.
         rungs: epochs after which it may have paused.
 
     Yields:
@@ -153,12 +153,12 @@ def estimate_epoch_ends(
     """
     steps = sorted(trial.intermediate_values)
     times: list[tuple[float, float]] = []
-    if not stretches and trial.datetime_start is not None:
+    if not intervals and trial.datetime_start is not None:
         end = trial.datetime_complete or datetime.now()
         times.append((trial.datetime_start.timestamp(), end.timestamp()))
-    for place, each in enumerate(stretches):
+    for place, each in enumerate(intervals):
         times.append((each.started_at.timestamp(), each.until.timestamp()))
-        if each.rung is not None and place < len(stretches) - 1:
+        if each.rung is not None and place < len(intervals) - 1:
             ran = [step for step in steps if step < rungs[each.rung]]
             yield from _spread_epochs(times, ran)
             times, steps = [], steps[len(ran) :]
@@ -167,9 +167,9 @@ def estimate_epoch_ends(
 
 
 def _spread_epochs(times: list[tuple[float, float]], steps: Sequence[int]) -> Iterator[tuple[float, int]]:
-    whole = sum(end - start for start, end in times)
+    total = sum(end - start for start, end in times)
     for place, step in enumerate(steps, start=1):
-        left, moment = whole * place / len(steps), 0.0
+        left, moment = total * place / len(steps), 0.0
         for start, end in times:
             moment = min(start + left, end)
             left -= end - start

@@ -30,7 +30,7 @@ def test_the_default_and_enqueued_configurations_run_first_also_in_an_extension(
     shown = cli("show", "given")
     assert "default; " in shown
     assert "mine.csv, line 2; " in shown
-    assert "given by  default" in cli("show", "given", "--trial", "0")
+    assert "origin  default" in cli("show", "given", "--trial", "0")
     assert "the budget is spent" in cli(*command), "what is there is not enqueued again"
     file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n0.03,24,b\n")
     output = cli("extend", "given", "--trials", "+1", "--enqueue", str(file))

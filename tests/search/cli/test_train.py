@@ -78,7 +78,7 @@ def test_ctrl_c_prints_how_to_resume(zygote: Zygote, tmp_path: Path) -> None:
     assert process.returncode == 130
     epochs, last_line = said.splitlines()[:-1], said.splitlines()[-1]
     assert all(line.startswith("epoch ") for line in epochs), said
-    assert last_line == f"hpsearch: stopped; go on with --run-dir {run_dir}"
+    assert last_line == f"hpsearch: stopped; resume with --run-dir {run_dir}"
     assert (run_dir / "last.pt").exists()
 
 
@@ -126,7 +126,7 @@ def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
 def test_lr_range_suggests_a_rate_and_plots_the_curve(capsys) -> None:
     code, out, _ = call(capsys, "lr-range", "breast_cancer", "--run-dir", "a", "--steps", "100")
     assert code == 0
-    assert re.search(r"suggested lr \S+ \(steepest fall\)", out)
+    assert re.search(r"suggested lr \S+ \(steepest descent\)", out)
     assert Path("a/lr-range.png").exists()
 
 
@@ -141,7 +141,7 @@ def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, m
         assert len(row.split()) > 3, f"{name} is not explained"
     assert re.search(r"^lr = 0\.123 +peak learning rate$", out, re.MULTILINE)
     assert re.search(r"^warmup_steps = null +warm-up in .* \(int or None\)$", out, re.MULTILINE)
-    assert re.search(r"^model\.width = 32 +of the objective's model$", out, re.MULTILINE), "as --set takes it"
+    assert re.search(r"^model\.width = 32 +setting of the objective's model$", out, re.MULTILINE), "as --set takes it"
     assert re.search(r"^adamw_lr +0\.0001 to 0\.1 on a log scale$", out, re.MULTILINE)
     assert re.search(r"^optimizer +one of adamw, sgd$", out, re.MULTILINE)
 

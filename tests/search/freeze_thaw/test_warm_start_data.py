@@ -106,7 +106,7 @@ def alike(process: GaussianProcess) -> float:
 def test_the_correlation_of_studies_follows_from_their_similarity():
     x = torch.full((3, 1), 0.5, dtype=torch.float64)
     points = Points(x, torch.ones(3).double(), torch.arange(3), torch.tensor([0, 0, 1]))
-    process = GaussianProcess.from_prior(np.array([0]), several=True)
+    process = GaussianProcess.from_prior(np.array([0]), multi_study=True)
     level, slope, config = process.theta[:3].exp().tolist()
     covariance = process.covariance(points, points)
     assert float(covariance[0, 1]) == pytest.approx(level + slope + config, rel=1e-6)
@@ -124,6 +124,6 @@ def test_the_similarity_of_studies_is_learnt():
     found = []
     for other in (one, np.cos(9 * x[:, 0])):
         y = torch.from_numpy(np.concatenate([one, other]) + 0.02 * random.standard_normal(80))
-        found.append(alike(GaussianProcess.from_prior(np.array([0]), several=True).fit(points, y)))
+        found.append(alike(GaussianProcess.from_prior(np.array([0]), multi_study=True).fit(points, y)))
     assert found[0] > 0.9
     assert found[1] < 0.6

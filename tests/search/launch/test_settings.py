@@ -145,5 +145,5 @@ def test_the_script_is_printed_if_the_database_does_not_answer(
     assert run_command(["fleet", "print", "slurm", "wine", "--workers", "2", "--storage-url", AWAY]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("#!/bin/bash\n")
-    assert "nobody was asked whether there is a study 'wine'" in captured.err
+    assert "could not check that study 'wine' exists" in captured.err
     assert isinstance(launch(), LaunchConfig)

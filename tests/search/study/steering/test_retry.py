@@ -42,7 +42,7 @@ def test_a_retried_trial_runs_next_with_its_number_and_parameters(
     other = take(claims)
     storage.set_trial_param(other.trial_id, "x", 0.25, optuna.distributions.FloatDistribution(0, 1))
     claims.finish_attempt(other, Outcome.FAILED, attrs={REASON: "a bug"})
-    assert "trial 1 waits to be run again, from its beginning" in say("retry", "s", "--trial", "1")
+    assert "trial 1 will run again from scratch" in say("retry", "s", "--trial", "1")
     assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
     again = take(claims)
     assert (again.trial_id, again.number, again.attempt) == (other.trial_id, 1, 2)
