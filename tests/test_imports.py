@@ -1,4 +1,4 @@
-"""The import rules: no cycles between rooms, and each package imports only allowed libraries.
+"""The import rules: no cycles between packages, and each folder imports only allowed libraries.
 
 The tests read the sources, so that imports inside functions and under TYPE_CHECKING count too.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.rooms import PACKAGES, ROOMS, ROOT, arrows, imported, modules, room_of
+from docs.packages import FOLDERS, PACKAGES, ROOT, find_module_imports, find_package, iterate_imports, list_modules
 from hpsearch.kill_points import KILL_POINTS
 
 FORBIDDEN = {
@@ -32,39 +32,39 @@ def violations(source: str, path: Path) -> list[str]:
     forbidden = set(FORBIDDEN[path.parts[0]])
     if path.parts[0] == "storage" and path.as_posix() not in KNOW_TORCH:
         forbidden |= TORCH
-    found = imported(source, path)
+    found = iterate_imports(source, path)
     return [f"{path}:{line} imports {name}" for line, name in found if name.split(".")[0] in forbidden]
 
 
 def sources() -> list[Path]:
-    return [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def test_packages_import_only_allowed_libraries() -> None:
     paths = sources()
-    assert {path.parts[0] for path in paths} == set(PACKAGES)
+    assert {path.parts[0] for path in paths} == set(FOLDERS)
     assert [line for path in paths for line in violations((ROOT / path).read_text(), path)] == []
 
 
-def test_every_module_belongs_to_a_room() -> None:
-    assert [module for module in modules() if room_of(module) is None] == []
-    assert [room for room in ROOMS if room not in modules()] == []
+def test_every_module_belongs_to_a_package() -> None:
+    assert [module for module in list_modules() if find_package(module) is None] == []
+    assert [name for name in PACKAGES if name not in list_modules()] == []
 
 
-def test_imports_between_rooms_have_one_direction() -> None:
-    order = {room: place for place, room in enumerate(ROOMS)}
+def test_imports_between_packages_have_one_direction() -> None:
+    order = {name: place for place, name in enumerate(PACKAGES)}
     upward = [
         f"{module} imports {target}"
-        for module, targets in arrows().items()
+        for module, targets in find_module_imports().items()
         for target in targets
-        if order[room_of(module) or ""] < order[room_of(target) or ""]
+        if order[find_package(module) or ""] < order[find_package(target) or ""]
     ]
     assert upward == []
 
 
 def test_files_have_no_import_cycles() -> None:
-    """Imports inside functions and for type checkers count: who reads a file needs what it names."""
-    left = {module: set(targets) for module, targets in arrows().items()}
+    """Imports inside functions and for type checkers count: a reader of a file needs the files that it names."""
+    left = {module: set(targets) for module, targets in find_module_imports().items()}
     while free := [module for module, targets in left.items() if not targets & left.keys()]:
         for module in free:
             del left[module]
@@ -73,9 +73,9 @@ def test_files_have_no_import_cycles() -> None:
 
 def test_no_small_module_has_only_one_importer() -> None:
     """A few lines that one module uses belong in that module."""
-    importers = Counter(target for targets in arrows().values() for target in targets)
-    small = {name for name, path in modules().items() if len(path.read_text().splitlines()) < 40}
-    fragments = {name for name in small if importers[name] == 1 and modules()[name].name != "__init__.py"}
+    importers = Counter(target for targets in find_module_imports().values() for target in targets)
+    small = {name for name, path in list_modules().items() if len(path.read_text().splitlines()) < 40}
+    fragments = {name for name in small if importers[name] == 1 and list_modules()[name].name != "__init__.py"}
     assert sorted(fragments) == []
 
 
@@ -91,7 +91,7 @@ def test_no_test_module_imports_another() -> None:
     found = [
         f"{path}:{line} imports {name}"
         for path in sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
-        for line, name in imported((ROOT / path).read_text(), path)
+        for line, name in iterate_imports((ROOT / path).read_text(), path)
         if re.search(r"^tests\..*\btest_", name)
     ]
     assert found == []
@@ -132,9 +132,9 @@ def test_every_import_is_a_declared_dependency() -> None:
         declared = needed | extras.get(path.stem, set()) | extras.get(path.parent.name.removesuffix("_runs"), set())
         if path.as_posix() in ON_SERVERS:
             declared |= extras["server"]
-        for _, name in imported((ROOT / path).read_text(), path):
+        for _, name in iterate_imports((ROOT / path).read_text(), path):
             top = name.split(".")[0]
-            if top in sys.stdlib_module_names or top in {*PACKAGES, "kill_points", "former_names"}:
+            if top in sys.stdlib_module_names or top in {*FOLDERS, "kill_points", "former_names"}:
                 continue
             if not declared & {_normal(distribution) for distribution in providers.get(top, [])}:
                 missing.add(f"{path} imports {top}")

@@ -1,6 +1,6 @@
 """Generate tables and reference pages from the code, between `<!-- generated: NAME -->` and `<!-- end -->`.
 
-Run it after a change of a setting, a command, a docstring of the API, or the rooms:
+Run it after a change of a setting, a command, a docstring of the API, or the packages:
 `.venv/bin/python -m docs.tools.generate`.
 tests/docs/test_generated.py fails if a page is outdated.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import sys
 
-from docs.rooms import ROOMS, ROOT, room_arrows
-from docs.tools import api, command_line, rooms_table, settings
+from docs.packages import PACKAGES, ROOT, find_package_imports
+from docs.tools import api, command_line, packages_table, settings
 from docs.tools.picture import draw
 
 PAGES = ("reference/settings.md", "reference/cli.md", "reference/api.md", "architecture.md")
@@ -25,7 +25,7 @@ BLOCKS = {
     "environment": settings.environment,
     "command-line": command_line.command_line,
     "api": api.api,
-    "rooms": rooms_table.rooms,
+    "packages": packages_table.make_packages_table,
 }
 
 
@@ -37,7 +37,7 @@ def generated(text: str) -> str:
 def outputs() -> dict[str, str]:
     """Return the up-to-date text of each file with generated content, by its path below `docs`."""
     pages = {page: generated((ROOT / "docs" / page).read_text()) for page in PAGES}
-    return {**pages, "rooms.svg": draw(ROOMS, room_arrows())}
+    return {**pages, "packages.svg": draw(PACKAGES, find_package_imports())}
 
 
 def main() -> int:

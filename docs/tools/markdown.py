@@ -23,7 +23,7 @@ def words_of(thing: Any) -> str:
 
 
 def paragraphs(text: str) -> str:
-    """Text in paragraphs, each on one line; of a room's docstring without what it imports."""
+    """Text in paragraphs, each on one line; of a package's docstring without its list of imports."""
     parts = [" ".join(part.split()) for part in text.replace("``", "`").split("\n\n")]
     return "\n\n".join(safe(part) for part in parts if not part.startswith("Imports: "))
 

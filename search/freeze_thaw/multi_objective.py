@@ -345,7 +345,7 @@ def build_secondary_curves(
 ) -> list[list[dict[int, float]]]:
     """Return, per metric but the first, the losses of each trial by epoch; empty where unknown.
 
-    A loss is that of the best epoch so far by the first metric. A steady one has one value per trial, at the last epoch.
+    A loss is that of the best epoch so far by the first metric. A steady metric has one loss, at the last epoch.
     """
     every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []

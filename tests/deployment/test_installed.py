@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from docs.rooms import PACKAGES, ROOT
+from docs.packages import FOLDERS, ROOT
 from hpsearch.storage.embedded.stack import StackInfo
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.xdist_group("installed")]
@@ -92,7 +92,7 @@ def build_wheel(folder: Path) -> Path:
 def tracked() -> set[str]:
     """The files of the package, as a clone has them: behind the links of src/hpsearch too."""
     root = ROOT / "src" / "hpsearch"
-    paths = [path for folder in (root, *(root / name for name in PACKAGES)) for path in folder.rglob("*")]
+    paths = [path for folder in (root, *(root / name for name in FOLDERS)) for path in folder.rglob("*")]
     return {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.rooms import ROOT
+from docs.packages import ROOT
 
 
 def blocks(page: str, language: str) -> dict[str, str]:

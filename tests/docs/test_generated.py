@@ -1,9 +1,9 @@
 """The generated parts of the pages are up to date."""
 
-from docs.rooms import ROOMS, ROOT, room_arrows
+from docs.packages import PACKAGES, ROOT, find_package_imports
 from docs.tools.api import _docstring, _signature
 from docs.tools.generate import PAGES, generated, outputs
-from docs.tools.picture import reduced
+from docs.tools.picture import remove_implied_arrows
 
 
 def test_pages_are_up_to_date() -> None:
@@ -26,11 +26,15 @@ def test_every_page_with_marks_is_generated() -> None:
     assert {path.relative_to(ROOT / "docs").as_posix() for path in marked} == set(PAGES)
 
 
-def test_the_picture_has_every_room_and_only_arrows_that_are_needed() -> None:
-    picture = (ROOT / "docs" / "rooms.svg").read_text()
-    arrows = room_arrows()
-    assert [room for room in ROOMS if arrows[room] and f"<title>{room}</title>" not in picture] == []
-    assert reduced({"a": set(), "b": {"a"}, "c": {"a", "b"}}, "abc") == {"a": set(), "b": {"a"}, "c": {"b"}}
+def test_the_picture_has_every_package_and_only_arrows_that_are_needed() -> None:
+    picture = (ROOT / "docs" / "packages.svg").read_text()
+    arrows = find_package_imports()
+    assert [name for name in PACKAGES if arrows[name] and f"<title>{name}</title>" not in picture] == []
+    assert remove_implied_arrows({"a": set(), "b": {"a"}, "c": {"a", "b"}}, "abc") == {
+        "a": set(),
+        "b": {"a"},
+        "c": {"b"},
+    }
 
 
 def test_a_docstring_becomes_markdown() -> None:

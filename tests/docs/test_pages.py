@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from docs.rooms import PACKAGES, ROOT
+from docs.packages import FOLDERS, ROOT
 from hpsearch.search.cli import app
 from tests.docs.pages import PAGES, commands, names_in
 
@@ -19,7 +19,7 @@ WRAPPERS = {"add", "test", "lint", "docs"}  # verbs of ./hpsearch alone
 
 
 def test_every_setting_is_documented() -> None:
-    sources = [ROOT / "hpsearch", *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
+    sources = [ROOT / "hpsearch", *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))]
     used = {name for path in sources for name in SETTING.findall(path.read_text())}
     assert sorted(used - INTERNAL - set(SETTING.findall(TEXT))) == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.rooms import ROOT
+from docs.packages import ROOT
 from tests.docs.pages import commands, names_in
 from tests.e2e.support import Cli
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from docs.rooms import ROOT
+from docs.packages import ROOT
 from hpsearch import Study, delete_study
 from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Zygote

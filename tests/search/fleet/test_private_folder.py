@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.rooms import ROOT
+from docs.packages import ROOT
 from hpsearch.search.fleet.devices import make_private_folder
 
 LAUNCHER = """

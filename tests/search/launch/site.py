@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import optuna
 
-from docs.rooms import ROOT
+from docs.packages import ROOT
 from hpsearch.storage.urls import redact
 
 PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from docs.rooms import ROOT
+from docs.packages import ROOT
 from hpsearch.search.worker.attempt import _as_text
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials import process_identity

@@ -1,7 +1,8 @@
-"""The rooms of this project, in order: a room imports from itself and from those before it, never from those after.
+"""The packages of this project, in order: a package imports from itself and from earlier ones, never from later ones.
 
-A room is a sub-package, or a module that stands alone. Its docstring describes its content. tests/test_imports.py
-checks the imports against this table; the table and the picture in docs/architecture.md are generated from it.
+A package here is a sub-package or a top-level module of one of the folders. Its docstring describes its content.
+tests/test_imports.py checks the imports against this list. The table and the picture in docs/architecture.md are
+generated from it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 import hpsearch
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("storage", "objectives", "search")
+FOLDERS = ("storage", "objectives", "search")
 _PUBLIC = {f"hpsearch.{name}": f"{module}.{name}" for name, module in hpsearch.MODULES.items()}
 
-ROOMS = (
-    # storage: where everything is kept
+PACKAGES = (
+    # storage: the database, checkpoints and trackers
     *("storage", "storage.errors", "storage.files", "storage.home", "storage.urls", "storage.attributes"),
     "storage.database",
     "storage.study_storage",
@@ -31,7 +32,7 @@ ROOMS = (
     "storage.dashboard",
     "storage.embedded",
     "storage.backup",
-    # objectives: what a trial does
+    # objectives: the training
     *("objectives", "objectives.errors", "objectives.search_space", "objectives.model_metrics"),
     "objectives.training",
     "objectives.training.ranks",
@@ -74,9 +75,9 @@ ROOMS = (
 )
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the project by its dotted name."""
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+def list_modules() -> dict[str, Path]:
+    """Return all modules of the project: dotted name to path."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return {_dotted(path.relative_to(ROOT)): path for path in paths}
 
 
@@ -84,23 +85,23 @@ def _dotted(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-def room_of(module: str) -> str | None:
-    """The room that a module lives in: the longest name in the table that it begins with."""
-    rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
-    return max(rooms, key=len, default=None)
+def find_package(module: str) -> str | None:
+    """Return the innermost package of the list that contains a module; None if there is none."""
+    packages = [name for name in PACKAGES if module == name or module.startswith(f"{name}.")]
+    return max(packages, key=len, default=None)
 
 
-def imported(source: str, path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the absolute name of all that a source imports, however deep the statement stands.
+def iterate_imports(source: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the absolute name of each import of a source, nested statements included.
 
-    Of ``from a import b`` that is ``a.b``, which may be a module or something in one. The prefix ``hpsearch.`` is left
-    out, and a name of the root package is that of the module that defines it.
+    The name of ``from a import b`` is ``a.b``, which may be a module or an object in a module. The prefix ``hpsearch.``
+    is removed. A public name of the root package becomes the name in its defining module.
     """
-    for line, name in _imported(source, path):
+    for line, name in _iterate_raw_imports(source, path):
         yield line, _PUBLIC.get(name, name).removeprefix("hpsearch.")
 
 
-def _imported(source: str, path: Path) -> Iterator[tuple[int, str]]:
+def _iterate_raw_imports(source: str, path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -121,28 +122,28 @@ def _is_import_call(function: ast.expr) -> bool:
     return name in {"__import__", "import_module"}
 
 
-def arrows() -> dict[str, set[str]]:
-    """The project's modules that each of its modules imports."""
-    known = modules()
+def find_module_imports() -> dict[str, set[str]]:
+    """Return the project's modules that each of its modules imports."""
+    known = list_modules()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
-        names = {name for _, name in imported(path.read_text(), path.relative_to(ROOT))}
-        found[module] = {target for name in names if (target := _module_in(name, known)) and target != module}
+        names = {name for _, name in iterate_imports(path.read_text(), path.relative_to(ROOT))}
+        found[module] = {target for name in names if (target := _find_module(name, known)) and target != module}
     return found
 
 
-def _module_in(name: str, known: dict[str, Path]) -> str | None:
-    """The module that an imported name is, or is in."""
+def _find_module(name: str, known: dict[str, Path]) -> str | None:
+    """Return the module of an imported name: the name itself or its parent; None if neither is a module."""
     if name in known:
         return name
     parent = name.rpartition(".")[0]
     return parent if parent in known else None
 
 
-def room_arrows() -> dict[str, set[str]]:
-    """The rooms that each room imports from."""
-    found: dict[str, set[str]] = {room: set() for room in ROOMS}
-    for module, targets in arrows().items():
-        if (room := room_of(module)) is not None:
-            found[room] |= {other for target in targets if (other := room_of(target)) not in (room, None)}  # type: ignore[misc]
+def find_package_imports() -> dict[str, set[str]]:
+    """Return the packages that each package imports from."""
+    found: dict[str, set[str]] = {name: set() for name in PACKAGES}
+    for module, targets in find_module_imports().items():
+        if (name := find_package(module)) is not None:
+            found[name] |= {other for target in targets if (other := find_package(target)) not in (name, None)}  # type: ignore[misc]
     return found
