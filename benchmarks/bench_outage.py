@@ -1,11 +1,11 @@
-"""What it costs a search that MLflow is away for its middle half, beside the same search undisturbed.
+"""Compare a search that loses MLflow for its middle half with the same search without the outage.
 
     python -m benchmarks.bench_outage [--rounds N] [--epochs N]
 
-20 trials of digits on 3 workers, random sampler and no pruner, so that all train the same configurations. The server is
-killed (SIGKILL) when 5 trials are done, and started again when 15 are. The two kinds take turns; each ratio is of two
-searches of one round. A server's start takes 6 s of a core, of which the searches have what is left: in the undisturbed
-one a server that nobody asks is started at the same point.
+A search has 20 trials of digits on 3 workers, the random sampler and no pruner, so that all searches train the same
+configurations. The server is killed (SIGKILL) when 5 trials are done, and restarted when 15 are. The two kinds
+alternate; each ratio is of two searches of one round. The start of a server takes 6 s of a core, which the search
+lacks: the undisturbed search therefore starts an unused server at the same point.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kill_mlflow(home: Path) -> None:
 
 @contextmanager
 def idle_server(home: Path) -> Iterator[None]:
-    """An MLflow server that nobody asks anything."""
+    """Run an MLflow server that receives no requests."""
     command = [sys.executable, "-P", "-m", "mlflow", "server", "--host=127.0.0.1", "--port=0", "--workers=1"]
     command += [f"--backend-store-uri=sqlite:///{home}/idle.db", f"--artifacts-destination={home}/idle"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -54,10 +54,10 @@ def idle_server(home: Path) -> Iterator[None]:
 
 
 def search(home: Path, info: stack.StackInfo, name: str, *, epochs: int, disturbed: bool) -> tuple[float, float]:
-    """Run one search; return the seconds until its last trial was settled, and until the command's end."""
+    """Run one search; return the seconds until its last trial ended, and until the command ended."""
     command = [sys.executable, "-m", "hpsearch", "run", "digits", f"--name={name}", f"--trials={TRIALS}"]
     command += [f"--workers={WORKERS}", f"--epochs={epochs}", "--sampler=random", "--pruner=none", "--seed=0"]
-    # With URLs given `run` leaves the services alone: else it would start the server again itself, at once.
+    # With explicit URLs, `run` does not start the services: otherwise it would restart the server at once.
     command += [f"--storage-url={info.storage_url}", f"--tracking-uri={info.tracking_uri}"]
     environment = {**own_environment(), "HPSEARCH_HOME": str(home / "worker"), "MLFLOW_DISABLE_TELEMETRY": "true"}
     started = time.time()
@@ -92,7 +92,7 @@ def wait_for(url: str, name: str, done: int, process: subprocess.Popen[bytes]) -
 
 
 def assert_tracked(uri: str, name: str, trials: list[optuna.trial.FrozenTrial]) -> None:
-    """Every metric of every epoch is there once, as the study has it, and each trial has its run and its model."""
+    """Assert that MLflow has each metric of each epoch once, equal to the study, and a run and a model per trial."""
     client = mlflow.MlflowClient(uri)
     runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in trials]
     assert len(set(runs)) == len(trials) == TRIALS, name
@@ -118,10 +118,10 @@ def main() -> None:
                 name = f"{'disturbed' if disturbed else 'undisturbed'}-{turn}"
                 found[disturbed].append(search(home, info, name, epochs=given.epochs, disturbed=disturbed))
                 say(f"{name}: trained in {found[disturbed][-1][0]:.1f} s, ended after {found[disturbed][-1][1]:.1f} s")
-    for column, what in enumerate(("until the last trial was settled", "until the command's end")):
+    for column, what in enumerate(("until the last trial ended", "until the command ended")):
         ratios = [theirs[column] / ours[column] for ours, theirs in zip(found[False], found[True], strict=True)]
         shown = "  ".join(f"{ratio:.3f}" for ratio in ratios)
-        print(f"{what}: disturbed / undisturbed {statistics.median(ratios):.3f} ({shown}); to reach: at most 1.10")
+        print(f"{what}: disturbed / undisturbed {statistics.median(ratios):.3f} ({shown}); target: at most 1.10")
 
 
 if __name__ == "__main__":

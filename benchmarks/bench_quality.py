@@ -1,16 +1,16 @@
-"""Real searches: the wall time until the best so far is as good as what TPE and the median pruner end with.
+"""Measure the wall time until a search is as good as TPE with the median pruner is at its end.
 
     python -m benchmarks.bench_quality [--objectives NAME ...] [--ways NAME ...] [--seeds 5] [--seconds S]
 
-Each way searches for so many seconds, from the command to its end with all imports, on the same machine, with as many
-workers, for the same objective on the same split of its data, trained by the same loop. The services of hpsearch run
-beforehand, as Optuna's database does; Optuna and Ray Tune log nothing anywhere, hpsearch all that it logs.
+Each method searches for the given time, which includes the start of the command and all imports, on the same machine,
+with the same number of workers, objective, data split and training loop. The services of hpsearch are started
+beforehand, like Optuna's database; Optuna and Ray Tune log nothing, hpsearch logs everything that it usually does.
 
-The best so far is the configuration of the best value that a trial has reported, from the time on at which it is in
-the database, or in Ray's results: what a user would take then. A reported value is a lucky one above all, so what the
-configuration is worth is measured afterwards: trained to its end on fresh seeds, the mean of their best values. The
-target of an objective is the median over seeds of what `hpsearch tpe + median` has found at the end; a search that
-never has it counts as having it then. `search_quality` asks the same of simulated searches, which can be many.
+The best so far is the configuration of the best reported value, from the time at which that value is in the database
+or in Ray's results: the one that a user would choose then. The best reported value is partly luck, so the true value
+of the configuration is measured afterwards: the mean of its best values over fresh seeds, trained to the end. The
+target of an objective is the median over seeds of the true values that `hpsearch tpe + median` has at the end; a search
+that never reaches it counts as reaching it at the end. `search_quality` measures the same in many simulated searches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OBJECTIVES = {
 }
 EPOCHS = 27
 BASELINE = "hpsearch tpe + median"
-NO_END = 100_000  # trials: the time ends a search
+NO_END = 100_000  # trials: only the time limit ends a search
 POLL = 0.25  # seconds
 
 _BEST = sa.text("""
@@ -62,14 +62,14 @@ _BEST = sa.text("""
 
 @dataclass
 class Trace:
-    """A search: seconds since its command at which there was another best so far, and what that was.
+    """The best so far of a search over time.
 
     Attributes:
-        times: the seconds.
-        best: the reported loss, lower is better.
-        params: the configuration; while a study is watched the trial's number.
-        epochs: reported by all trials.
-        truth: what the configurations are worth, lower is better.
+        times: seconds since the command at which the best so far changed.
+        best: the reported losses, lower is better.
+        params: the configurations; while the study is watched, the numbers of the trials.
+        epochs: number of epochs that all trials have reported.
+        truth: the true values of the configurations, lower is better.
     """
 
     times: list[float] = field(default_factory=list)
@@ -86,11 +86,11 @@ class Trace:
 
     @property
     def last(self) -> float:
-        """What was reported best."""
+        """The best reported loss."""
         return self.best[-1] if self.best else math.inf
 
     def at(self, seconds: float) -> float:
-        """What the best after so many seconds is worth."""
+        """Return the true value of the best so far at this time."""
         return next((t for at, t in zip(self.times[::-1], self.truth[::-1], strict=True) if at <= seconds), math.inf)
 
     def reached(self, target: float, end: float) -> float:
@@ -99,7 +99,7 @@ class Trace:
 
 @dataclass
 class PruningContext:
-    """One search that is to be made."""
+    """The objective, seed, limits and services of one search."""
 
     objective: BaseObjective
     reference: str
@@ -115,7 +115,7 @@ class PruningContext:
 
 
 def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace]:
-    """`hpsearch run` as a user starts it."""
+    """Return a function that runs `hpsearch run` as a user would."""
 
     def made(case: PruningContext, name: str) -> Trace:
         flags = {
@@ -130,7 +130,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace
 
 
 def plain_optuna(case: PruningContext, name: str) -> Trace:
-    """Optuna's own loop in a process for each worker, on the same Postgres."""
+    """Run Optuna's own loop in one process per worker, on the same Postgres."""
     optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
     script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
     script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}"]
@@ -138,7 +138,7 @@ def plain_optuna(case: PruningContext, name: str) -> Trace:
 
 
 def ray_tune(searcher: str) -> Callable[[PruningContext, str], Trace]:
-    """Ray Tune's ASHA, with as many trials at once."""
+    """Return a function that runs Ray Tune's ASHA with the same number of concurrent trials."""
 
     def made(case: PruningContext, name: str) -> Trace:
         script = [
@@ -177,7 +177,7 @@ WAYS: dict[str, Callable[[PruningContext, str], Trace]] = {
 
 
 def watched(case: PruningContext, name: str, commands: list[list[str]]) -> Trace:
-    """Runs commands, and looks into their study as they go."""
+    """Run commands and read the best so far from their study meanwhile."""
     trace, over = Trace(), threading.Event()
     engine = sa.create_engine(case.storage)
     started = time.time()
@@ -204,7 +204,7 @@ def watched(case: PruningContext, name: str, commands: list[list[str]]) -> Trace
 
 
 def run(commands: list[list[str]], case: PruningContext, name: str) -> None:
-    """Run all at once, and wait for all; they must succeed."""
+    """Run commands in parallel and wait for all; all must succeed."""
     environment = {
         **own_environment(),
         **thread_environment(case.workers),
@@ -225,7 +225,7 @@ def run(commands: list[list[str]], case: PruningContext, name: str) -> None:
 
 
 def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
-    """Fill in what all that were the best once are worth."""
+    """Measure the true value of each configuration that was the best so far."""
     known: dict[str, float] = {}
     wanted = list({json.dumps(params, sort_keys=True): params for trace in traces for params in trace.params}.items())
     with ProcessPoolExecutor(count_cores()) as pool:
@@ -239,7 +239,7 @@ def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
 
 
 def table(objective: str, traces: dict[str, list[Trace]], seconds: float) -> None:
-    """A line for each way: its ratio to the baseline, all its times, and what it had found by and by."""
+    """Print a line per method: its ratio to the baseline, its times, and its true values after each quarter."""
     ends = [trace.at(seconds) for trace in traces[BASELINE]]
     target = statistics.median(ends)
     print(f"\n{objective}: target {target:.5g} (the baseline's ends: {' '.join(f'{end:.5g}' for end in sorted(ends))})")
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--fresh", type=int, default=3, help="seeds on which what was found is judged")
+    parser.add_argument("--fresh", type=int, default=3, help="number of fresh seeds for the true values")
     given = parser.parse_args()
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     with services() as home:
@@ -275,9 +275,8 @@ def main() -> None:
             traces: dict[str, list[Trace]] = {way: [] for way in ways}
             for seed in range(given.seeds):
                 where = (given.seconds, given.workers, home, info.storage_url)
-                for place, way in enumerate(
-                    ways[:: -1 if seed % 2 else 1]
-                ):  # in turns, so that none has the quiet hours
+                # The order alternates, so that other load on the machine affects all methods alike.
+                for place, way in enumerate(ways[:: -1 if seed % 2 else 1]):
                     case = PruningContext(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
                     say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")

@@ -1,19 +1,19 @@
-"""A whole search, beside the same search as tutorials write it, on the same Postgres and MLflow server in one run.
+"""Compare a whole search with the same search as tutorials write it, on the same Postgres and MLflow server.
 
     python -m benchmarks.bench_search [--quick] [--sampled] [--epochs N] [--kinds KIND ...]
 
-`ours` is `hpsearch run` as a user starts it, with all that it logs, plots and reports. `plain` is one script started
-once per worker (plain_search.py): RDBStorage, `study.optimize`, a nested fluent run per trial, `log_model` with an
-input example. `careful` is the same with the model's requirements given, which spares MLflow loading the model in a
-process of its own to find out.
+`ours` is `hpsearch run` as a user starts it, with all its logs, plots and reports. `plain` is one script that is
+started once per worker (plain_search.py): RDBStorage, `study.optimize`, a nested fluent run per trial, `log_model` with
+an input example. `careful` is the same with explicit requirements of the model, so that MLflow need not load the model
+in a separate process to infer them.
 
-Digits, 24 trials of 12 epochs, 2 workers that share the cores; TPE and the median pruner with the same options. A
-first search of ours, which is not counted, lets TPE choose; all others run what it chose, with the same seeds,
-enqueued beforehand (`--sampled` leaves the choice to each way's sampler). All train by the same loop. The kinds take
-turns, in changing order; medians are shown.
+A search has 24 trials of 12 epochs of digits on 2 workers that share the cores, TPE and the median pruner with the same
+options. In a first search by hpsearch, which is not counted, TPE suggests the configurations; all other searches run
+these, enqueued beforehand, with the same seeds (with `--sampled`, each search uses its own sampler). All use the same
+training loop. The kinds alternate, in changing order; the table shows medians.
 
-Wall time is from the command to its end, the interpreters' start and imports included. Worker time is that of the
-workers' main threads, from where they begin to take trials to their end.
+Wall time is the duration of the command, including the start of the interpreters and imports. Worker time is the time
+of the main threads of the workers, from their first attempt to claim a trial to their end.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ REQUIREMENTS = [f"torch=={version('torch').partition('+')[0]}", "numpy"]
 
 @dataclass
 class Search:
-    """What one search came to; times in seconds."""
+    """The measurements of one search; times in seconds."""
 
     wall: float
-    before: float  # from the command to the first worker process
-    after: float  # from the end of the last worker to the command's
-    starting: float  # of all workers, until they take trials
+    before: float  # from the start of the command to that of the first worker
+    after: float  # from the end of the last worker to that of the command
+    starting: float  # summed over workers: until they claim trials
     worker_time: float
-    cpu: float  # of all workers, what they started, and what they were forked from
-    parts: Counter[str]  # of worker time
+    cpu: float  # of all workers, their children, and the process that they were forked from
+    parts: Counter[str]  # worker time by label
     trials: str
     epochs: int
     in_mlflow: str
@@ -79,7 +79,7 @@ class Bench:
         self.trials, self.epochs, self.workers = trials, epochs, workers
         self.configurations: list[dict[str, Any]] = []
         self.done = 0
-        self.search("ours")  # the first is slower: files are read from the disk
+        self.search("ours")  # the first search is slower: it reads files from the disk
         if not sampled:
             study = optuna.load_study(study_name="ours-1", storage=self.info.storage_url)
             self.configurations = [trial.params for trial in study.trials]
@@ -146,7 +146,7 @@ class Bench:
             study.enqueue_trial(params)
 
     def _in_mlflow(self, experiment: str, name: str) -> str:
-        """What the server has by the time the command ends."""
+        """Return the content of the MLflow server at the end of the command."""
         found = self.client.get_experiment_by_name(experiment)
         ids = [found.experiment_id]
         parents = self.client.search_runs(ids, f"attributes.run_name = '{name}'")
@@ -158,7 +158,7 @@ class Bench:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment without settings of the user's that would send a search elsewhere."""
+    """Return the environment without the user's settings of hpsearch, MLflow, Postgres and Weights & Biases."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -167,7 +167,7 @@ def own_environment() -> dict[str, str]:
 
 
 def run(commands: list[list[str]], environment: dict[str, str], log: Path) -> None:
-    """Run all at once, and wait for all; they must succeed."""
+    """Run commands in parallel and wait for all; all must succeed."""
     with log.open("w") as output:
         processes = [
             subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -183,7 +183,7 @@ def run(commands: list[list[str]], environment: dict[str, str], log: Path) -> No
 
 
 class Table:
-    """One line a measurement and kind: its median over the rounds, and how many times ours it is."""
+    """A line per measurement and kind: the median over the rounds, and its ratio to `ours`."""
 
     def __init__(self, searches: dict[str, list[Search]]) -> None:
         self.searches = searches
@@ -215,13 +215,13 @@ class Table:
 
 
 def verdict(searches: dict[str, list[Search]]) -> None:
-    """The two figures that the search is built to reach; each ratio is of two searches of one round."""
+    """Print the two figures that hpsearch has targets for; each ratio is of two searches of one round."""
     for other in [kind for kind in searches if kind != "ours"]:
         ratios = [mine.wall / theirs.wall for mine, theirs in zip(searches["ours"], searches[other], strict=True)]
-        aim = " (to reach: at most 0.45)" if other == "plain" else ""
+        aim = " (target: at most 0.45)" if other == "plain" else ""
         print(f"wall time, ours / {other}: {statistics.median(ratios):.2f}{aim}")
     share = statistics.median(one.training_share for one in searches["ours"])
-    print(f"training in ours' worker time: {share:.0%} (to reach: at least 80%)")
+    print(f"share of training in the worker time of ours: {share:.0%} (target: at least 80%)")
 
 
 def say(what: str) -> None:
@@ -230,11 +230,11 @@ def say(what: str) -> None:
 
 @contextmanager
 def services() -> Iterator[Path]:
-    """A home folder for services, which are stopped and forgotten at the end."""
+    """Provide a home folder for services; stop them and delete the folder at the end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     with tempfile.TemporaryDirectory(prefix="hpsearch-bench-") as folder:
         parent = Path(folder).resolve()
-        parent.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
+        parent.chmod(0o755)  # if run as root, Postgres runs as another user, which needs access
         try:
             yield parent / "home"
         finally:
@@ -244,8 +244,8 @@ def services() -> Iterator[Path]:
 def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="6 trials of 4 epochs, once")
-    parser.add_argument("--sampled", action="store_true", help="let each way suggest its own configurations")
+    parser.add_argument("--quick", action="store_true", help="one round of 6 trials of 4 epochs")
+    parser.add_argument("--sampled", action="store_true", help="each search uses its own sampler")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)

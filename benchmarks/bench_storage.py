@@ -1,13 +1,13 @@
-"""What the study storage costs, beside Optuna's RDBStorage and its gRPC proxy on the same Postgres in the same run.
+"""Compare the study storage with Optuna's RDBStorage and its gRPC proxy, on the same Postgres in the same run.
 
     python -m benchmarks.bench_storage [--quick] [--only NAME ...]
 
-A trial is ask, four suggestions, ten epochs of report and should_prune, and tell; TPE and the median pruner unless said
-otherwise. `worker` does it as `hpsearch worker` does: a claim with a lease, the suggestions written together, fenced
-reports, a settlement. `ours`, `rdb` and `grpc` (where grpcio is installed) go through Optuna's public interface.
+A trial is ask, four suggestions, ten epochs of report and should_prune, and tell; the default is TPE with the median
+pruner. `worker` uses the calls of `hpsearch worker`: a claim with a lease, one write of all suggestions, fenced reports,
+and the final write. `ours`, `rdb` and `grpc` (if grpcio is installed) use Optuna's public interface.
 
-"Storage" is the time inside the storage, so that the sampler's and the pruner's own arithmetic does not count. The
-kinds take turns, trial by trial, so that what else the machine does hits them alike; medians are shown.
+"storage" is the time inside the storage, without the arithmetic of the sampler and the pruner. The kinds alternate after
+each trial, so that other load on the machine affects all alike; the table shows medians.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 class Bench:
-    """One Postgres, and a fresh study for each measurement."""
+    """A Postgres server, and a fresh study for each measurement."""
 
     def __init__(self, server: EmbeddedPostgres, port: int, quick: bool) -> None:
         self.server, self.port, self.quick = server, port, quick
@@ -101,7 +101,7 @@ class Bench:
         return made
 
     def in_turns(self, runners: Sequence[Runner], rounds: int) -> dict[str, dict[str, float]]:
-        """Return the medians of the parts of each runner's trials."""
+        """Run trials of the runners alternately; return the median times of the parts of a trial, by kind."""
         got: dict[str, list[dict[str, float]]] = {runner.kind: [] for runner in runners}
         gc.collect()
         for turn in range(rounds):
@@ -114,7 +114,7 @@ class Bench:
     # The measurements
 
     def commits(self) -> None:
-        """A commit, which each write waits for: what no storage can save."""
+        """Measure a commit, the lower bound of each write."""
         with self.loader.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             statement = sa.text("INSERT INTO studies (study_name) VALUES (:name)")
             times = []
@@ -125,7 +125,7 @@ class Bench:
         print(f"a commit takes {statistics.median(times):.2f} ms", flush=True)
 
     def statements(self) -> None:
-        """Statements of one trial in a study of 100."""
+        """Count the statements of a trial in a study of 100 trials."""
         for kind in ("worker", "ours", "rdb"):
             runner, count, rounds = self.runner(kind, 100), 0, 5
 
@@ -139,7 +139,7 @@ class Bench:
             self.row("statements per trial", kind, count / rounds, "")
 
     def trials(self) -> None:
-        """The parts of a trial in studies of several sizes."""
+        """Measure the parts of a trial in studies of several sizes."""
         for size in (0, 1000) if self.quick else (0, 1000, 10_000):
             got = self.in_turns([self.runner(kind, size) for kind in KINDS], 5 if self.quick else 15)
             for kind, parts in got.items():
@@ -147,7 +147,7 @@ class Bench:
                 self.row(f"storage time of a trial, {size} before it, ms", kind, parts["storage"], detail)
 
     def others(self) -> None:
-        """should_prune beside other running trials."""
+        """Measure should_prune while other trials run."""
         for size in (0, 200) if self.quick else (0, 50, 200):
             got = self.in_turns([self.runner(kind, 1000, size) for kind in KINDS], 5)
             for kind, parts in got.items():
@@ -155,7 +155,7 @@ class Bench:
                 self.row(f"should_prune, {size} others running, ms", kind, parts["should_prune"], detail)
 
     def workers(self) -> None:
-        """Trials per second of several processes with a random sampler."""
+        """Measure trials per second of several processes with a random sampler."""
         for workers in (1, 4) if self.quick else (1, 4, 8, 16):
             for kind in KINDS:
                 name, seconds = self.study(), 5 if self.quick else 10
@@ -174,7 +174,7 @@ class Bench:
                 self.row(f"trials per second, {workers} workers, random", kind, done / seconds, "")
 
     def joining(self) -> None:
-        """The first suggestions of a new process in a big study."""
+        """Measure the first suggestions of a new process in a large study."""
         size = 1000 if self.quick else 10_000
         names = {kind: self.study(size) for kind in PUBLIC}
         got: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PUBLIC}
@@ -189,7 +189,7 @@ class Bench:
             self.row(f"first suggestions of a new process at {size}, ms", kind, whole, f"storage {storage:.0f}")
 
     def importing(self) -> None:
-        """add_trials of finished trials."""
+        """Measure the import of finished trials: import_trials of our storage, add_trials otherwise."""
         for kind in PUBLIC:
             size = 1000 if kind == "ours" else 20 if self.quick else 100
             storage = self.open(kind)
@@ -214,7 +214,7 @@ class Bench:
 
 
 def work(kind: str, url: str, port: str, name: str) -> None:
-    """One of several workers: run trials for as many seconds as it is told, and print how many."""
+    """Run trials as one of several workers, for the seconds read from stdin; print their number."""
     runner = Runner(kind, opened(kind, url, int(port)), name, "random")
     runner.trial()
     print("ready", flush=True)

@@ -1,22 +1,22 @@
-"""What tracking costs a trial, beside MLflow's fluent API as tutorials use it, on the same server in one run.
+"""Compare the cost of tracking with that of MLflow's fluent API as tutorials use it, on the same server in one run.
 
     python -m benchmarks.bench_tracking [--quick] [--workers N ...] [--kinds KIND ...]
 
-Each worker process runs trials of 10 epochs of digits, one after the other, in each of these ways:
+Each worker process runs trials of 10 epochs of digits, one after the other, of each of these kinds:
 
-- `ours`: `TrialTracking`, with all that a trial of hpsearch logs and its files;
+- `ours`: `TrialTracking`, with everything that a trial of hpsearch logs, and its files;
 - `fluent`: `start_run`, `log_params`, `log_metrics` after each epoch, `log_artifact` of the best checkpoint, and
   `log_model` with an input example;
-- `careful`: the same with the model's requirements given, which spares MLflow loading the model in a process of its
-  own to find out;
-- `none`: no tracking.
-- `tensorboard`, `wandb`, where they are asked for by --kinds: `ours`, with that one told as well as MLflow (Weights &
-  Biases in its offline mode).
+- `careful`: the same with explicit requirements of the model, so that MLflow need not load the model in a separate
+  process to infer them;
+- `none`: no tracking;
+- `tensorboard`, `wandb`, only if --kinds names them: `ours`, logging to that system as well as to MLflow (Weights &
+  Biases in offline mode).
 
-All else is the same: the claim of the trial, the training, the files of its run directory. "Tracking time" is what the
-training thread spends in calls of the tracker. The cost of a trial is what it takes more than one without tracking:
-wall time of a worker until all has reached the server, and CPU time of its process and those it started. Each process
-runs a trial to warm up first.
+Everything else is the same: the claim of the trial, the training, the files of its run directory. "Tracking time" is
+the time of the training thread in calls of the tracker. The cost of a trial is its excess over one without tracking:
+wall time of a worker until everything has arrived at the server, and CPU time of its process and child processes. Each
+process runs a trial first to warm up.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from hpsearch.storage.trials.finishing import Outcome
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})
 KINDS = ("ours", "fluent", "careful", "none")
-SECOND = {"tensorboard": "{home}/events", "wandb": "bench"}  # the setting that adds a reader beside MLflow
+SECOND = {"tensorboard": "{home}/events", "wandb": "bench"}  # setting that adds a tracking system to MLflow
 
 
 class Way(Protocol):
-    """What a trial tells its tracker."""
+    """The calls of a tracker by a trial."""
 
     def start(self, claim: Claim) -> None: ...
     def epoch(self, record: EpochRecord) -> None: ...
@@ -120,7 +120,7 @@ class Fluent:
         mlflow.end_run()
 
     def drain(self) -> None:
-        """Every call has waited for the server."""
+        """Do nothing: every call has waited for the server."""
 
 
 class Untracked:
@@ -142,10 +142,10 @@ def tracker_of(kind: str, study: StoredStudy, uri: str) -> Way:
 
 @dataclass
 class Times:
-    """What a worker measured; seconds."""
+    """The measurements of a worker, in seconds."""
 
-    epochs: list[float] = field(default_factory=list)  # tracking on the training thread, by epoch
-    trials: list[float] = field(default_factory=list)  # the same in all, by trial
+    epochs: list[float] = field(default_factory=list)  # tracking on the training thread, per epoch
+    trials: list[float] = field(default_factory=list)  # the same, per trial
     wall: float = 0.0
     cpu: float = 0.0
 
@@ -157,7 +157,7 @@ class Times:
 
 
 class Session(LocalSession):
-    """Keeps files as a worker's does, and tells the tracker of epochs."""
+    """A session that keeps files as a worker's session does, and logs epochs with the tracker."""
 
     def __init__(self, run_dir: Path, tracker: Way, times: Times) -> None:
         super().__init__(run_dir)
@@ -173,7 +173,7 @@ class Session(LocalSession):
 
 
 class Worker:
-    """Runs trials of one kind."""
+    """A worker that runs trials of one kind."""
 
     def __init__(self, kind: str, url: str, uri: str, study: str, folder: Path) -> None:
         self.handle = load_study(open_storage(url, application_name="bench"), study)
@@ -206,7 +206,7 @@ class Worker:
 
 
 def cpu_time() -> float:
-    """Seconds of this process, of those it started, and of those they started."""
+    """Return the CPU seconds of this process and all its descendants."""
     used = sum(
         usage.ru_utime + usage.ru_stime
         for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
@@ -216,13 +216,13 @@ def cpu_time() -> float:
 
 
 def work(kind: str, uri: str, study: str, trials: int) -> None:
-    """One of several workers: warm up, wait for the word, run the trials, print what they took."""
+    """Run trials as one of several workers: warm up, wait for a line on stdin, run the trials, print the times."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker("careful" if kind == "fluent" else kind, os.environ["BENCH_STORAGE"], uri, study, Path(folder))
         worker.run(1)
         if isinstance(worker.tracker, Fluent) and kind == "fluent":
-            worker.tracker.requirements = None  # finding them out warms nothing up, and takes its time
+            worker.tracker.requirements = None  # only now: inferring them takes long and warms nothing up
         print("ready", flush=True)
         sys.stdin.readline()
         print(json.dumps(vars(worker.run(trials))), flush=True)
@@ -237,7 +237,7 @@ class Bench:
         self.done = 0
 
     def fleet(self, kind: str, workers: int, trials: int) -> tuple[list[Times], float]:
-        """Return what each worker measured, and the server's CPU seconds meanwhile."""
+        """Run a fleet; return the measurements of each worker, and the CPU seconds of the server meanwhile."""
         self.done += 1
         settings: dict[str, Any] = {"objective": "digits", "name": f"tracking-{self.done}", "epochs": EPOCHS}
         settings |= {key: value.format(home=self.home) for key, value in SECOND.items() if key == kind}
@@ -247,9 +247,7 @@ class Bench:
         command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {
             **own_environment(),
-            **thread_environment(
-                max(workers, count_cores())
-            ),  # one each: threads that wait for each other measure the others
+            **thread_environment(max(workers, count_cores())),  # one thread each: more would wait for each other
             "BENCH_STORAGE": self.info.storage_url,
             "HPSEARCH_HOME": str(self.home),
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -267,7 +265,7 @@ class Bench:
                 for one in fleet:
                     one.stdin.write("go\n")
                     one.stdin.flush()
-                # The last line: MLflow's fluent API prints where its runs are.
+                # Only the last line is the result: MLflow's fluent API prints the addresses of its runs before.
                 found = [Times(**json.loads(one.communicate()[0].splitlines()[-1])) for one in fleet]
             finally:
                 for one in fleet:
@@ -281,7 +279,7 @@ class Bench:
 
 @dataclass
 class Cost:
-    """Of one trial, in milliseconds: of the tracking alone, when what a trial without it takes is subtracted."""
+    """The cost of a trial in milliseconds, or that of its tracking, if the cost of an untracked trial is subtracted."""
 
     wall: float
     cpu: float
@@ -292,7 +290,7 @@ class Cost:
 
 
 class Measurement:
-    """What a kind took with a number of workers, over the rounds."""
+    """The measurements of a kind with a number of workers, over the rounds."""
 
     def __init__(self) -> None:
         self.epochs: list[float] = []
@@ -313,7 +311,7 @@ class Measurement:
 
 
 def show(workers: int, measured: dict[str, Measurement]) -> None:
-    """One line a measurement and kind, and how many times ours it is."""
+    """Print a line per measurement and kind, with its ratio to the first kind."""
     tracked = {kind: one for kind, one in measured.items() if kind != "none"}
 
     def rows(what: str, numbers: dict[str, float], details: dict[str, str]) -> None:
@@ -349,7 +347,7 @@ def show(workers: int, measured: dict[str, Measurement]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few trials, once")
+    parser.add_argument("--quick", action="store_true", help="one round of few trials")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *SECOND), default=KINDS)
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)

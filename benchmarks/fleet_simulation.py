@@ -1,16 +1,16 @@
-"""How many workers one Postgres carries: their real calls of the storage at the pace of their epochs, no training.
+"""Measure the load of many workers on one Postgres server: real storage calls at the pace of epochs, no training.
 
     python -m benchmarks.fleet_simulation [--workers N ...] [--epoch SECONDS] [--ramp SECONDS] [--seconds S]
                                                 [--kinds ours rdb] [--url URL]
 
-A simulated worker claims a trial, suggests its parameters, then each epoch reports and asks the pruner, settles, and
-takes the next; its lease is renewed meanwhile, as a worker's thread does. `rdb` is the same by Optuna's RDBStorage:
-ask, report, should_prune, tell. Each has a connection of its own, as separate processes have; they are driven by a few
-processes here, which share the cores with the server: times are those that a worker sees, this machine's lack of cores
-included. Workers start over the ramp; times count from half an epoch after the last.
+A simulated worker claims a trial, suggests its parameters, reports and calls the pruner in each epoch, ends the trial,
+and claims the next; its lease is renewed meanwhile, as by the thread of a real worker. `rdb` is the same with Optuna's
+RDBStorage: ask, report, should_prune, tell. Each worker has a separate connection, like a separate process. A few
+processes drive all workers and share the cores with the server, so the times include any lack of cores. The starts of
+the workers are spread over the ramp; measurements begin half an epoch after the last start.
 
-"behind" is how late a call began: where it grows, this load is too much. `--url` is another way to the same server,
-such as PgBouncer's, given the user and the database of the first.
+"behind" is the delay of the start of a call: the server is overloaded if it grows. `--url` is another address of the same
+server, such as that of PgBouncer, with the user and the database of the first.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build_url
 
 EPOCHS = 20  # of a trial
-THREADS = 24  # of a driving process: more wait for the server than it has cores
-BEATS = 4  # renewals in the time of a lease
+THREADS = 24  # per driving process: more than cores, since most wait for the server
+BEATS = 4  # renewals per lease duration
 
 warnings.simplefilter("ignore")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
-Call = tuple[str, Any]  # its name, and what to do
+Call = tuple[str, Any]  # name, function
 
 
 def spec_of(name: str) -> StudySpec:
@@ -75,20 +75,20 @@ def spec_of(name: str) -> StudySpec:
 
 
 class Ours:
-    """A worker of ours."""
+    """A worker of hpsearch."""
 
     def __init__(self, url: str, name: str, number: int) -> None:
         engine = make_engine(url, application_name=f"worker {number}", pool_size=1, max_overflow=1, pre_ping=False)
         self.storage = PostgresStorage(engine, retry_seconds=60.0)
         study_id = self.storage.get_study_id_from_name(name)
         self.claims = Claims(engine, study_id, worker=f"simulated:{number}")
-        self.claims._process = f"simulated/pid:[1]/time:[1]/{number}/1"  # of another machine, as most of a fleet's are
+        self.claims._process = f"simulated/pid:[1]/time:[1]/{number}/1"  # on another machine, like most of a fleet
         self.pruner = StudyPruner(spec_of(name), self.storage, study_id, max_age=1.0)
         self.random = random.Random(number)
         self.claim: Claim | None = None
 
     def run(self, first: int) -> Iterator[tuple[Call, bool]]:
-        """The calls of its life, and whether an epoch is trained before each; its first trial has `first` epochs."""
+        """Yield the calls, and whether an epoch is trained before each; the first trial has `first` epochs."""
         for epochs in itertools.chain([first], itertools.repeat(EPOCHS)):
             yield ("claim", self._claim), False
             claim = self.claim
@@ -128,7 +128,7 @@ class Ours:
 
 
 class Rdb:
-    """A worker by Optuna's own storage."""
+    """A worker that uses Optuna's own storage."""
 
     def __init__(self, url: str, name: str, number: int) -> None:
         settings = {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 1}
@@ -139,7 +139,7 @@ class Rdb:
         )
 
     def run(self, first: int) -> Iterator[tuple[Call, bool]]:
-        """As above."""
+        """Yield the calls as `Ours.run` does."""
         for epochs in itertools.chain([first], itertools.repeat(EPOCHS)):
             yield ("claim", self._ask), False
             yield ("suggest", self._suggest), False
@@ -160,19 +160,19 @@ class Rdb:
             self.trial._suggest(name, SPACE[name])
 
     def renew(self) -> None:
-        """It has no lease."""
+        """Do nothing: a trial of RDBStorage has no lease."""
 
 
 KINDS = {"ours": Ours, "rdb": Rdb}
 
 
 class Drive:
-    """Drives some workers of a fleet, each call at its time, by a few threads."""
+    """Some workers of a fleet, whose calls a few threads make when they are due."""
 
     def __init__(self, kind: str, url: str, name: str, numbers: range, epoch: float, ramp: float) -> None:
         self.epoch, self.ramp, self.kind = epoch, ramp, kind
         self.workers = [KINDS[kind](url, name, number) for number in numbers]
-        self.due: list[tuple[float, int, int, Any]] = []  # when, in order, whose, the rest of its life
+        self.due: list[tuple[float, int, int, Any]] = []  # time, serial number, worker, its remaining calls
         self.ready: queue.Queue[tuple[float, int, Any] | None] = queue.Queue()
         self.lock = threading.Condition()
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -187,7 +187,7 @@ class Drive:
             self.lock.notify()
 
     def work(self) -> None:
-        """A thread: take what is due, do it, and put the worker's next call in its place."""
+        """Make the calls that are due, in a thread, and schedule the next call of each worker."""
         while (task := self.ready.get()) is not None:
             when, worker, life = task
             if life is None:
@@ -195,7 +195,7 @@ class Drive:
                 self.at(when + LEASE / BEATS, worker, None)
                 continue
             (name, call), trained = next(life)
-            if trained:  # it is done when the epoch is over
+            if trained:  # the call is due at the end of the epoch
                 self.at(time.monotonic() + self.epoch, worker, _Rest((name, call), life))
             else:
                 self.call(name, call, when)
@@ -239,7 +239,7 @@ def cpu_seconds() -> float:
 
 
 class _Rest:
-    """A life whose next call is known already."""
+    """The remaining calls of a worker, with the next one already taken from the iterator."""
 
     def __init__(self, first: Call, life: Any) -> None:
         self.first: Call | None = first
@@ -253,7 +253,7 @@ class _Rest:
 
 
 def drive(kind: str, url: str, name: str, first: int, count: int, epoch: float, ramp: float, seconds: float) -> None:
-    """Drive workers `first` to `first + count`, when told to begin, and print what their calls took."""
+    """Drive workers `first` to `first + count - 1` from the time read from stdin; print the times of their calls."""
     driven = Drive(kind, url, name, range(first, first + count), epoch, ramp)
     print("ready", flush=True)
     driven.run(float(sys.stdin.readline()), seconds)
@@ -262,7 +262,7 @@ def drive(kind: str, url: str, name: str, first: int, count: int, epoch: float, 
 
 
 class Simulation:
-    """One server, and a study for each fleet."""
+    """A Postgres server, and a study for each fleet."""
 
     def __init__(self, folder: Path, connections: int, via: str | None) -> None:
         postgres._SETTINGS["max_connections"] = str(connections)
@@ -281,18 +281,18 @@ class Simulation:
         self.names = 0
 
     def server_seconds(self) -> float:
-        """CPU seconds of the server's processes that are there."""
+        """Return the CPU seconds of the running processes of the server."""
         running = self.server.find_process()
         assert running is not None
         total = 0.0
         for process in (running, *running.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):  # one of its own workers, which come and go
+            with suppress(psutil.NoSuchProcess):  # a background worker of Postgres that has just ended
                 times = process.cpu_times()
                 total += times.user + times.system
         return total
 
     def fleet(self, kind: str, workers: int, epoch: float, ramp: float, seconds: float, processes: int) -> None:
-        """Run a fleet and print what its calls took."""
+        """Run a fleet and print the times of its calls."""
         self.names += 1
         name = f"fleet-{self.names}"
         loader = open_storage(self.direct, application_name="loader")
@@ -317,14 +317,14 @@ class Simulation:
             assert driver.stdin is not None
             driver.stdin.write(f"{begin}\n")
             driver.stdin.flush()
-        time.sleep(1.0 + ramp + epoch / 2)  # until what counts begins
+        time.sleep(1.0 + ramp + epoch / 2)  # until the measurements begin
         before = self.server_seconds()
-        time.sleep(seconds / 2)  # connections are counted in the middle of what counts
+        time.sleep(seconds / 2)  # connections are counted in the middle of the measurements
         with self.admin.connect() as connection:
             in_use = connection.execute(
                 sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = 'optuna'")
             ).scalar()
-        time.sleep(seconds / 2 - 2.0)  # before any of its processes goes
+        time.sleep(seconds / 2 - 2.0)  # before any driver ends
         used = (self.server_seconds() - before) / (seconds - 2.0)
         found = [json.loads(driver.communicate()[0].splitlines()[-1]) for driver in drivers]
         times: dict[str, list[float]] = defaultdict(list)
@@ -353,11 +353,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--epoch", type=float, default=10.0, help="seconds")
-    parser.add_argument("--ramp", type=float, help="seconds in which all workers start; an epoch")
+    parser.add_argument("--ramp", type=float, help="seconds over which the workers start (default: an epoch)")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--processes", type=int, default=4, help="that drive the workers")
+    parser.add_argument("--processes", type=int, default=4, help="number of processes that drive the workers")
     parser.add_argument("--kinds", nargs="+", default=["ours"], choices=list(KINDS))
-    parser.add_argument("--url", help="to reach the server by")
+    parser.add_argument("--url", help="another address of the server")
     parser.add_argument("--drive", nargs=8, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.drive:

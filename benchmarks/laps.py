@@ -1,4 +1,4 @@
-"""Where the main thread of a worker spends its time: by label, each second counted once."""
+"""Measure the time of the main thread of a worker by label, counting each second once."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pathlib import Path
 
 import psutil
 
-FOLDER = "BENCH_LAPS"  # where processes that are watched leave what they found
+FOLDER = "BENCH_LAPS"  # environment variable: folder for the measurements of the watched processes
 REST = "the rest"
 
 
 class Laps:
-    """Labels nest: time under an inner label does not count under the outer one."""
+    """Times by label. Labels nest: time under an inner label does not count under the outer one."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self.first: float | None = None  # unix time when there was work to do for the first time
+        self.first: float | None = None  # Unix time at which work began
         self._thread = threading.get_ident()
         self._labels = [REST]
         self._since = time.perf_counter()
 
     @contextmanager
     def __call__(self, label: str) -> Iterator[None]:
-        """Count the time inside under `label`; on other threads nothing."""
+        """Count the time in the context under `label`, except on other threads."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -51,7 +51,7 @@ class Laps:
         self._since = now
 
     def begin(self) -> None:
-        """Work begins: what came before was the start of the process."""
+        """Begin to measure, unless already begun: discard the times of the start of the process."""
         if self.first is None:
             self._turn()
             self.seconds.clear()
@@ -70,15 +70,15 @@ class Laps:
         setattr(owner, name, timed)
 
     def watch_all(self, owner: type, label: str) -> None:
-        """Count every call of a public method of `owner` under `label`, but for those that are watched already."""
+        """Count calls of public methods of `owner` under `label`, except for those that are watched already."""
         for name, method in list(vars(owner).items()):
             plain = inspect.isfunction(method) and not inspect.isgeneratorfunction(inspect.unwrap(method))
             if plain and not name.startswith("_") and not hasattr(method, "watched"):
                 self.watch(owner, name, label)
 
     def write_at_exit(self, folder: str) -> None:
-        """Leave a file in `folder` when the process ends."""
-        # Forked processes end without what `atexit` has.
+        """Write the measurements to a file in `folder` when the process ends."""
+        # Forked processes do not run `atexit` functions.
         Finalize(None, self._write, args=(Path(folder) / f"{os.getpid()}.json",), exitpriority=0)
 
     def _write(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class Laps:
             "first": self.first,
             "ended": time.time(),
             "cpu": times.user + times.system + times.children_user + times.children_system,
-            # Of the server that this process and its like were forked from, where they were.
+            # CPU time of the process that all workers were forked from, if they were.
             "cpu_before": sum(psutil.Process(os.getppid()).cpu_times()[:2]) if parent_process() else 0.0,
             "seconds": self.seconds,
         }
@@ -97,5 +97,5 @@ class Laps:
 
 
 def _boot_error() -> float:
-    """Seconds by which psutil, which reads when the system was started in whole seconds, is early."""
+    """Return the seconds by which times of psutil are early: it reads the boot time in whole seconds."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()

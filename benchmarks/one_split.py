@@ -1,7 +1,7 @@
-"""Objectives of bench_quality.py, whose data are divided in one way whatever the seed of a search.
+"""Objectives of bench_quality.py whose data split does not depend on the seed of the search.
 
-hpsearch divides the data by the study's seed; validation data that differ from search to search are as hard as they
-happen to be, which would say more of a search than how it searches.
+hpsearch splits the data by the seed of the study. Validation data that differ between searches differ in difficulty,
+and this would have a larger effect on the results than the search methods.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from hpsearch.objectives.builtin.denoise import Denoise
 
 
 class OneDigits(DigitsLikelihood):
-    """Digits, judged by its likelihood."""
+    """The digits objective with the negative log-likelihood as its metric."""
 
     def data(self, seed: int) -> Splits:
-        """The division of seed 0."""
+        """Return the split of seed 0."""
         return super().data(0)
 
 
 class OneBreastCancer(BreastCancerLikelihood):
-    """Tumours, judged by its likelihood."""
+    """The breast cancer objective with the negative log-likelihood as its metric."""
 
     def data(self, seed: int) -> Splits:
-        """The division of seed 0."""
+        """Return the split of seed 0."""
         return super().data(0)
 
 
 class OneDenoise(Denoise):
-    """Images without their noise."""
+    """The denoise objective."""
 
     def data(self, seed: int) -> Splits:
-        """The division of seed 0."""
+        """Return the split of seed 0."""
         return super().data(0)

@@ -27,7 +27,7 @@ from hpsearch.storage.rungs.fronts import compute_hypervolume, to_losses
 from hpsearch.storage.trials.history import read_epoch_values
 
 _MAX_AXES = 9  # of the parallel coordinates, including the value's
-_MAX_FORECASTS = 12  # drawn beside the learning curves
+_MAX_FORECASTS = 12  # drawn together with the learning curves
 _MAX_CURVE_POINTS = 40_000  # of all learning curves together; above it, epochs are left out
 
 

@@ -31,6 +31,6 @@ def test_workers_of_two_containers_have_different_names(monkeypatch: pytest.Monk
 
 
 def test_sigusr1_is_not_used() -> None:
-    sources = [path for room in ("storage", "objectives", "search") for path in (ROOT / room).rglob("*.py")]
+    sources = [path for folder in ("storage", "objectives", "search") for path in (ROOT / folder).rglob("*.py")]
     assert sources
     assert not [path for path in sources if "SIGUSR" in path.read_text()]
