@@ -3,11 +3,11 @@
     python -m benchmarks.bench_storage [--quick] [--only NAME ...]
 
 A trial is ask, four suggestions, ten epochs of report and should_prune, and tell; the default is TPE with the median
-pruner. `worker` uses the calls of `hpsearch worker`: a claim with a lease, one write of all suggestions, fenced reports,
-and the final write. `ours`, `rdb` and `grpc` (if grpcio is installed) use Optuna's public interface.
+pruner. `worker` uses the calls of `hpsearch worker`: a claim with a lease, one write of all suggestions, fenced
+reports, and the final write. `ours`, `rdb` and `grpc` (if grpcio is installed) use Optuna's public interface.
 
-"storage" is the time inside the storage, without the arithmetic of the sampler and the pruner. The kinds alternate after
-each trial, so that other load on the machine affects all alike; the table shows medians.
+"storage" is the time inside the storage, without the arithmetic of the sampler and the pruner. The kinds alternate
+after each trial, so that other load on the machine affects all alike; the table shows medians.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ RDBStorage: ask, report, should_prune, tell. Each worker has a separate connecti
 processes drive all workers and share the cores with the server, so the times include any lack of cores. The starts of
 the workers are spread over the ramp; measurements begin half an epoch after the last start.
 
-"behind" is the delay of the start of a call: the server is overloaded if it grows. `--url` is another address of the same
-server, such as that of PgBouncer, with the user and the database of the first.
+"behind" is the delay of the start of a call: the server is overloaded if it grows. `--url` is another address of the
+same server, such as that of PgBouncer, with the user and the database of the first.
 """
 
 from __future__ import annotations

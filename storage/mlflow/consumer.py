@@ -37,7 +37,7 @@ _MAX_ENTITIES, _MAX_PARAMS_OR_TAGS, _MAX_CHARACTERS = 1000, 100, 400_000
 
 @dataclass
 class _Batch:
-    """The content of one request; the metrics of an epoch are not split, so that MLflow stores them all or not at all."""
+    """The content of one request. The metrics of an epoch are not split: MLflow stores all or none."""
 
     metrics: list[Metric] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
