@@ -1,11 +1,11 @@
-"""What budgets in trials come to: how good the best is once so many trials have been begun and ended, and its cost.
+"""Compare search methods at budgets in trials: the quality of the best configuration, and the epochs spent.
 
     python -m benchmarks.search_quality.budgets [--trials 24 100 500] [--seeds 20] [--objectives NAME ...]
 
-A search of a number of trials spends as many epochs as its pruner lets it: ways that pause most trials early spend a
-fraction. So both are told: the epochs, and the share of configurations drawn at random that are truly better than
-the best one found (lower is better; geometric means). `ahead`: of the searches, those whose best is truly better than
-the baseline's of the same seed.
+With a fixed number of trials, the number of epochs depends on the pruner: methods that pause most trials early spend a
+fraction. The table therefore has both: the epochs, and the share of random configurations whose true value is better
+than that of the best one found (lower is better; geometric means). `ahead` is the share of searches whose best
+configuration has a better true value than that of the baseline with the same seed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from benchmarks.search_quality.ways import WAYS, make
 
 BASELINE = "hpsearch tpe + median"
 COMPARED = (BASELINE, "hpsearch freeze_thaw + median", "hpsearch tpe + asha", "hpsearch freeze_thaw + asha")
-RANDOM = 10_000  # configurations that what was found is ranked among
-MOST = 10**9  # epochs: the trials end a search
+RANDOM = 10_000  # random configurations, among which the best one found is ranked
+NO_END = 10**9  # epochs: only the number of trials ends a search
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """A search of so many trials."""
+    """A search with a budget in trials."""
 
     objective: str
     family: Family
@@ -46,7 +46,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Found:
-    """What it came to: the true value of the best, and the epochs that it cost."""
+    """The result of a search: the true value of the best configuration, and the epochs spent."""
 
     best: float
     epochs: int
@@ -55,14 +55,14 @@ class Found:
 def search(one: Bounded) -> Found:
     problem = replace(PROBLEMS[one.objective], trials=one.trials)
     training, way = surrogate(one.objective, one.family), make(one.way, problem, one.seed)
-    bounds = {"workers": one.workers, "budget": MOST, "seed": one.seed, "trials": one.trials}
+    bounds = {"workers": one.workers, "budget": NO_END, "seed": one.seed, "trials": one.trials}
     history = Simulation(way, training, problem.maximize, **bounds).run()
     return Found(history.best[-1], history.epochs)
 
 
 @cache
-def at_random(objective: str, family: Family) -> np.ndarray:
-    """True last values of configurations at random [RANDOM], as losses, in order."""
+def random_losses(objective: str, family: Family) -> np.ndarray:
+    """Return the true last values of random configurations [RANDOM] as losses, in ascending order."""
     problem, training = PROBLEMS[objective], surrogate(objective, family)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     values = []
@@ -76,13 +76,13 @@ def at_random(objective: str, family: Family) -> np.ndarray:
 
 
 def share_better(one: Bounded, found: Found) -> float:
-    """Of configurations at random, those truly better than what was found; half of one, where there is none."""
+    """Return the share of random configurations that are truly better; half of one configuration if none is."""
     loss = -found.best if PROBLEMS[one.objective].maximize else found.best
-    return max(0.5, float(np.searchsorted(at_random(one.objective, one.family), loss))) / RANDOM
+    return max(0.5, float(np.searchsorted(random_losses(one.objective, one.family), loss))) / RANDOM
 
 
 def lines(ways: list[str], done: dict[Bounded, Found]) -> Iterator[str]:
-    yield "| trials | way | epochs | of random ones, better | ahead of the baseline |"
+    yield "| trials | method | epochs | random ones that are better | ahead of the baseline |"
     yield "|---|---|---|---|---|"
     for trials in sorted({one.trials for one in done}):
         for way in ways:
@@ -104,14 +104,14 @@ def main() -> None:
     parser.add_argument("--trials", nargs="+", type=int, default=[24, 100, 500])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(COMPARED))
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=8, help="of the searches that are simulated")
+    parser.add_argument("--workers", type=int, default=8, help="simulated workers per search")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     cells = [(name, family) for name in given.objectives for family in FAMILIES]
     for cell in cells:
-        surrogate(*cell)  # fitted once, for all processes
+        surrogate(*cell)  # fit once for all processes
     searches = [
         Bounded(name, family, way, trials, seed, given.workers)
         for seed in range(given.seeds)

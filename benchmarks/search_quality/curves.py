@@ -1,10 +1,10 @@
-"""Learning curves of this repository's objectives, each trained to its full length whatever becomes of it.
+"""Train learning curves of this repository's objectives, each to its full length.
 
     python -m benchmarks.search_quality.curves [digits ...] [--configurations N]
 
-They are kept in `data`, which is part of the repository: this need not be run again. It goes on where it was stopped.
-Two of three configurations are drawn at random; the third is chosen by TPE, so that there are enough of the good ones
-to tell apart. Training uses one core. A configuration that diverges has no values from there on.
+The curves are in `data`, a part of the repository: the command need not be run again. It resumes if it was interrupted.
+Two of three configurations are random; TPE suggests the third, so that there are enough good ones to compare methods.
+Training uses one core. A configuration that diverges has no later values.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hpsearch.objectives.training.session import MidEpochAction, Verdict
 from hpsearch.search.samplers.suggest import derive_seed
 
 DATA = Path(__file__).parent / "data"
-CHOSEN_EVERY = 3  # configurations, of which the last is chosen by TPE
+CHOSEN_EVERY = 3  # TPE suggests each third configuration
 
 
 @dataclass
 class Curve:
-    """One training: its parameters, the metric after each epoch (NaN once it diverged) and the seconds it took."""
+    """One training: its parameters, the metric after each epoch (NaN after it diverged) and its duration."""
 
     configuration: int
     seed: int
@@ -49,13 +49,13 @@ class Curve:
 
     @property
     def chosen(self) -> bool:
-        """Whether TPE chose the configuration; else it was drawn at random."""
+        """Whether TPE suggested the configuration; otherwise it is random."""
         return self.configuration % CHOSEN_EVERY == CHOSEN_EVERY - 1
 
 
 @dataclass
 class Kept:
-    """A session that keeps the metric of each epoch and nothing else."""
+    """A session that keeps only the metric of each epoch."""
 
     run_dir = shards = curve = None
     metric: str
@@ -83,7 +83,7 @@ class Kept:
 
 @cache
 def read_curves(name: str) -> list[Curve]:
-    """The curves of an objective, in the order in which they were made; none, if there are none."""
+    """Return the curves of an objective in the order of their training; an empty list without a file."""
     try:
         text = gzip.decompress((DATA / f"{name}.csv.gz").read_bytes()).decode()
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def read_curves(name: str) -> list[Curve]:
 
 
 def write_curves(name: str, curves: list[Curve]) -> None:
-    """Replaces an objective's file; an interruption leaves the old one."""
+    """Replace the file of an objective atomically."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     epochs = PROBLEMS[name].epochs
@@ -111,7 +111,7 @@ def write_curves(name: str, curves: list[Curve]) -> None:
 
 
 def make(name: str, configurations: int) -> None:
-    """Trains what is missing of an objective's first `configurations`."""
+    """Train the missing ones of the first `configurations` of an objective."""
     problem = PROBLEMS[name]
     curves = list(read_curves(name))
     done = {(curve.configuration, curve.seed) for curve in curves}
@@ -125,7 +125,7 @@ def make(name: str, configurations: int) -> None:
 
 
 def train(name: str, problem: Problem, before: list[Curve], number: int, seed: int) -> Curve:
-    """Trains one configuration; which one is a function of those before it alone."""
+    """Train one configuration, which depends only on the curves before it."""
     objective = problem.objective()
     twin = next((curve for curve in before if curve.configuration == number), None)
     trial: Any = optuna.trial.FixedTrial(twin.params) if twin else suggested(name, problem, before, number)
@@ -142,21 +142,21 @@ def train(name: str, problem: Problem, before: list[Curve], number: int, seed: i
 
 
 def suggested(name: str, problem: Problem, before: list[Curve], number: int) -> optuna.Trial:
-    """A new configuration."""
+    """Suggest a new configuration."""
     seed = derive_seed(name, "configuration", number)
     chosen = number % CHOSEN_EVERY == CHOSEN_EVERY - 1
     sampler = optuna.samplers.TPESampler(seed=seed) if chosen else optuna.samplers.RandomSampler(seed)
     study = optuna.create_study(direction=problem.objective.direction, sampler=sampler)
     for curve in before:
-        told = optuna.trial.FixedTrial(curve.params)
-        problem.objective().configure(told)
+        fixed = optuna.trial.FixedTrial(curve.params)
+        problem.objective().configure(fixed)
         ended = math.isfinite(curve.values[-1])
         study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.COMPLETE if ended else optuna.trial.TrialState.PRUNED,
                 value=curve.values[-1] if ended else None,
                 params=curve.params,
-                distributions=told.distributions,
+                distributions=fixed.distributions,
             )
         )
     return study.ask()
@@ -164,8 +164,8 @@ def suggested(name: str, problem: Problem, before: list[Curve], number: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("objectives", nargs="*", choices=[*PROBLEMS, []], help="all, unless given")
-    parser.add_argument("--configurations", type=int, default=10**9, help="at most so many of each objective")
+    parser.add_argument("objectives", nargs="*", choices=[*PROBLEMS, []], help="default: all")
+    parser.add_argument("--configurations", type=int, default=10**9, help="maximum number per objective")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     torch.set_num_threads(1)

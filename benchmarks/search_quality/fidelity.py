@@ -1,11 +1,12 @@
-"""How far the surrogates are to be trusted: a line for each objective and kind.
+"""Compare the surrogates with real trainings: a line per objective and kind of surrogate.
 
     python -m benchmarks.search_quality.fidelity
 
-All but the counts are Spearman correlations of ranks. `held out`: of the last value, predicted against trained, for
-configurations that the surrogate was not fitted on; `random`: of those that were not chosen by TPE. `seeds`: of the
-last value on one seed and on another, which no surrogate can exceed by much. `early`: of the values after 3 epochs and
-after the last, as trained; `early, simulated`: of trials of the same configurations in the simulation.
+All numbers except for the counts are Spearman correlations. `held out`: between the predicted and the trained last
+value of configurations that the surrogate was not fitted to; `random`: the same without configurations suggested by
+TPE. `seeds`: between the last values with two seeds, which no surrogate can exceed by much; in brackets the number of
+pairs. `early`: between the trained values after 3 epochs and after the last; `early, simulated`: the same for simulated
+trials of these configurations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEADER = "| objective | curves | diverged | kind | held out | random | seeds | e
 
 
 def seed_correlation(name: str) -> tuple[float, int]:
-    """Between the last values on two seeds of one configuration, and how many pairs there are."""
+    """Return the rank correlation of the last values with two seeds, and the number of pairs."""
     by_configuration: dict[int, list[float]] = {}
     for curve in read_curves(name):
         by_configuration.setdefault(curve.configuration, []).append(curve.values[-1])
@@ -35,13 +36,13 @@ def seed_correlation(name: str) -> tuple[float, int]:
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Spearman's, of the pairs of which both are numbers."""
+    """Return Spearman's correlation, without pairs that have a NaN."""
     both = np.isfinite(one) & np.isfinite(other)
     return float(spearmanr(one[both], other[both]).statistic)
 
 
 def line(found: Surrogate) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     values = np.array([curve.values for curve in found.curves])
     drawn = np.array([not curve.chosen for curve in found.curves])
     scores = found.scores.score(values)
@@ -59,7 +60,7 @@ def line(found: Surrogate) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The table, in Markdown."""
+    """Yield the lines of the table in Markdown."""
     yield HEADER
     yield "|---|---|---|---|---|---|---|---|---|"
     for name in PROBLEMS:

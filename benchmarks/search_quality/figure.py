@@ -1,4 +1,4 @@
-"""Pictures of the searches: the best so far against the epochs spent, for each surrogate; and the ratios of epochs."""
+"""Draw figures of the searches: the best so far over the epochs spent, per surrogate, and the ratios of epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POINTS = 200
 
 
 def draw(cells: list[Cell], setting: Setting, path: Path) -> None:
-    """Medians over seeds, a panel for each surrogate; dotted: the baseline's quality at the end of the budget."""
+    """Draw medians over seeds, a panel per surrogate; the dotted line is the target, the baseline's final quality."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -36,8 +36,8 @@ def draw(cells: list[Cell], setting: Setting, path: Path) -> None:
         axis.axhline(target, color="black", linewidth=0.8, linestyle=":")
         axis.axvline(setting.budget, color="black", linewidth=0.8, linestyle=":")
         late = np.array(shown)[:, epochs >= setting.budget // 20]
-        spread = np.nanmax(late) - np.nanmin(late) or 1.0
-        axis.set_ylim(np.nanmin(late) - 0.03 * spread, np.nanmax(late) + 0.03 * spread)
+        extent = np.nanmax(late) - np.nanmin(late) or 1.0
+        axis.set_ylim(np.nanmin(late) - 0.03 * extent, np.nanmax(late) + 0.03 * extent)
         axis.set_title(f"{cell.objective}, {cell.family}", fontsize=10)
         axis.set_ylabel(PROBLEMS[cell.objective].objective.metric)
         axis.set_xlabel("epochs spent")
@@ -49,7 +49,7 @@ def draw(cells: list[Cell], setting: Setting, path: Path) -> None:
 
 
 def draw_ratios(ratios: dict[str, Ratio], path: Path, *, baseline: str) -> None:
-    """A point for each way with its interval, the fewest epochs first; the line is the baseline."""
+    """Draw a point per method with its interval, the fewest epochs at the top; the line is the baseline."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -70,7 +70,7 @@ def draw_ratios(ratios: dict[str, Ratio], path: Path, *, baseline: str) -> None:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.set_yticks(range(len(ways)), ways, fontsize=8)
-    axis.set_xlabel(f"epochs to what {baseline} ends with, of its own (lower is better)", fontsize=8)
+    axis.set_xlabel(f"epochs to the final quality of {baseline}, relative to it (lower is better)", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)

@@ -1,8 +1,8 @@
-"""Two objectives of this repository judged by how likely they find the labels of the validation data.
+"""Two objectives of this repository with the negative log-likelihood of the validation labels as their metric.
 
-By their own metrics, an accuracy and an AUROC, most configurations are as good as solved: the best value is met within
-the first trials, and no way of searching can be told from another. The negative log-likelihood goes on to tell them
-apart, and it is one scale for all configurations, whatever label smoothing and weights their training has.
+By their own metrics, accuracy and AUROC, most configurations are almost perfect: each search method finds the best
+value within the first trials, so methods cannot be compared. The negative log-likelihood still differs between these
+configurations, and is comparable between trainings with different label smoothing and class weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class NegativeLogLikelihood(MeanMetric):
-    """Its mean over labels [n], from logits [n, classes], or [n, 1] of one of two classes."""
+    """The mean negative log-likelihood of labels [n], from logits [n, classes], or [n, 1] for two classes."""
 
     def update(self, output: Tensor, target: Tensor) -> None:  # type: ignore[override]
-        """Adds a batch."""
+        """Add a batch."""
         if output.shape[1] > 1:
             found = functional.cross_entropy(output, target, reduction="none")
         else:
@@ -39,24 +39,24 @@ def likelihood() -> Metrics:
 
 
 class DigitsLikelihood(Digits):
-    """Digits, judged by its likelihood."""
+    """The digits objective with the negative log-likelihood as its metric."""
 
     name: ClassVar[str] = "digits_likelihood"
     metric = "nll"
     direction = "minimize"
 
     def metrics(self, train: Dataset) -> Metrics:
-        """The likelihood alone."""
+        """Return only the negative log-likelihood."""
         return likelihood()
 
 
 class BreastCancerLikelihood(BreastCancer):
-    """Tumours, judged by its likelihood."""
+    """The breast cancer objective with the negative log-likelihood as its metric."""
 
     name: ClassVar[str] = "breast_cancer_likelihood"
     metric = "nll"
     direction = "minimize"
 
     def metrics(self, train: Dataset) -> Metrics:
-        """The likelihood alone."""
+        """Return only the negative log-likelihood."""
         return likelihood()

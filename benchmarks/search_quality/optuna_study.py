@@ -1,4 +1,4 @@
-"""A study of Optuna's in memory, for whatever decides by one."""
+"""An in-memory study of Optuna, for methods that use one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.search_quality.simulation import Work
 
 @dataclass
 class OptunaStudy:
-    """Begins, reports and settles trials as a search does; who decides is left open.
+    """A study with calls that begin trials, report values and end trials; the caller decides on pruning.
 
     Attributes:
-        problem: gives the search space.
-        name: of the study, by which Hyperband deals out its brackets.
-        study: Optuna's; its sampler and pruner are the user's to set.
+        problem: has the search space.
+        name: name of the study, by which Hyperband assigns brackets.
+        study: Optuna's study; the caller sets its sampler and pruner.
         running: trials that have not ended.
-        values: of all trials, by epoch from 0.
+        values: values of all trials by epoch, from 0.
     """
 
     problem: Problem
@@ -34,7 +34,7 @@ class OptunaStudy:
         self.study = optuna.create_study(study_name=self.name, direction=objective.direction)
 
     def begin(self) -> Work:
-        """A new trial, suggested by the study's sampler."""
+        """Begin a trial with parameters from the study's sampler."""
         trial = self.study.ask()
         self.problem.objective().configure(trial)
         self.running[trial.number] = trial
@@ -42,7 +42,7 @@ class OptunaStudy:
         return Work(trial.number, self.problem.epochs, trial.params)
 
     def note(self, number: int, epoch: int, value: float) -> None:
-        """Takes a value; a full trial is settled by its best."""
+        """Report a value; after the last epoch end the trial with its best value."""
         self.values[number][epoch] = value
         self.running[number].report(value, epoch)
         if epoch == self.problem.epochs - 1:

@@ -1,7 +1,7 @@
-"""The deciding code of Optuna, Ray Tune and Syne Tune in the simulation: their samplers, schedulers and searchers.
+"""The samplers, schedulers and searchers of Optuna, Ray Tune and Syne Tune in the simulation.
 
-Each is asked as its own loop asks it. Ray Tune and Syne Tune know no conditional parameters: they suggest a value for
-each parameter of each branch, and the objective takes those that it asks for, as their users would write it.
+They are called as by their own loops. Ray Tune and Syne Tune have no conditional parameters: they suggest a value for
+each parameter of each branch, and the objective uses the active ones, as their users would write it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.search_quality.space import active, distributions
 
 
 class Optuna:
-    """A sampler and a pruner of Optuna's: `ask`, `report`, `should_prune`, `tell`."""
+    """A sampler and a pruner of Optuna, called by `ask`, `report`, `should_prune` and `tell`."""
 
     def __init__(self, problem: Problem, sampler: BaseSampler, pruner: BasePruner, *, seed: int) -> None:
         self._trials = OptunaStudy(problem, f"{problem.objective.name}-{seed}")
@@ -40,7 +40,7 @@ class Optuna:
 
 
 class Flat:
-    """A space without conditions, in a peer's own terms; choices go by their place, whatever they are."""
+    """The search space without conditions, as domains of another tool; choices are given by their index."""
 
     def __init__(self, problem: Problem) -> None:
         self._objective = problem.objective
@@ -50,7 +50,7 @@ class Flat:
         return {name: of(distribution) for name, distribution in self._distributions.items()}
 
     def params(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """What the objective asks for, with its own values."""
+        """Return the active parameters with the values of the objective."""
         return active(self._objective, {name: self._value(name, value) for name, value in flat.items()})
 
     def _value(self, name: str, value: Any) -> Any:
@@ -64,7 +64,7 @@ class Flat:
 
 
 class RayTune:
-    """Ray Tune's ASHA with its HyperOpt or its random search; a search learns of a trial when that has ended."""
+    """Ray Tune's ASHA with HyperOpt or random search; the searcher uses the results of ended trials only."""
 
     def __init__(self, problem: Problem, searcher: str, *, seed: int) -> None:
         from ray.tune.schedulers import AsyncHyperBandScheduler
@@ -99,14 +99,14 @@ class RayTune:
 
 
 class Named:
-    """All that Ray Tune's scheduler looks at of a trial."""
+    """The attributes of a trial that Ray Tune's scheduler uses."""
 
     def __init__(self, trial_id: str) -> None:
         self.trial_id = trial_id
 
 
 class RayRandom:
-    """Random search by Ray Tune's domains, as its generator of variants draws from them."""
+    """Random search over Ray Tune's domains, which draws like Ray Tune's variant generator."""
 
     def __init__(self, domains: dict[str, Any], seed: int) -> None:
         from numpy.random import RandomState
@@ -147,7 +147,7 @@ def ray_domain(distribution: BaseDistribution) -> Any:
 
 
 class SyneTune:
-    """Syne Tune's ASHA, of the kind that stops: it has no other."""
+    """Syne Tune's ASHA, which has only the variant that stops trials."""
 
     def __init__(self, problem: Problem, *, seed: int) -> None:
         from syne_tune.optimizer.baselines import ASHA

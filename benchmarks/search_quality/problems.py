@@ -1,4 +1,4 @@
-"""The objectives of the benchmark: how long a trial is, how many were trained, and what each is for."""
+"""The objectives of the benchmark: length of a trial, number of trainings, and use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NO_END = 10**6
 
 @dataclass(frozen=True)
 class Problem:
-    """An objective, and what is made of it.
+    """An objective and its use in the benchmark.
 
     Attributes:
-        objective: of this repository, with its own search space.
-        use: whether ways of searching may be tuned on it, or are judged by it.
-        configurations: how many were trained.
-        repeated: how many of these, the first ones, were trained on further seeds.
-        seeds: on how many seeds those were.
-        epochs: length of a full trial.
-        trials: that a search may begin.
+        objective: an objective of this repository, with its search space.
+        use: whether search methods may be tuned on it, or are evaluated on it.
+        configurations: number of configurations to train.
+        repeated: number of configurations, the first ones, to train with several seeds.
+        seeds: number of seeds for these.
+        epochs: number of epochs of a full trial.
+        trials: number of trials that a search may begin.
     """
 
     objective: type[BaseObjective]
@@ -34,7 +34,7 @@ class Problem:
     repeated: int = 10
     seeds: int = 2
     epochs: int = 27
-    trials: int = field(default=NO_END, repr=False)  # nothing that curves or surrogates depend on
+    trials: int = field(default=NO_END, repr=False)  # curves and surrogates do not depend on it
 
     @property
     def maximize(self) -> bool:
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def jobs(self) -> list[tuple[int, int]]:
-        """Configuration and number of the seed of each training, in the order in which they are made."""
+        """The configuration and seed number of each training, in order."""
         first = [(number, seed) for number in range(self.repeated) for seed in range(self.seeds)]
         return [*first, *((number, 0) for number in range(self.repeated, self.configurations))]
 
@@ -50,9 +50,8 @@ class Problem:
 PROBLEMS = {
     "digits": Problem(DigitsLikelihood, "tuning"),  # categorical and conditional parameters
     "series": Problem(Series, "tuning"),
-    "breast_cancer": Problem(
-        BreastCancerLikelihood, "held out", repeated=30, seeds=3
-    ),  # noise is measured here above all
+    # Most measurements of noise are made on breast_cancer.
+    "breast_cancer": Problem(BreastCancerLikelihood, "held out", repeated=30, seeds=3),
     "denoise": Problem(Denoise, "held out"),
     "gan": Problem(Gan, "held out"),
 }

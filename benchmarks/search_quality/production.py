@@ -1,7 +1,7 @@
-"""hpsearch's own samplers and pruners in the simulation, built and asked as a worker does.
+"""The samplers and pruners of hpsearch in the simulation, built and called as by a worker.
 
-The study is in memory, where a worker's is in Postgres: samplers see Optuna's study either way, and pruners ask what
-they need of the others through `OtherTrials`, which is answered here from memory.
+The study is in memory instead of Postgres: samplers use an Optuna study in both cases, and pruners read other trials
+by the protocol `OtherTrials`, which is implemented here in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rungs = dict[int, dict[int, float]]  # values by rung and trial
 
 @dataclass(frozen=True)
 class Others:
-    """What a pruner may ask about a trial's peers."""
+    """The in-memory implementation of `OtherTrials`."""
 
     study: optuna.Study
     number: int
@@ -48,14 +48,14 @@ class Others:
 
 
 class Production:
-    """A sampler and a pruner of hpsearch's, by their names or tables as a study gives them."""
+    """A sampler and a pruner of hpsearch, given by their names or tables as in a study."""
 
     def __init__(self, problem: Problem, sampler: object, pruner: object, *, seed: int) -> None:
         self._problem, self._seed = problem, seed
         self._sampler = SamplerSpec.parse(table(sampler))
         self._pruner = PrunerSpec.parse(table(pruner)).fit_to_epochs(problem.epochs)
         self._trials = OptunaStudy(problem, f"{problem.objective.name}-{seed}")
-        self._trials.study.pruner = self._pruner.build()  # a sampler asks it for a trial's bracket
+        self._trials.study.pruner = self._pruner.build()  # samplers read the bracket of a trial from it
         self._rungs: Rungs = {}
 
     def next_work(self) -> Work | None:
@@ -86,5 +86,5 @@ class Production:
 
 
 def table(kind: object) -> object:
-    """A name as the table that it is short for."""
+    """Return the table that a name stands for."""
     return {"name": kind} if isinstance(kind, str) else kind

@@ -1,7 +1,6 @@
-"""Promotion as a way of searching: who decides what runs next, whatever decides what a new trial is.
+"""A reference for methods that promote paused trials: algorithm 2 of Li et al. (2020) with random search.
 
-The production code is put here by something that has `next`: a new trial, or one that is paused and up to which epoch.
-Until there is one, the reference below keeps the seam honest: it is Li et al.'s algorithm 2 with random search.
+It tests that the simulation supports such methods; `stored.py` simulates the `asha` pruner of hpsearch.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from benchmarks.search_quality.simulation import Work
 
 @dataclass
 class Promotion:
-    """Promotion ASHA (Li et al. 2020, algorithm 2) over whatever suggests new configurations.
+    """Promotion ASHA (Li et al. 2020, algorithm 2) with any source of new configurations.
 
     Attributes:
-        suggest: gives the parameters of a new trial by its number.
+        suggest: returns the parameters of a new trial by its number.
         maximize: whether higher is better.
-        epochs: of a full trial.
-        factor: between the epochs of one rung and the next; 1 of so many goes on.
+        epochs: number of epochs of a full trial.
+        factor: ratio of the epochs of consecutive rungs; 1 trial in `factor` is promoted.
         rungs: values of trials by rung, from 0.
-        promoted: who has left each rung upwards.
+        promoted: trials promoted from each rung.
     """
 
     suggest: Callable[[int], Mapping[str, Any]]
@@ -35,7 +34,7 @@ class Promotion:
     begun: int = 0
 
     def next_work(self) -> Work:
-        """Promotes from the highest rung that has somebody to promote; else begins a trial."""
+        """Promote a trial from the highest rung that has a promotable one; otherwise begin a trial."""
         for rung in sorted(self.rungs, reverse=True):
             if self._until(rung) < self.epochs and (trial := self._promotable(rung)) is not None:
                 self.promoted.setdefault(rung, set()).add(trial)
@@ -44,7 +43,7 @@ class Promotion:
         return Work(self.begun - 1, self._until(0), self.suggest(self.begun - 1))
 
     def report(self, trial: int, epoch: int, value: float) -> bool:
-        """Notes the value at a rung."""
+        """Record the value if the epoch ends at a rung."""
         rung = 0
         while self._until(rung) < epoch + 1:
             rung += 1

@@ -1,4 +1,4 @@
-"""Searches that were simulated, each kept in a file, and what they come to beside the baseline's."""
+"""Simulate searches, each kept in a file, and compare them with the baseline."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 KEPT = Path("runs/search_quality/results")  # not part of the repository
 
-BEYOND = 1.5  # times the budget that searches go on for, so that it shows when the slower ones arrive
+BEYOND = 1.5  # length of a search in budgets: slower searches reach the target after the budget
 RESAMPLES = 500
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all searches of a table have in common."""
+    """The parameters that all searches of a table share."""
 
     budget: int
     workers: int
 
     @property
     def end(self) -> int:
-        """The epochs after which a search ends; one that has not arrived counts as arriving then."""
+        """The epochs after which a search ends; one that has not reached the target counts as reaching it then."""
         return int(BEYOND * self.budget)
 
 
@@ -47,7 +47,7 @@ class Search:
 
 
 def search(one: Search, setting: Setting) -> History:
-    """A search's history: from its file, or made now."""
+    """Return the history of a search from its file, or simulate it."""
     path = KEPT / f"{digest(one, setting)}.json"
     if path.exists():
         return History(**json.loads(path.read_text())["history"])
@@ -63,15 +63,15 @@ def search(one: Search, setting: Setting) -> History:
 
 
 def digest(one: Search, setting: Setting) -> str:
-    """Names a search's file: another for other curves, another simulation or, of hpsearch's ways, other code."""
+    """Return the name of a search's file, which depends on the curves, the simulation and the code of the method."""
     sources = [HERE / name for name in ("simulation.py", "optuna_study.py", "space.py")]
     if not one.way.startswith("hpsearch"):
         sources.append(HERE / "peers.py")
     else:
         sources += [HERE / "production.py", HERE / "stored.py"]
         sources.append(ROOT / "storage/rungs/rungs.py")
-        rooms = ("curves", "samplers", "pruners")
-        sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
+        packages = ("freeze_thaw", "samplers", "pruners")
+        sources += [path for package in packages for path in sorted((ROOT / "search" / package).glob("*.py"))]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     text = json.dumps([asdict(one), asdict(setting), made_of(one.objective), code])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -79,7 +79,7 @@ def digest(one: Search, setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """All searches on one surrogate: histories by way, in the order of the seeds."""
+    """All searches on one surrogate: histories by method, in the order of the seeds."""
 
     objective: str
     family: Family
@@ -90,16 +90,16 @@ class Cell:
         return PROBLEMS[self.objective].maximize
 
     def target(self, setting: Setting, seeds: np.ndarray) -> float:
-        """The quality that the baseline has at the end of the budget; the median over seeds."""
+        """Return the quality of the baseline at the end of the budget; the median over seeds."""
         return float(np.median([self.histories[BASELINE][seed].at(setting.budget) for seed in seeds]))
 
     def arrivals(self, way: str, target: float, setting: Setting, seeds: np.ndarray) -> list[float]:
-        """Epochs until each search of a way reached the target; infinite, where it did not."""
+        """Return the epochs until each search of a method reached the target; infinity if it did not."""
         arrived = [self.histories[way][seed].reached(target, maximize=self.maximize) for seed in seeds]
         return [math.inf if epochs is None else float(epochs) for epochs in arrived]
 
     def ratio(self, way: str, setting: Setting, seeds: np.ndarray) -> float:
-        """The logarithm of how many times the baseline's epochs a way takes to the baseline's quality."""
+        """Return the log ratio of the epochs to the target: those of a method over those of the baseline."""
         target = self.target(setting, seeds)
         mine, base = (
             np.log(np.minimum(self.arrivals(one, target, setting, seeds), setting.end)) for one in (way, BASELINE)
@@ -109,7 +109,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times the baseline's epochs: a geometric mean over surrogates and seeds, with its 95 % interval."""
+    """The ratio of epochs to the target, of a method over the baseline: geometric mean and 95 % interval."""
 
     middle: float
     low: float
@@ -120,9 +120,9 @@ class Ratio:
 
 
 def ratio(way: str, cells: list[Cell], setting: Setting) -> Ratio:
-    """Compares a way with the baseline; the interval is a bootstrap over objectives and, in each, over seeds.
+    """Compare a method with the baseline; the interval is a bootstrap over objectives and, in each, over seeds.
 
-    The surrogates of one objective stay together: they are learnt from the same curves.
+    The surrogates of one objective are resampled together: they are fitted to the same curves.
     """
     by_objective: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -141,7 +141,7 @@ def ratio(way: str, cells: list[Cell], setting: Setting) -> Ratio:
 
 
 def share_arrived(way: str, cells: list[Cell], setting: Setting) -> float:
-    """Of the searches of a way, those that reached the target before they ended."""
+    """Return the share of searches of a method that reached the target."""
     seeds = np.arange(len(cells[0].histories[way]))
     arrived = [
         math.isfinite(epochs)

@@ -1,9 +1,9 @@
-"""How many epochs ways of searching take to the quality that TPE and the median pruner end with.
+"""Measure the epochs that search methods need for the final quality of TPE with the median pruner.
 
     python -m benchmarks.search_quality.run [--objectives digits ...] [--seeds 20] [--ways NAME ...]
 
-Prints a table in Markdown and draws a picture. Searches are kept in `runs/search_quality`: one that is there is not
-made again, so that a run can be interrupted, and more seeds or ways cost only themselves.
+Prints a table in Markdown and draws figures. Searches are kept in `runs/search_quality` and not repeated: a run can be
+interrupted and resumed, and further seeds or methods take only their own time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PICTURE = Path("runs/search_quality/best_so_far.png")
 
 
 def simulate(searches: list[Search], setting: Setting, processes: int) -> dict[Search, History]:
-    """All searches, with a line of progress for each minute."""
+    """Run all searches; print a line of progress each minute."""
     found: dict[Search, History] = {}
     said = time.monotonic()
     for one, history in zip(searches, histories(searches, setting, processes), strict=True):
@@ -47,17 +47,17 @@ def histories(searches: list[Search], setting: Setting, processes: int) -> Itera
         yield from map(work, searches)
         return
     for objective, family in dict.fromkeys((one.objective, one.family) for one in searches):
-        surrogate(objective, family)  # fitted once, for all processes
+        surrogate(objective, family)  # fit once for all processes
     with ProcessPoolExecutor(processes) as pool:
         yield from pool.map(work, searches)
 
 
 def table(ways: list[str], cells: list[Cell], setting: Setting) -> Iterator[str]:
-    """The table, a line for each way; of ratios to the baseline's epochs, so lower is better."""
+    """Yield the lines of the table, one per method; ratios to the epochs of the baseline, lower is better."""
     parts = {use: [cell for cell in cells if PROBLEMS[cell.objective].use == use] for use in ("held out", "tuning")}
     parts |= {f"{family} surrogates": [cell for cell in cells if cell.family == family] for family in FAMILIES}
     parts = {name: part for name, part in parts.items() if part}
-    yield f"| way | {' | '.join(parts)} | reached | trials | full | decisions, s per 1,000 epochs |"
+    yield f"| method | {' | '.join(parts)} | reached | trials | full | decisions, s per 1,000 epochs |"
     yield "|---" * (len(parts) + 5) + "|"
     for way in ways:
         found = [history for cell in cells for history in cell.histories[way]]
@@ -78,8 +78,8 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[way for way in WAYS if way not in SLOW])
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--budget", type=int, default=1000, help="epochs, at whose end the baseline sets the target")
-    parser.add_argument("--workers", type=int, default=8, help="of the search that is simulated")
+    parser.add_argument("--budget", type=int, default=1000, help="epochs after which the baseline sets the target")
+    parser.add_argument("--workers", type=int, default=8, help="simulated workers per search")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     given = parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     searches = [
         Search(objective, family, way, seed)
-        for seed in range(given.seeds)  # outermost, so that what is there at any time is a fair part
+        for seed in range(given.seeds)  # outermost, so that an interrupted run has all methods
         for objective in given.objectives
         for family in given.families
         for way in ways

@@ -1,7 +1,7 @@
-"""A search with many workers, event by event: they ask for work, train epoch by epoch, and report as they go.
+"""A discrete-event simulation of a search with many workers that request work, train epochs and report values.
 
-Nothing here decides: a way of searching says what to train next and whether a trial goes on. Workers are asynchronous,
-since trials have paces of their own. Epochs are counted, whichever trial they are spent on.
+A search method decides what to train next and whether a trial continues. Workers are asynchronous, since trials have
+different speeds. The budget counts epochs of all trials.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from hpsearch.search.samplers.suggest import derive_seed
 
-PACES = 0.3  # deviation of the logarithm of the time that trials take for an epoch
+PACES = 0.3  # standard deviation of the logarithm of a trial's time per epoch
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker is to do next.
+    """The next task of a worker.
 
     Attributes:
-        trial: its number, from 0.
-        until: after how many epochs in all the worker gives the trial back and asks again.
-        params: of a new trial; None goes on with one that was given back before, where it was left.
+        trial: number of the trial, from 0.
+        until: total number of epochs of the trial after which the worker releases it.
+        params: parameters of a new trial; None resumes a trial that was released before.
     """
 
     trial: int
@@ -36,31 +36,31 @@ class Work:
 
 
 class Way(Protocol):
-    """A way of searching."""
+    """A search method."""
 
     def next_work(self) -> Work | None:
-        """A new trial, or one to go on with; None lets the worker wait until another has reported."""
+        """Return a new trial or one to resume; None if the worker must wait until another has reported."""
         ...
 
     def report(self, trial: int, epoch: int, value: float) -> bool:
-        """Takes a trial's value after an epoch, from 0, and says whether it goes on.
+        """Report a trial's value after an epoch, counted from 0, and return whether the trial continues.
 
-        After the last epoch of a full trial, and where the work ends, the answer is not asked for.
+        The result is ignored after the last epoch of a full trial, and at the end of the work.
         """
         ...
 
 
 class Training(Protocol):
-    """What stands in for the training of configurations."""
+    """A replacement for the training of configurations."""
 
     def trial(self, params: Mapping[str, Any], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The curve [epochs] that one training shows, and the true one without noise."""
+        """Return the learning curve [epochs] of one training, and the true one without noise."""
         ...
 
 
 @dataclass
 class Trial:
-    """A trial that was begun."""
+    """A trial, from its begin."""
 
     shown: np.ndarray
     true: np.ndarray
@@ -70,15 +70,15 @@ class Trial:
 
 @dataclass
 class History:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        spent: epochs that had been spent whenever there was a new best.
-        best: what the trial of the best reported value is truly worth then.
-        epochs: spent in all.
-        trials: that were begun.
-        full: that reached the last epoch.
-        seconds: that the decisions took.
+        spent: epochs spent at each change of the best reported value.
+        best: true value of the trial with the best reported value, at each change.
+        epochs: total number of epochs.
+        trials: number of trials begun.
+        full: number of trials that reached the last epoch.
+        seconds: CPU time of the decisions.
     """
 
     spent: list[int] = field(default_factory=list)
@@ -89,12 +89,12 @@ class History:
     seconds: float = 0.0
 
     def reached(self, target: float, *, maximize: bool) -> int | None:
-        """The epochs that were spent until the best was first as good as `target`; None if it never was."""
+        """Return the epochs spent until the best was first as good as `target`; None if it never was."""
         good = (best >= target if maximize else best <= target for best in self.best)
         return next((spent for spent, enough in zip(self.spent, good, strict=True) if enough), None)
 
     def at(self, epochs: int) -> float:
-        """The best after so many epochs; NaN before the first."""
+        """Return the best value after a number of epochs; NaN before the first epoch."""
         place = int(np.searchsorted(self.spent, epochs, side="right"))
         return self.best[place - 1] if place else math.nan
 
@@ -104,13 +104,13 @@ class Simulation:
     """One search.
 
     Args:
-        way: decides.
-        training: what is trained.
+        way: the search method.
+        training: the replacement for training.
         maximize: whether higher is better.
-        workers: at work at once.
-        budget: epochs in all.
-        seed: of the noise and the paces of trials, which depend on it and on a trial's number alone.
-        trials: that the way begins at most; with the last of them the search ends.
+        workers: number of concurrent workers.
+        budget: total number of epochs.
+        seed: seed of the noise and the speed of trials, which depend only on it and the number of the trial.
+        trials: maximum number of trials, with whose end the search ends; None means unlimited.
     """
 
     way: Way
@@ -123,10 +123,10 @@ class Simulation:
     history: History = field(default_factory=History)
 
     def run(self) -> History:
-        """Searches until a budget is spent."""
+        """Simulate the search until a budget is spent."""
         self._trials: dict[int, Trial] = {}
         self._incumbent = -math.inf
-        # By time, then by worker, so that nothing is left to chance.
+        # Sorted by time, then by worker, so that the order is deterministic.
         events: list[tuple[float, int]] = []
         jobs: dict[int, Work] = {}
         idle = list(range(self.workers))
@@ -137,7 +137,7 @@ class Simulation:
             if not events and len(self._trials) == self.trials:
                 break
             if not events:
-                raise RuntimeError("no worker has anything to do, and none ever will")
+                raise RuntimeError("deadlock: all workers wait for work")
             now, worker = heapq.heappop(events)
             if self._epoch(jobs[worker]):
                 heapq.heappush(events, (now + self._trials[jobs[worker].trial].pace, worker))
@@ -148,28 +148,28 @@ class Simulation:
         return self.history
 
     def _at_work(self, idle: list[int], jobs: dict[int, Work]) -> Iterator[int]:
-        """The idle workers that are given work; the others stay idle."""
+        """Assign work to idle workers, and yield those that got some."""
         for worker in sorted(idle):
-            work = self._asked(self.way.next_work)
+            work = self._timed(self.way.next_work)
             if work is None:
                 return
             if work.params is not None:
                 self._begin(work.trial, work.params)
             elif work.until <= self._trials[work.trial].epochs:
-                raise RuntimeError(f"trial {work.trial} is past epoch {work.until} already")
+                raise RuntimeError(f"trial {work.trial} has already trained epoch {work.until}")
             idle.remove(worker)
             jobs[worker] = work
             yield worker
 
     def _begin(self, number: int, params: Mapping[str, Any]) -> None:
         if number in self._trials:
-            raise RuntimeError(f"trial {number} was begun before")
+            raise RuntimeError(f"trial {number} was already begun")
         random = np.random.default_rng(derive_seed(self.seed, "trial", number))
         pace = float(np.exp(PACES * random.standard_normal()))
         self._trials[number] = Trial(*self.training.trial(params, random), pace)
 
     def _epoch(self, work: Work) -> bool:
-        """Trains a trial for an epoch; whether its worker goes on with it."""
+        """Train a trial for an epoch; return whether its worker continues it."""
         trial = self._trials[work.trial]
         value, true = float(trial.shown[trial.epochs]), float(trial.true[trial.epochs])
         trial.epochs += 1
@@ -179,11 +179,11 @@ class Simulation:
             self._incumbent = goodness
             self.history.spent.append(self.history.epochs)
             self.history.best.append(true)
-        goes_on = self._asked(lambda: self.way.report(work.trial, trial.epochs - 1, value))
-        return goes_on and trial.epochs < min(work.until, len(trial.shown))
+        continues = self._timed(lambda: self.way.report(work.trial, trial.epochs - 1, value))
+        return continues and trial.epochs < min(work.until, len(trial.shown))
 
-    def _asked(self, question: Any) -> Any:
+    def _timed(self, decide: Any) -> Any:
         started = time.process_time()
-        answer = question()
+        decision = decide()
         self.history.seconds += time.process_time() - started
-        return answer
+        return decision

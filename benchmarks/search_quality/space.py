@@ -1,4 +1,4 @@
-"""An objective's search space as a table: what its `suggest` may ask for, and configurations as numbers."""
+"""The search space of an objective: the distributions of all branches, and configurations as vectors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hpsearch.objectives.objective import BaseObjective
 
 Params = Mapping[str, Any]
 
-DRAWS = 100  # enough to go through every branch of a conditional space
+DRAWS = 100  # enough to visit every branch of a conditional space
 
 
 @cache
 def distributions(objective: type[BaseObjective]) -> dict[str, BaseDistribution]:
-    """All parameters of all branches."""
+    """Return the distributions of all parameters of all branches, sorted by name."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     found: dict[str, BaseDistribution] = {}
     for _ in range(DRAWS):
@@ -31,14 +31,14 @@ def distributions(objective: type[BaseObjective]) -> dict[str, BaseDistribution]
 
 
 def active(objective: type[BaseObjective], flat: Params) -> dict[str, Any]:
-    """The parameters that `suggest` asks for among values for all of them."""
+    """Return the active parameters among values for all parameters."""
     trial = optuna.trial.FixedTrial(dict(flat))
     objective().configure(trial)
     return dict(trial.params)
 
 
 def encode(objective: type[BaseObjective], params: Params) -> np.ndarray:
-    """A configuration as numbers from 0 to 1: one column for each choice, one half where a number is not active."""
+    """Return a configuration as numbers from 0 to 1: a column per choice; 0.5 for an inactive number."""
     columns: list[float] = []
     for name, distribution in distributions(objective).items():
         value = params.get(name)
@@ -53,7 +53,7 @@ def encode(objective: type[BaseObjective], params: Params) -> np.ndarray:
 
 
 def share(distribution: FloatDistribution | IntDistribution, value: float) -> float:
-    """Where a value is between the lower and the upper end of its parameter, or between their logarithms."""
+    """Return the position of a value in its range, from 0 to 1, on a logarithmic scale if the distribution has one."""
     low, high = float(distribution.low), float(distribution.high)
     if distribution.log:
         low, high, value = math.log(low), math.log(high), math.log(value)

@@ -1,8 +1,9 @@
-"""What `--min-expected-gain` saves and loses: searches to their budget, and when each threshold would have ended them.
+"""Measure the epochs that `--min-expected-gain` saves, and the quality that it loses, for several thresholds.
 
     python -m benchmarks.search_quality.stopping [--sampler freeze_thaw] [--objective digits] [--seeds 8]
 
-What is lost is told without the trials that still run then, which would end as they would.
+Each search uses its whole budget; the epoch at which a threshold would have ended it is computed meanwhile. The loss
+does not count improvements by trials that still run then.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
 @dataclass
 class Judged:
-    """A way of searching whose rest is judged as a worker does.
+    """A search method whose expected gain is computed as by a worker.
 
     Attributes:
-        way: that is asked.
-        budget: epochs in all.
-        epochs: of a full trial.
-        gains: what was expected, after how many epochs.
+        way: the search method.
+        budget: total number of epochs.
+        epochs: number of epochs of a full trial.
+        gains: pairs of epochs spent and expected gain.
     """
 
     way: Production
@@ -55,7 +56,7 @@ class Judged:
         return self.way.report(trial, epoch, value)
 
     def ends(self, threshold: float) -> int:
-        """After how many epochs a threshold ends the search."""
+        """Return the number of epochs after which a threshold ends the search."""
         return next((spent for spent, gain in self.gains if gain < threshold), self.budget)
 
 
@@ -73,7 +74,7 @@ def main() -> None:
         way = Judged(Production(problem, given.sampler, "median", seed=seed), given.budget, problem.epochs)
         shape = {"maximize": problem.maximize, "workers": 8, "budget": given.budget, "seed": seed}
         found.append((way, Simulation(way, surrogate(given.objective, "gp"), **shape).run()))
-    print("| threshold | epochs saved | lost, mean | median | most |\n|---|---|---|---|---|")
+    print("| threshold | epochs saved | mean loss | median | maximum |\n|---|---|---|---|---|")
     for threshold in THRESHOLDS:
         ends = [way.ends(threshold) for way, _ in found]
         sign = -1 if problem.maximize else 1

@@ -1,7 +1,7 @@
-"""hpsearch with its study in Postgres: all that a worker asks of it, call by call, and nothing else.
+"""hpsearch with a study in Postgres: the calls of a worker, one by one.
 
-For what is decided in the database, as who is promoted from a rung. `production.py` has the same samplers and pruners
-in memory, which is faster; where both can be had they search alike.
+Needed for decisions that the database makes, such as promotions from rungs. `production.py` has the same samplers and
+pruners in memory, which is faster; searches that both support are equal.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, Prun
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build_url
 
-LEASE = 10**6  # seconds: nobody dies in the simulation
+LEASE = 10**6  # seconds: no worker fails in the simulation
 
 
 @cache
 def storage() -> PostgresStorage:
-    """A database of its own for the process, on a server that ends with it."""
+    """Start a Postgres server that ends with the process, and create a database."""
     folder = tempfile.TemporaryDirectory(prefix="hpsearch-quality-", ignore_cleanup_errors=True)
     home = Path(folder.name).resolve()
-    home.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
+    home.chmod(0o755)  # if run as root, Postgres runs as another user, which needs access
     server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     port = server.start(None)
     atexit.register(folder.cleanup)
@@ -52,7 +52,7 @@ def storage() -> PostgresStorage:
 
 
 class Stored:
-    """A sampler and a pruner of hpsearch's, by their names or tables as a study gives them."""
+    """A sampler and a pruner of hpsearch, given by their names or tables as in a study."""
 
     def __init__(self, problem: Problem, sampler: object, pruner: object, *, seed: int) -> None:
         objective = problem.objective
@@ -76,7 +76,7 @@ class Stored:
         self._values: dict[int, dict[int, float]] = {}
 
     def next_work(self) -> Work | None:
-        """What a worker claims: a new trial, or one that was paused."""
+        """Claim a trial: a new one or a paused one."""
         while isinstance(claim := self._claims.claim(), PrunedTrial):
             pass
         if isinstance(claim, NoTrialAvailable):
@@ -92,7 +92,7 @@ class Stored:
         return Work(claim.number, self._epochs, params)
 
     def report(self, trial: int, epoch: int, value: float) -> bool:
-        """Asks what a worker's session asks after an epoch, and ends what has ended."""
+        """Make the calls of a worker's session after an epoch, and end the trial if it is complete or pruned."""
         claim, values = self._claimed[trial], self._values[trial]
         with self._storage.hold_trial(claim.trial_id, claim.attempt):
             self._claims.report(claim, epoch, value)
@@ -103,9 +103,9 @@ class Stored:
             if self._pruner(self._storage.get_trial(claim.trial_id), values).prune:
                 self._claims.finish_attempt(claim, Outcome.PRUNED, value=value)
                 return False
-            return self._goes_on(trial, epoch)
+            return self._is_promoted(trial, epoch)
 
-    def _goes_on(self, trial: int, epoch: int) -> bool:
+    def _is_promoted(self, trial: int, epoch: int) -> bool:
         if self._rungs is None or epoch + 1 not in self._rungs.epochs:
             return True
         rung = self._rungs.epochs.index(epoch + 1)

@@ -1,9 +1,9 @@
-"""Stand-ins for training: the whole learning curve of any configuration, learnt from curves that were trained.
+"""Surrogates of training: models that predict the learning curve of any configuration, fitted to trained curves.
 
-A curve is predicted as normal scores, which are the ranks of all values of all curves, and read back in the metric's
-unit. What a surrogate did not foresee of configurations held out from it (their residual curves) is drawn as whole
-curves, made as small as the difference between trainings of one configuration on two seeds, and added to each trial.
-Without it a surrogate says what a configuration is truly worth.
+A curve is predicted as normal scores (transformed ranks among all values of all curves) and converted back to the unit
+of the metric. The noise of a trial is a whole residual curve of a configuration that was held out from the fit, scaled
+to the difference between trainings of one configuration with two seeds. The prediction without noise is the true value
+of a configuration.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FAMILIES: tuple[Family, ...] = ("gp", "trees")
 CACHE = Path("runs/search_quality/surrogates")  # not part of the repository
 
 FOLDS = 5
-SHAPES = 5  # components of curves that the GPs predict
-TAIL = 50  # of the best values, by whose slope still better ones are told
-ALIKE = 20  # residual curves, of the configurations of nearest predicted quality, that a trial draws from
+SHAPES = 5  # principal components of curves that the GPs predict
+TAIL = 50  # number of best values whose slope extrapolates to better ones
+ALIKE = 20  # number of residual curves to draw from: those of the nearest predicted quality
 
 
 class Model(Protocol):
-    """Learns curves [n, epochs] of configurations [n, columns]."""
+    """A regression of curves [n, epochs] on configurations [n, columns]."""
 
     def fit(self, x: np.ndarray, y: np.ndarray) -> Model: ...
 
@@ -51,7 +51,7 @@ class Model(Protocol):
 
 
 class CurveGP:
-    """A Gaussian process, exact, for each of the curves' first principal components."""
+    """An exact Gaussian process for each of the first principal components of the curves."""
 
     def fit(self, x: np.ndarray, y: np.ndarray) -> CurveGP:
         self.shapes = PCA(n_components=SHAPES, whiten=True).fit(y)
@@ -62,7 +62,7 @@ class CurveGP:
         return self
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        # What `predict` of each does, without its checks, which take most of its time.
+        # As `predict` of each process, without its checks, which take most of its time.
         weights = [process.kernel_(x, process.X_train_) @ process.alpha_ for process in self.processes]
         return self.shapes.inverse_transform(np.column_stack(weights))
 
@@ -76,7 +76,7 @@ class CurveTrees:
         return self
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        # What the forest's `predict` does, without its checks and threads.
+        # As `predict` of the forest, without its checks and threads.
         return np.mean([tree.predict(x.astype(np.float32))[..., 0] for tree in self.trees], axis=0)
 
 
@@ -86,11 +86,11 @@ def model(family: Family) -> Model:
 
 @dataclass(frozen=True)
 class Scores:
-    """Normal scores of an objective's values, lower is better, and the way back."""
+    """The conversion between values of an objective and normal scores, of which lower is better."""
 
-    values: np.ndarray  # ascending, each once
-    scores: np.ndarray  # of these values, higher is higher
-    sign: float  # -1 where higher is better
+    values: np.ndarray  # ascending, unique
+    scores: np.ndarray  # scores of these values, ascending
+    sign: float  # -1 if higher values are better, else 1
 
     @classmethod
     def of(cls, values: np.ndarray, *, maximize: bool) -> Scores:
@@ -100,12 +100,12 @@ class Scores:
         return cls(unique, ranks[first], -1.0 if maximize else 1.0)
 
     def score(self, values: np.ndarray) -> np.ndarray:
-        """Scores of values; what diverged is as bad as the worst."""
+        """Return the scores of values; a diverged value gets the worst score."""
         scores = self.sign * np.interp(values, self.values, self.scores)
         return np.where(np.isfinite(values), scores, np.max(self.sign * self.scores))
 
     def value(self, scores: np.ndarray) -> np.ndarray:
-        """Values of scores, none worse than the worst that was trained; what is better goes on as the best ones do."""
+        """Return the values of scores, at worst the worst trained value; better than the best are extrapolated."""
         scores = self.sign * scores
         values = np.interp(scores, self.scores, self.values)
         tail = min(TAIL, len(self.values) - 1)
@@ -117,7 +117,7 @@ class Scores:
 
 
 class Surrogate:
-    """What stands in for the training of an objective."""
+    """A replacement for the training of an objective."""
 
     def __init__(self, name: str, family: Family) -> None:
         self.name, self.family, self.problem = name, family, PROBLEMS[name]
@@ -127,7 +127,7 @@ class Surrogate:
         self.scores = Scores.of(values, maximize=self.problem.maximize)
         self._y = self.scores.score(values)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: a parameter that is idle
+            warnings.simplefilter("ignore", ConvergenceWarning)  # length scales of irrelevant parameters hit a bound
             self.held_out = np.empty_like(self._y)
             for rest, part in KFold(FOLDS, shuffle=True, random_state=0).split(self._x):
                 self.held_out[part] = model(family).fit(self._x[rest], self._y[rest]).predict(self._x[part])
@@ -137,11 +137,11 @@ class Surrogate:
         self._residuals = self.noise * residuals
 
     def true(self, params: Params) -> np.ndarray:
-        """The curve [epochs] of a configuration, without noise, in the metric's unit."""
+        """Return the curve [epochs] of a configuration without noise, in the unit of the metric."""
         return self.scores.value(self._predicted(params))
 
     def trial(self, params: Params, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The curve that one training of a configuration shows, and the true one."""
+        """Return the learning curve of one training of a configuration, and the true one."""
         predicted = self._predicted(params)
         alike = np.argsort(np.abs(self.held_out[:, -1] - predicted[-1]))[:ALIKE]
         residuals = self._residuals[alike]
@@ -153,7 +153,7 @@ class Surrogate:
 
 
 def deviation_of_seeds(name: str, scores: Scores) -> float:
-    """The deviation of the score of one configuration from seed to seed, over all epochs."""
+    """Return the standard deviation of scores between seeds of one configuration, over all epochs."""
     by_configuration: dict[int, list[np.ndarray]] = {}
     for curve in read_curves(name):
         by_configuration.setdefault(curve.configuration, []).append(scores.score(np.array(curve.values)))
@@ -162,19 +162,19 @@ def deviation_of_seeds(name: str, scores: Scores) -> float:
 
 
 def first_seeds(curves: list[Curve]) -> list[Curve]:
-    """Each configuration once: a surrogate is told no more of one than of another."""
+    """Return one curve per configuration, so that a fit weights all configurations equally."""
     return [curve for curve in curves if curve.seed == 0]
 
 
 def made_of(name: str) -> str:
-    """A digest of all that an objective's surrogates come from."""
+    """Return a digest of the data and code that determine the surrogates of an objective."""
     code = Path(__file__).read_bytes()
     return hashlib.sha256(repr((PROBLEMS[name], read_curves(name))).encode() + code).hexdigest()[:16]
 
 
 @cache
 def surrogate(name: str, family: Family) -> Surrogate:
-    """The surrogate of an objective, fitted once and kept in a file."""
+    """Return the surrogate of an objective, from its file or fitted."""
     path = CACHE / f"{name}-{family}-{made_of(name)}.joblib"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

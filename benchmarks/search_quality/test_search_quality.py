@@ -1,4 +1,4 @@
-"""The benchmark itself: what it counts, that it repeats, and that its stand-ins for training can be trusted so far."""
+"""The benchmark itself: the counts of epochs, reproducibility, and the surrogates of training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUDGET = 400
 
 @dataclass(frozen=True)
 class Slope:
-    """Training whose values rise to what the learning rate is worth, with noise."""
+    """Training whose values rise to a limit that depends on the learning rate, with noise."""
 
     epochs: int = 27
 
@@ -48,10 +48,10 @@ class Slope:
 
 @dataclass
 class Watched:
-    """A way that notes what it is told."""
+    """A search method that records its calls."""
 
     way: Way
-    told: list[tuple[int, int, float]] = field(default_factory=list)
+    reports: list[tuple[int, int, float]] = field(default_factory=list)
     given: list[Work] = field(default_factory=list)
 
     def next_work(self) -> Work | None:
@@ -61,7 +61,7 @@ class Watched:
         return work
 
     def report(self, trial: int, epoch: int, value: float) -> bool:
-        self.told.append((trial, epoch, value))
+        self.reports.append((trial, epoch, value))
         return self.way.report(trial, epoch, value)
 
 
@@ -81,7 +81,7 @@ def random_params(number: int, problem: Problem = PROBLEM) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_a_search_is_a_function_of_its_seed(sampler):
+def test_search_depends_only_on_its_seed(sampler):
     first, second, other = (
         without_times(simulated(Production(PROBLEM, sampler, "median", seed=seed), seed=seed)) for seed in (1, 1, 2)
     )
@@ -92,34 +92,34 @@ def test_a_search_is_a_function_of_its_seed(sampler):
 def test_each_epoch_is_counted_once():
     way = Watched(Production(PROBLEM, "random", "successive_halving", seed=0))
     history = simulated(way)
-    assert history.epochs == len(way.told) == BUDGET
+    assert history.epochs == len(way.reports) == BUDGET
     epochs: dict[int, list[int]] = {}
-    for trial, epoch, _ in way.told:
+    for trial, epoch, _ in way.reports:
         epochs.setdefault(trial, []).append(epoch)
     assert all(reported == list(range(len(reported))) for reported in epochs.values())
-    # Some are given to workers whose first epoch the budget no longer reaches.
+    # The budget may end before the first epoch of the last trials.
     assert len(epochs) <= history.trials <= len(epochs) + 8
     assert history.full == sum(len(reported) == PROBLEM.epochs for reported in epochs.values()) > 0
 
 
-def test_the_best_is_judged_by_its_true_value_and_chosen_by_the_reported_one():
+def test_best_is_chosen_by_its_reported_value_and_measured_by_its_true_one():
     way = Watched(Production(PROBLEM, "random", "none", seed=0))
     history = simulated(way)
-    values = np.array([value for _, _, value in way.told])
+    values = np.array([value for _, _, value in way.reports])
     new = np.flatnonzero(values > np.maximum.accumulate([-np.inf, *values[:-1]]))
     assert history.spent == [int(place) + 1 for place in new]
     assert all(best not in values for best in history.best)
 
 
 def test_workers_are_asynchronous():
-    """Eight workers do not go in step: one is trials ahead of another."""
+    """Workers do not run in lockstep: later trials may end earlier."""
     way = Watched(Production(PROBLEM, "random", "none", seed=0))
     simulated(way)
-    ended = [trial for trial, epoch, _ in way.told if epoch == PROBLEM.epochs - 1]
+    ended = [trial for trial, epoch, _ in way.reports if epoch == PROBLEM.epochs - 1]
     assert ended != sorted(ended)
 
 
-def test_a_worker_without_work_waits_for_the_others():
+def test_worker_without_work_waits_for_the_others():
     @dataclass
     class OneAtATime:
         begun: int = 0
@@ -140,7 +140,7 @@ def test_a_worker_without_work_waits_for_the_others():
 
 
 @pytest.mark.parametrize("pruner", ["median", "hyperband", {"name": "successive_halving", "reduction_factor": 3}])
-def test_hpsearch_prunes_where_optuna_does(pruner):
+def test_hpsearch_prunes_the_same_trials_as_optuna(pruner):
     pruners = {"median": median(), "hyperband": optuna.pruners.HyperbandPruner(1, PROBLEM.epochs, 3)}
     theirs = pruners[pruner] if isinstance(pruner, str) else halving()
 
@@ -157,33 +157,33 @@ def test_hpsearch_prunes_where_optuna_does(pruner):
     )
     simulated(way)
     simulated(other)
-    assert way.told == other.told
-    assert min(Counter(trial for trial, _, _ in way.told).values()) < PROBLEM.epochs  # somebody was pruned
+    assert way.reports == other.reports
+    assert min(Counter(trial for trial, _, _ in way.reports).values()) < PROBLEM.epochs  # some trial was pruned
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "median"), ("random", "successive_halving")])
-def test_a_search_in_postgres_is_that_in_memory(sampler, pruner):
+def test_searches_in_postgres_and_in_memory_are_equal(sampler, pruner):
     way, other = (Watched(make(PROBLEM, sampler, pruner, seed=0)) for make in (Stored, Production))
     simulated(way)
     simulated(other)
-    assert way.told == other.told
+    assert way.reports == other.reports
 
 
 @pytest.mark.slow
-def test_promotion_in_postgres_goes_on_with_the_few():
+def test_asha_in_postgres_promotes_a_fraction_of_the_trials():
     way = Watched(Stored(PROBLEM, "random", "asha", seed=0))
     history = simulated(way)
-    assert max(Counter((trial, epoch) for trial, epoch, _ in way.told).values()) == 1  # none is trained again
-    reached = Counter(epoch + 1 for _, epoch, _ in way.told)
+    assert max(Counter((trial, epoch) for trial, epoch, _ in way.reports).values()) == 1  # no epoch is repeated
+    reached = Counter(epoch + 1 for _, epoch, _ in way.reports)
     assert reached[1] > 2 * reached[2] > 2 * reached[4] > 0
     assert any(work.params is None for work in way.given)
-    assert history.epochs == len(way.told) == BUDGET
+    assert history.epochs == len(way.reports) == BUDGET
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("made", "pruner"), [(Production, "median"), (Stored, "asha")])
-def test_a_search_of_some_trials_ends_when_they_have(made, pruner):
+def test_search_with_a_number_of_trials_ends_with_the_last_trial(made, pruner):
     problem = replace(PROBLEM, trials=20)
     way = made(problem, "random", pruner, seed=0)
     history = Simulation(way, Slope(), problem.maximize, workers=8, budget=10**6, seed=0, trials=20).run()
@@ -192,7 +192,7 @@ def test_a_search_of_some_trials_ends_when_they_have(made, pruner):
     assert history.full >= 1
 
 
-def test_promotion_goes_on_with_the_best_third_once_per_rung_and_where_they_were_left():
+def test_reference_promotes_the_best_third_once_per_rung_and_resumes_them():
     class Checked(Promotion):
         def next_work(self) -> Work:
             work = super().next_work()
@@ -206,11 +206,11 @@ def test_promotion_goes_on_with_the_best_third_once_per_rung_and_where_they_were
     history = simulated(way, budget=1000)
     assert max(Counter((work.trial, work.until) for work in way.given).values()) == 1
     assert {work.until for work in way.given} == {1, 3, 9, 27}
-    assert max(Counter((trial, epoch) for trial, epoch, _ in way.told).values()) == 1  # none is trained again
+    assert max(Counter((trial, epoch) for trial, epoch, _ in way.reports).values()) == 1  # no epoch is repeated
     assert history.full >= 1
 
 
-def test_an_oracle_beats_random_search():
+def test_oracle_beats_random_search():
     problem, training = PROBLEMS["denoise"], Surrogate("denoise", "trees")
 
     @dataclass
@@ -236,7 +236,7 @@ def test_an_oracle_beats_random_search():
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_curves_are_whole_and_of_their_objective(name):
+def test_curves_are_complete_and_match_their_objective(name):
     problem, curves = PROBLEMS[name], read_curves(name)
     jobs = [(curve.configuration, curve.seed) for curve in curves]
     assert jobs == problem.jobs[: len(jobs)]
@@ -248,13 +248,13 @@ def test_the_curves_are_whole_and_of_their_objective(name):
 
 def test_one_objective_has_categorical_and_conditional_parameters():
     curves, objective = read_curves("digits"), PROBLEMS["digits"].objective
-    asked = {frozenset(curve.params) for curve in curves}
-    assert len(asked) == 4  # two networks, each with two optimizers
+    active_names = {frozenset(curve.params) for curve in curves}
+    assert len(active_names) == 4  # two networks, each with two optimizers
     assert len({encode(objective, curve.params).size for curve in curves}) == 1
-    assert set().union(*asked) == set(distributions(objective))
+    assert set().union(*active_names) == set(distributions(objective))
 
 
-def test_scores_keep_the_order_and_lead_back():
+def test_scores_keep_the_order_and_are_invertible():
     values = np.array([[0.5, 0.9, 0.9], [0.1, 0.7, np.nan]])
     scores = Scores.of(values, maximize=True)
     found = scores.score(values)
@@ -265,7 +265,7 @@ def test_scores_keep_the_order_and_lead_back():
 
 
 @pytest.mark.parametrize("maximize", [True, False])
-def test_what_is_better_than_all_that_was_trained_has_a_better_value_yet(maximize):
+def test_scores_better_than_all_trained_values_are_extrapolated(maximize):
     scores = Scores.of(np.array([1.0, 2.0, 3.0, 5.0]), maximize=maximize)
     best = scores.score(np.array([5.0 if maximize else 1.0]))
     beyond = scores.value(best - np.array([0.0, 0.1, 0.2]))
@@ -275,7 +275,7 @@ def test_what_is_better_than_all_that_was_trained_has_a_better_value_yet(maximiz
     assert (steps > 0).all() if maximize else (steps < 0).all()
 
 
-def test_a_ratio_is_that_of_epochs_to_the_baselines_quality():
+def test_ratio_compares_epochs_to_the_quality_of_the_baseline():
     def arriving(at: int) -> History:
         return History(spent=[1, at], best=[0.0, 1.0], epochs=150)
 

@@ -1,6 +1,6 @@
-"""The ways of searching that are compared, by the names that tables have.
+"""The compared search methods by their names in tables.
 
-Searches that were made are known by these names: give a way of other options another name.
+Kept searches are identified by these names: a method with other options needs another name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASELINE = "Optuna TPE + median"
 
 
 def optuna_tpe(seed: int) -> TPESampler:
-    """With the options that suit many workers and conditional spaces, which are hpsearch's too."""
+    """Return TPE with options for many workers and conditional spaces, as hpsearch uses it."""
     return TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
 
 
@@ -74,14 +74,14 @@ WAYS: dict[str, Make] = {
     "hpsearch freeze_thaw + asha": in_postgres("freeze_thaw", "asha"),
 }
 
-# Their decisions take longest: not run unless asked for.
+# Not run by default: their decisions take longest.
 SLOW = ("Optuna GP + median", "hpsearch gp + median")
 
 
 def make(name: str, problem: Problem, seed: int) -> Way:
-    """A way of searching, ready for one search."""
+    """Return a search method for one search."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    logging.getLogger("syne_tune").setLevel(logging.ERROR)  # it warns of what its own classes do
+    logging.getLogger("syne_tune").setLevel(logging.ERROR)  # its own classes cause warnings
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     return WAYS[name](problem, seed)

@@ -1,4 +1,4 @@
-"""The deciding code of Optuna and Syne Tune on several metrics."""
+"""The samplers and schedulers of Optuna and Syne Tune with several metrics in the simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpsearch.storage.rungs.fronts import compute_front_ranks
 
 
 class Optuna:
-    """A sampler of Optuna's: `ask`, `tell`. It prunes no trial of several metrics: `report` is refused."""
+    """A sampler of Optuna, called by `ask` and `tell`; Optuna does not support `report` with several metrics."""
 
     def __init__(self, training: TwoMetrics, sampler: BaseSampler) -> None:
         self._training = training
@@ -32,7 +32,7 @@ class Optuna:
         return Work(trial.number, self._training.problem.epochs, trial.params)
 
     def report(self, trial: int, epoch: int, value: Sequence[float]) -> bool:
-        """A full trial is told with its vector at the best epoch of the first metric."""
+        """Record the vector; after the last epoch, tell the vector at the best epoch of the first metric."""
         self._values[trial][epoch + 1] = value
         if epoch + 1 < self._training.problem.epochs:
             return True
@@ -42,14 +42,14 @@ class Optuna:
 
 
 class SyneTune:
-    """Syne Tune's MO-ASHA, of the kind that stops: it has no other.
+    """Syne Tune's MO-ASHA, which has only the variant that stops trials.
 
-    Its draws come from numpy's global state, which is set and put back around each question.
+    It draws from numpy's global random state, which is replaced during each call.
 
     Args:
         training: the problem.
-        seed: of the draws.
-        priority: gives the places of those at a rung [n, metrics]; None for Syne Tune's own.
+        seed: seed of the random state.
+        priority: returns the ranks of the vectors at a rung [n, metrics]; None for Syne Tune's own.
     """
 
     def __init__(self, training: TwoMetrics, *, seed: int, priority: Any = None) -> None:
@@ -74,54 +74,54 @@ class SyneTune:
 
         from syne_tune.backend.trial_status import Trial
 
-        suggestion = self._drawing(self._scheduler.suggest)
+        suggestion = self._with_state(self._scheduler.suggest)
         number = len(self._trials)
         trial = Trial(number, suggestion.config, datetime.datetime.now(datetime.UTC))
-        self._drawing(lambda: self._scheduler.on_trial_add(trial))
+        self._with_state(lambda: self._scheduler.on_trial_add(trial))
         self._trials.append(trial)
         return Work(number, self._epochs, self._flat.params(suggestion.config))
 
     def report(self, trial: int, epoch: int, value: Sequence[float]) -> bool:
         first, second = np.asarray(value) * self._signs
         result = {"first": float(first), "second": float(second), "epoch": epoch + 1}
-        found = self._drawing(lambda: self._scheduler.on_trial_result(self._trials[trial], result))
+        found = self._with_state(lambda: self._scheduler.on_trial_result(self._trials[trial], result))
         return bool(found == "CONTINUE")
 
-    def _drawing(self, question: Callable[[], Any]) -> Any:
+    def _with_state(self, call: Callable[[], Any]) -> Any:
         others = np.random.get_state()
         np.random.set_state(self._state)
-        answer = question()
+        result = call()
         self._state = np.random.get_state()
         np.random.set_state(others)
-        return answer
+        return result
 
 
 def as_shipped(objectives: np.ndarray) -> np.ndarray:
-    """What Syne Tune 0.16 takes for the places of vectors [n], computed in a hundredth of its time.
+    """Return the ranks [n] that Syne Tune 0.16 computes for vectors, 100 times faster.
 
-    Twice it takes the one for the other: places in a front for the members in their order, and then the indices of the
-    sorted vectors for their places; so it stops others than it means to.
+    Syne Tune confuses ranks and order twice: it uses the ranks in a front as indices of its sorted members, and then
+    returns the indices of the sorted vectors as their ranks. So it stops other trials than intended.
     """
     found: list[int] = []
-    find_pareto_front = compute_front_ranks(objectives)
-    for front in range(int(find_pareto_front.max()) + 1):
-        members = np.flatnonzero(find_pareto_front == front)
+    ranks = compute_front_ranks(objectives)
+    for front in range(int(ranks.max()) + 1):
+        members = np.flatnonzero(ranks == front)
         found += members[np.argsort(net(objectives[members]))].tolist()
     return np.array(found)
 
 
-def as_meant(objectives: np.ndarray) -> np.ndarray:
-    """The places of vectors [n] as Schmucker et al. have them: by front, within one by an epsilon-net, not scaled."""
-    find_pareto_front = compute_front_ranks(objectives)
+def as_intended(objectives: np.ndarray) -> np.ndarray:
+    """Return ranks [n] as in Schmucker et al.: by front, within a front by an epsilon-net on unscaled vectors."""
+    ranks = compute_front_ranks(objectives)
     found = np.empty(len(objectives), dtype=int)
-    for front in range(int(find_pareto_front.max()) + 1):
-        members = np.flatnonzero(find_pareto_front == front)
-        found[members[net(objectives[members])]] = (find_pareto_front < front).sum() + np.arange(len(members))
+    for front in range(int(ranks.max()) + 1):
+        members = np.flatnonzero(ranks == front)
+        found[members[net(objectives[members])]] = (ranks < front).sum() + np.arange(len(members))
     return found
 
 
 def net(vectors: np.ndarray) -> list[int]:
-    """The best of the first metric, then ever the one that is farthest from those before."""
+    """Return indices: first the best of the first metric, then repeatedly the vector farthest from those before."""
     chosen, nearest = int(np.argmin(vectors[:, 0])), np.full(len(vectors), np.inf)
     found: list[int] = []
     for _ in range(len(vectors)):

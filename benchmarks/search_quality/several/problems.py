@@ -1,8 +1,8 @@
-"""Problems of two metrics: an objective of the benchmark, and how large or how slow its networks are.
+"""Problems with two metrics: the metric of an objective of the benchmark, and the size or speed of its networks.
 
-The second metric is the decimal logarithm of the parameters of the network that the objective itself builds of a
-configuration, or of the seconds that an epoch takes: foreseen from those that the trainings behind the learning curves
-took, and shown with a noise of five in a hundred from epoch to epoch.
+The second metric is the decimal logarithm of the number of parameters of the network, which is built by the objective,
+or of the seconds of an epoch, which are predicted from the durations of the trainings of the learning curves. The
+reported seconds of each epoch have a noise of 5 %.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SECONDS: dict[str, Second] = {
     "gan": "seconds",
 }
 
-NOISE = 0.05  # deviation of the seconds of an epoch, of themselves
-RANDOM = 1000  # configurations that the reference is made of
+NOISE = 0.05  # relative standard deviation of the seconds of an epoch
+RANDOM = 1000  # random configurations for the reference point
 
 
 @dataclass(frozen=True)
 class TwoMetrics:
-    """Stands in for the training of an objective whose networks are to be good and small, or fast.
+    """A replacement for the training of an objective whose networks should be good and small, or good and fast.
 
     Attributes:
         problem: the objective.
-        second: what the second metric is.
-        curves: the surrogate of the first one.
+        second: the second metric.
+        curves: the surrogate of the first metric.
     """
 
     problem: Problem
@@ -53,7 +53,7 @@ class TwoMetrics:
 
     @property
     def maximize(self) -> tuple[bool, bool]:
-        """Whether higher values are better, of each metric."""
+        """Whether higher values are better, for each metric."""
         return self.problem.maximize, False
 
     @property
@@ -61,7 +61,7 @@ class TwoMetrics:
         return ["maximize" if higher else "minimize" for higher in self.maximize]
 
     def trial(self, params: Mapping[str, Any], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The values [epochs, 2] that one training of a configuration shows, and the true ones."""
+        """Return the values [epochs, 2] of one training of a configuration, and the true ones."""
         shown, true = self.curves.trial(params, random)
         second = self.cost(params)
         deviation = NOISE / math.log(10) if self.second == "seconds" else 0.0
@@ -69,7 +69,7 @@ class TwoMetrics:
         return np.column_stack([shown, costs]), np.column_stack([true, np.full(len(true), second)])
 
     def cost(self, params: Mapping[str, Any]) -> float:
-        """The second metric of a configuration."""
+        """Return the second metric of a configuration."""
         if self.second == "parameters":
             return math.log10(parameters(self.problem, params))
         x = encode(self.problem.objective, params)[None].astype(np.float32)
@@ -78,13 +78,13 @@ class TwoMetrics:
 
 @cache
 def two_metrics(name: str, family: Family) -> TwoMetrics:
-    """The problem of an objective of the benchmark."""
+    """Return the two-metric problem of an objective of the benchmark."""
     return TwoMetrics(PROBLEMS[name], SECONDS[name], surrogate(name, family))
 
 
 @cache
 def reference(name: str, family: Family) -> tuple[float, float]:
-    """As bad as counts, as losses: the median of configurations at random, and the largest or slowest of them."""
+    """Return the reference point as losses: the median of random configurations, and their largest or slowest."""
     training = two_metrics(name, family)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     found = []
@@ -99,9 +99,9 @@ def reference(name: str, family: Family) -> tuple[float, float]:
 
 @cache
 def durations(name: str) -> list[Any]:
-    """Trees that foresee the logarithm of the seconds of an epoch.
+    """Return trees that predict the logarithm of the seconds of an epoch.
 
-    Some trainings were made beside others, and took longer: a leaf has five of them at least.
+    Some trainings took longer because others ran on the same machine: a leaf averages at least five.
     """
     curves, problem = read_curves(name), PROBLEMS[name]
     x = np.array([encode(problem.objective, curve.params) for curve in curves])
@@ -111,7 +111,7 @@ def durations(name: str) -> list[Any]:
 
 
 def parameters(problem: Problem, params: Mapping[str, Any]) -> int:
-    """How many parameters the network of a configuration has: that which the objective builds."""
+    """Return the number of parameters of the network that the objective builds."""
     objective, _ = _objective(problem)
     config = objective.configure(optuna.trial.FixedTrial(dict(params)))
     settings = tuple(sorted((key, value) for key, value in config.model.items() if key != "dropout"))
@@ -128,6 +128,6 @@ def _objective(problem: Problem) -> tuple[Any, Any]:
 def _count(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> int:
     objective, train = _objective(problem)
     config = replace(objective.default_config(), model=dict(settings))
-    with torch.device("meta"):  # nothing is drawn, and nothing takes room
+    with torch.device("meta"):  # without memory and initialisation
         network = objective.model(config, train)
     return sum(parameter.numel() for parameter in network.parameters())

@@ -1,7 +1,7 @@
-"""hpsearch's samplers on a study of several metrics, and its promotion from rungs by the order of fronts.
+"""The samplers of hpsearch with several metrics, and promotions from rungs by Pareto fronts, in the simulation.
 
-The study is in memory, where a worker's is in Postgres. Samplers see it through the view that a worker's do, and who
-goes on from a rung is decided by the order and the rule of `hpsearch.storage.trials`.
+The study is in memory instead of Postgres. Samplers use the same view of it as in a worker, and promotions use the same
+order and rule as `hpsearch.storage.trials`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hpsearch.storage.rungs.fronts import sort_by_front
 
 
 class Production:
-    """A sampler and `asha`, or no pruner, by their names or tables as a study gives them.
+    """A sampler, and `asha` or no pruner, given by their names or tables as in a study.
 
     Args:
         training: the problem.
         sampler, pruner: names, or tables with options.
-        seed: of the search.
+        seed: seed of the search.
     """
 
     def __init__(self, training: TwoMetrics, sampler: object, pruner: object, *, seed: int) -> None:
@@ -42,20 +42,20 @@ class Production:
         study = optuna.create_study(directions=training.directions)
         self._study = make_sampled_study(study, lambda: self._values)
         self._rungs: list[dict[int, np.ndarray]] = [{} for _ in (self._schedule.epochs if self._schedule else ())]
-        self._on: list[set[int]] = [set() for _ in self._rungs]  # who has gone on from each rung
-        self._best: list[list[int]] = [[] for _ in self._rungs]  # who may, until another reaches it
+        self._promoted: list[set[int]] = [set() for _ in self._rungs]  # trials promoted from each rung
+        self._best: list[list[int]] = [[] for _ in self._rungs]  # trials that may be promoted from each rung
 
     def next_work(self) -> Work:
-        """The best that may go on, from the highest rung that has one; else a new trial."""
+        """Return the best promotable trial of the highest rung that has one; otherwise a new trial."""
         for rung in reversed(range(len(self._rungs))):
             if (trial := self._promotable(rung)) is not None:
-                self._on[rung].add(trial)
+                self._promoted[rung].add(trial)
                 self._study._storage.set_trial_state_values(trial, TrialState.RUNNING)
                 return Work(trial, self._epochs)
         return self._begun()
 
     def report(self, trial: int, epoch: int, value: Sequence[float]) -> bool:
-        """Takes a vector; where it is not among those that go on from a rung the trial waits there."""
+        """Record the vector; at a rung, pause the trial unless it is promoted."""
         storage, values = self._study._storage, self._values[trial]
         values[epoch] = list(value)
         storage.set_trial_intermediate_value(trial, epoch, value[0])
@@ -67,9 +67,9 @@ class Production:
             return True
         rung = self._schedule.epochs.index(epoch + 1)
         self._rungs[rung][trial] = self._worth(trial)
-        self._best[rung] = self._going_on(rung)
+        self._best[rung] = self._find_best(rung)
         if trial in self._best[rung]:
-            self._on[rung].add(trial)
+            self._promoted[rung].add(trial)
             return True
         storage.set_trial_state_values(trial, TrialState.WAITING)
         return False
@@ -91,10 +91,10 @@ class Production:
         return track_incumbent(values, self._training.maximize)[max(values)]
 
     def _promotable(self, rung: int) -> int | None:
-        return next((trial for trial in self._best[rung] if trial not in self._on[rung]), None)
+        return next((trial for trial in self._best[rung] if trial not in self._promoted[rung]), None)
 
-    def _going_on(self, rung: int) -> list[int]:
-        """The best one in `factor` of those that reached a rung."""
+    def _find_best(self, rung: int) -> list[int]:
+        """Return the best 1 in `reduction_factor` trials of a rung."""
         assert self._schedule is not None
         reached = sorted(self._rungs[rung])
         places = len(reached) // self._schedule.reduction_factor

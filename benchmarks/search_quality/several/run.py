@@ -1,10 +1,10 @@
-"""How many epochs ways of searching for a front take to what others' fronts are worth in the end.
+"""Measure the epochs that multi-objective search methods need for the final hypervolume of other tools.
 
     python -m benchmarks.search_quality.several.run [--objectives gan ...] [--seeds 20] [--ways NAME ...]
 
-A search of a peer's has the whole budget; one of ours ends when it is worth as much as the best of them. What a peer
-has come to is the most that its front was worth at any time. One seed is searched on one kind of surrogate, the next
-on the other. Searches are kept in `runs/search_quality/several`.
+A search of a peer has the whole budget; one of hpsearch ends when it reaches the hypervolume of the best peer. The
+target of a peer is the largest hypervolume of its front at any time. The kinds of surrogates alternate between seeds.
+Searches are kept in `runs/search_quality/several`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Search:
-    """One simulated search; `enough` ends it, as `SeveralMetrics` has it."""
+    """One simulated search; `enough` is that of `SeveralMetrics`."""
 
     objective: str
     family: Family
@@ -55,7 +55,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """What it came to: the front's worth, the trials begun and ended, the epochs, and the seconds decisions took."""
+    """The result of a search: quality of the front, trials begun, full trials, epochs, and CPU time of decisions."""
 
     worth: Worth
     trials: int
@@ -65,7 +65,7 @@ class Found:
 
 
 def search(one: Search) -> Found:
-    """A search: from its file, or made now."""
+    """Return the result of a search from its file, or simulate it."""
     path = KEPT / f"{digest(one)}.json"
     if path.exists():
         kept = json.loads(path.read_text())["found"]
@@ -73,7 +73,7 @@ def search(one: Search) -> Found:
     training = two_metrics(*one.cell)
     simulation = SeveralMetrics(
         make(one.way, training, one.seed),
-        training,  # type: ignore[arg-type]  # of vectors
+        training,  # type: ignore[arg-type]  # values are vectors
         training.maximize[0],
         one.workers,
         one.budget,
@@ -92,13 +92,13 @@ def search(one: Search) -> Found:
 
 
 def digest(one: Search) -> str:
-    """Names a search's file: another for other curves, another simulation or, of hpsearch's ways, other code."""
+    """Return the name of a search's file, which depends on the curves, the simulation and the code of the method."""
     sources = [HERE / name for name in ("problems.py", "simulation.py")] + [HERE.parent / "simulation.py"]
     if one.way in OURS:
         sources += [HERE / "production.py", ROOT / "storage/rungs/fronts.py"]
-        rooms = ("curves", "samplers", "pruners") if "random" not in one.way else ("pruners",)
+        packages = ("freeze_thaw", "samplers", "pruners") if "random" not in one.way else ("pruners",)
         sources += [ROOT / "search/samplers/optuna.py"] if "tpe" in one.way else []
-        sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
+        sources += [path for package in packages for path in sorted((ROOT / "search" / package).glob("*.py"))]
     else:
         sources.append(HERE / "peers.py")
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -107,7 +107,7 @@ def digest(one: Search) -> str:
 
 
 def simulate(searches: list[Search], pool: ProcessPoolExecutor) -> dict[Search, Found]:
-    """All searches, with a line of progress for each minute."""
+    """Run all searches; print a line of progress each minute."""
     found: dict[Search, Found] = {}
     said = time.monotonic()
     for one, each in zip(searches, pool.map(search, searches), strict=True):
@@ -120,7 +120,7 @@ def simulate(searches: list[Search], pool: ProcessPoolExecutor) -> dict[Search, 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The epochs to a peer's worth, of the peer's budget: median over objectives and seeds, and its 95 % interval."""
+    """The epochs to a peer's target, relative to its budget: median over objectives and seeds, and 95 % interval."""
 
     middle: float
     low: float
@@ -133,7 +133,7 @@ class Ratio:
 
 
 def ratio(mine: dict[str, np.ndarray]) -> Ratio:
-    """Of ratios by objective [seeds]; the interval is a bootstrap over objectives and, in each, over seeds."""
+    """Return the median ratio, from ratios [seeds] by objective; the bootstrap is over objectives, then over seeds."""
     random, names = np.random.default_rng(0), list(mine)
     medians = []
     for _ in range(RESAMPLES):
@@ -145,13 +145,13 @@ def ratio(mine: dict[str, np.ndarray]) -> Ratio:
 
 
 def _median(values: np.ndarray) -> float:
-    """The upper one of two: halfway to infinity is nowhere."""
+    """Return the median, the upper of the two middle values: values may be infinite, so they are not averaged."""
     return float(np.sort(values)[len(values) // 2])
 
 
 def table(found: dict[Search, Found], ways: list[str], peers: list[str]) -> Iterator[str]:
-    """A line for each way: its ratio to each peer, lower is better."""
-    yield f"| way | {' | '.join(peers)} | trials | full | decisions, s per 1,000 epochs |"
+    """Yield the lines of the table, one per method: its ratio to each peer, lower is better."""
+    yield f"| method | {' | '.join(peers)} | trials | full | decisions, s per 1,000 epochs |"
     yield "|---" * (len(peers) + 4) + "|"
     for way in ways:
         columns = [str(ratio(ratios(found, way, peer))) for peer in peers]
@@ -162,7 +162,7 @@ def table(found: dict[Search, Found], ways: list[str], peers: list[str]) -> Iter
 
 
 def ratios(found: dict[Search, Found], way: str, peer: str) -> dict[str, np.ndarray]:
-    """The epochs to what a peer's search of the same seed came to, of its budget, by objective; infinite, if never."""
+    """Return the epochs to the target of a peer's search with the same seed, relative to its budget, by objective."""
     mine = {(one.objective, one.seed): each for one, each in found.items() if one.way == way}
     ratios: dict[str, list[float]] = {}
     for one, theirs in found.items():
@@ -180,13 +180,13 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(OURS)[:4])
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first-seed", type=int, default=0, help="those from 1000 on are for choosing between designs")
-    parser.add_argument("--budget", type=int, default=2700, help="epochs: a hundred full trials")
-    parser.add_argument("--workers", type=int, default=8, help="of the search that is simulated")
+    parser.add_argument("--first-seed", type=int, default=0, help="use 1000 and above for design choices")
+    parser.add_argument("--budget", type=int, default=2700, help="number of epochs (2700: a hundred full trials)")
+    parser.add_argument("--workers", type=int, default=8, help="simulated workers per search")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
     for cell in itertools.product(given.objectives, given.families):
-        surrogate(*cell)  # fitted once, for all processes
+        surrogate(*cell)  # fit once for all processes
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     turns = list(zip(seeds, itertools.cycle(given.families), strict=False))
     rest = (given.budget, given.workers)

@@ -1,8 +1,8 @@
-"""A search for a front: as the simulation of one metric, with vectors, and what the front is worth after each epoch.
+"""A simulated multi-objective search: vectors of metrics, and the hypervolume of the front after each epoch.
 
-A model of a trial exists at its best epoch so far, whatever becomes of the trial: so each trial that was begun counts,
-whoever searches, with its vector at the epoch that the first metric, as reported, finds best. A user keeps those of
-them that are in the front of the *reported* vectors; what that is worth is the hypervolume of their *true* ones.
+The model of a trial's best epoch so far exists in any state of the trial. So for each method each trial counts, with
+its vector at the epoch with the best reported value of the first metric. A user keeps the trials in the front of the
+*reported* vectors; their quality is the hypervolume of their *true* vectors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hpsearch.storage.rungs.fronts import compute_hypervolume, find_front
 
 @dataclass
 class Worth:
-    """What the front is worth.
+    """The quality of the front over time.
 
     Attributes:
-        spent: epochs that had been spent whenever it changed.
-        volume: its hypervolume since.
+        spent: epochs spent at each change.
+        volume: hypervolume of the front after each change.
     """
 
     spent: list[int] = field(default_factory=list)
@@ -34,19 +34,19 @@ class Worth:
         return max(self.volume[: bisect.bisect_right(self.spent, epochs)], default=0.0)
 
     def reached(self, target: float) -> int | None:
-        """The epochs that were spent until it was first worth so much; None if it never was."""
+        """Return the epochs spent until the hypervolume first reached `target`; None if it never did."""
         pairs = zip(self.spent, self.volume, strict=True)
         return next((spent for spent, volume in pairs if volume >= target), None)
 
 
 @dataclass
 class SeveralMetrics(Simulation):
-    """One search for a front; its `way` takes and its `training` gives vectors.
+    """One multi-objective search; values of its `way` and its `training` are vectors.
 
     Args:
-        higher: of each metric, whether higher is better.
-        reference: as losses, as bad as counts.
-        enough: ends the search as soon as the front is worth so much.
+        higher: whether higher is better, for each metric.
+        reference: reference point of the hypervolume, as losses.
+        enough: hypervolume at which the search ends.
     """
 
     higher: Sequence[bool] = ()
@@ -65,8 +65,8 @@ class SeveralMetrics(Simulation):
         trial.epochs += 1
         self.history.epochs += 1
         self._note(work.trial, value * self._signs, true * self._signs)
-        goes_on = self._asked(lambda: self.way.report(work.trial, trial.epochs - 1, value.tolist()))
-        return goes_on and trial.epochs < min(work.until, len(trial.shown))
+        continues = self._timed(lambda: self.way.report(work.trial, trial.epochs - 1, value.tolist()))
+        return continues and trial.epochs < min(work.until, len(trial.shown))
 
     def _note(self, number: int, shown: np.ndarray, true: np.ndarray) -> None:
         if number in self._shown and shown[0] >= self._shown[number][0]:

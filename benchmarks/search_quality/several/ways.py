@@ -1,6 +1,6 @@
-"""The ways of searching for a front that are compared, by the names that tables have.
+"""The compared multi-objective search methods by their names in tables.
 
-Searches that were made are known by these names: give a way of other options another name.
+Kept searches are identified by these names: a method with other options needs another name.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 import optuna
 from optuna.samplers import NSGAIISampler, RandomSampler, TPESampler
 
-from benchmarks.search_quality.several.peers import Optuna, SyneTune, as_meant, as_shipped
+from benchmarks.search_quality.several.peers import Optuna, SyneTune, as_intended, as_shipped
 from benchmarks.search_quality.several.problems import TwoMetrics
 from benchmarks.search_quality.several.production import Production
 from benchmarks.search_quality.ways import optuna_tpe
 
 Make = Callable[[TwoMetrics, int], Any]
 
-# Optuna prunes no trial of several metrics.
+# Optuna has no pruning with several metrics.
 PEERS: dict[str, Make] = {
     "Optuna random": lambda training, seed: Optuna(training, RandomSampler(seed)),
     "Optuna NSGA-II": lambda training, seed: Optuna(training, NSGAIISampler(seed=seed)),
     "Optuna TPE": lambda training, seed: Optuna(training, TPESampler(seed=seed)),
     "Optuna TPE, multivariate": lambda training, seed: Optuna(training, optuna_tpe(seed)),
     "Syne Tune MO-ASHA": lambda training, seed: SyneTune(training, seed=seed, priority=as_shipped),
-    "Syne Tune MO-ASHA, places put right": lambda t, seed: SyneTune(t, seed=seed, priority=as_meant),
+    "Syne Tune MO-ASHA, ranks corrected": lambda t, seed: SyneTune(t, seed=seed, priority=as_intended),
 }
 
 
@@ -46,7 +46,7 @@ WAYS = PEERS | OURS
 
 
 def make(name: str, training: TwoMetrics, seed: int) -> Any:
-    """A way of searching, ready for one search."""
+    """Return a search method for one search."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     return WAYS[name](training, seed)

@@ -167,7 +167,7 @@ def test_a_constraint_that_one_trial_violates_gives_a_finite_feasibility():
     trials = [trial({0: (0.1, 5.0)}, params={"x": 0.5 + number / 3000}) for number in range(1500)]
     sampler = MultiObjectiveSuggester(EPOCHS, np.random.default_rng(0))
     broken = np.array([1.0, *[-1.0] * 1499])
-    found = [sampler._feasibility(search.study, trials, {"x": X}, broken) for _ in range(3)]
+    found = [sampler._fit_feasibility(search.study, trials, {"x": X}, broken) for _ in range(3)]
     assert all(each is None or np.isfinite(each[1]) for each in found)
 
 

@@ -152,7 +152,7 @@ class JudgeInMemory(StudyPruner):
         self.noted: dict[str, float] = {}
         return super().__call__(trial, values, **named)
 
-    def _peers(self, trial: FrozenTrial) -> StoredOtherTrials:
+    def _make_peers(self, trial: FrozenTrial) -> StoredOtherTrials:
         return _InMemory(self._storage, self._study_id, trial, 0.0, self.noted)
 
 

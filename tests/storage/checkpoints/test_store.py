@@ -98,11 +98,11 @@ def test_files_are_listed_by_folder(store: CheckpointStore, local: Path) -> None
 def test_names_outside_of_the_store_are_rejected(
     store: CheckpointStore, local: Path, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(StorageError, match="not a name below"):
+    with pytest.raises(StorageError, match="not a relative path below"):
         store.put(local, name=name)
-    with pytest.raises(StorageError, match="not a name below"):
+    with pytest.raises(StorageError, match="not a relative path below"):
         store.get(StoredFile(name, "0" * 64, 1), tmp_path / "x")
-    with pytest.raises(StorageError, match="not a name below"):
+    with pytest.raises(StorageError, match="not a relative path below"):
         store.remove_folder(name)
 
 
