@@ -78,4 +78,5 @@ def test_a_study_of_an_earlier_version_can_be_extended(url: str, storage: Postgr
 
 
 def test_seeds_equal_those_of_the_earlier_version(storage: PostgresStorage) -> None:
-    assert derive_training_seed(load_study(storage, "kept").spec, 0) == 247054594, "as the evidence of its promotion has it"
+    seed = derive_training_seed(load_study(storage, "kept").spec, 0)
+    assert seed == 247054594, "as in the evidence of its promotion"
