@@ -1,16 +1,16 @@
-"""By how much the number beside a winner is better than what new data show, over many small studies.
+"""Measure by how much the reported score of a winner is better than its score on new data, over many small studies.
 
     python -m benchmarks.overstatement [--objectives NAME ...] [--studies 20] [--raw FILE] [--from FILE]
 
-Each study draws its own samples, searches with Optuna's TPE, and trains its best configurations again: on fresh seeds
-and the study's division (as finalists were trained before), and on fresh seeds and fresh divisions. A reserve of
-samples that no study sees tells what the winner's model, the one of the search that would be promoted, is worth.
-It prints, for each objective, by how many points (hundredths of the metric) each number is better than that, how good
-the crowned are, and how often the interval has the score of the study's own sealed test set.
+Each study draws new samples, searches with Optuna's TPE, and trains its best configurations again: with fresh seeds on
+the study's data split (as finalists were trained before), and with fresh seeds on fresh data splits. The true score is
+that of the winner's model from the search, which would be promoted, on a reserve of samples that no study uses. The
+output has for each objective by how many points (hundredths of the metric) each reported score is better than the true
+score, the true scores of the winners, and how often the interval contains the score on the study's test set.
 
-How hard a validation split happens to be is most of the noise, and says nothing of over-statement. A reference model,
-trained once on a part of the reserve, tells it: what it scores on a split above its own worth has the mean zero over
-studies, whatever they choose, and is taken off each number (a control variate).
+Most of the noise is the varying difficulty of validation splits, which is not overstatement. It is measured with a
+reference model, trained once on a part of the reserve: the difference between its score on a split and its true score
+has the mean zero over studies, and is subtracted from each reported score (a control variate).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ POINT = 100  # a point is a hundredth of the metric
 
 
 class Small(Objective):
-    """A small problem of tables: `drawn` says what its samples are."""
+    """A small problem with tabular data; `drawn` generates the samples."""
 
     epochs: ClassVar[int] = EPOCHS
-    samples: ClassVar[int] = 1000  # of a study
+    samples: ClassVar[int] = 1000  # per study
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, study: int = 0) -> None:
@@ -63,7 +63,7 @@ class Small(Objective):
         self.study = study
 
     def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
-        """Inputs, targets, and groups of so many samples; of study -1 the reserve."""
+        """Return inputs, targets and groups of a number of samples; study -1 is the reserve."""
         raise NotImplementedError
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
@@ -83,12 +83,12 @@ class Small(Objective):
         return Splits.make(x, y, seed=seed, groups=groups)
 
     def reserve(self) -> Dataset:
-        """What no study sees."""
+        """Return the samples that no study uses."""
         x, y, _ = self.drawn(-1, RESERVE)
         return Splits.make(x, y, seed=0, val=0.001, test=0.001, stratify=False).train
 
     def reference(self) -> tuple[FitResult, TrainConfig, Dataset]:
-        """A model of a part of the reserve, and the rest."""
+        """Train the reference model on a part of the reserve; return the result, its configuration and the rest."""
         reserve = self.reserve()
         cut = min(len(reserve) // 2, 5000)
         own = copy.copy(self)
@@ -112,7 +112,7 @@ class Small(Objective):
 
 
 class Mixture(Small):
-    """Five classes of three Gaussians each in 12 dimensions, 5 % of the labels at random."""
+    """Five classes of three Gaussians each in 12 dimensions, with 5 % random labels."""
 
     name: ClassVar[str] = "mixture"
     metric = "accuracy"
@@ -127,7 +127,7 @@ class Mixture(Small):
 
 
 class Rare(Small):
-    """One in ten is positive, by a curved border in 10 dimensions; judged by AUROC."""
+    """Two classes with a curved boundary in 10 dimensions, 10 % positive; the metric is AUROC."""
 
     name: ClassVar[str] = "rare"
     metric = "auroc"
@@ -140,7 +140,7 @@ class Rare(Small):
 
 
 class Patients(Small):
-    """Five samples of each of 200 patients, whose effect on the value is their own; judged by R2."""
+    """Five samples of each of 200 patients, with an effect of the patient on the value; the metric is R2."""
 
     name: ClassVar[str] = "patients"
     metric = "r2"
@@ -148,15 +148,15 @@ class Patients(Small):
     def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         rng = np.random.default_rng([17, study + 1])
         groups = np.arange(samples) // 5
-        who = rng.normal(size=(samples // 5, 3))[groups]
-        x = np.concatenate([rng.random((samples, 5)), who + 0.1 * rng.normal(size=who.shape)], axis=1)
+        effect = rng.normal(size=(samples // 5, 3))[groups]
+        x = np.concatenate([rng.random((samples, 5)), effect + 0.1 * rng.normal(size=effect.shape)], axis=1)
         value = 10 * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
-        y = value + 2 * who[:, 0] * who[:, 1] + rng.normal(size=samples)
+        y = value + 2 * effect[:, 0] * effect[:, 1] + rng.normal(size=samples)
         return x, y.astype(np.float32), groups
 
 
 class Scans(Small):
-    """scikit-learn's digits: 800 of them for a study, all the others for its reserve."""
+    """scikit-learn's digits: 800 for a study, all others for its reserve."""
 
     name: ClassVar[str] = "scans"
     samples: ClassVar[int] = 800
@@ -176,16 +176,16 @@ OBJECTIVES: dict[str, type[Small]] = {cls.name: cls for cls in (Mixture, Rare, P
 
 @dataclass
 class Finalist:
-    """A configuration that the search found, and what was made of it.
+    """A configuration found by the search, and its scores.
 
     Attributes:
-        search: what the search said.
-        test: of the search's model on the study's test split.
-        truth: of the search's model on the reserve.
-        seeds: best values on fresh seeds, on the study's division.
-        divisions: best values on fresh seeds and divisions.
-        scores: of the same runs by cross-fitting: value, error, and sizes of train, validation and test.
-        ease: by how much the reference is better than it is worth, on the study's validation split and the divisions'.
+        search: best value in the search.
+        test: score of the search's model on the study's test split.
+        truth: score of the search's model on the reserve.
+        seeds: best values with fresh seeds on the study's data split.
+        divisions: best values with fresh seeds on fresh data splits.
+        scores: cross-fitted scores of the same runs: value, error, and sizes of train, validation and test split.
+        ease: scores of the reference model above its true score, on the study's validation split and on fresh ones.
     """
 
     search: float
@@ -198,7 +198,7 @@ class Finalist:
 
 
 def study(given: tuple[str, int]) -> list[dict[str, Any]]:
-    """A study with its finalists, the search's best first."""
+    """Run a study; return the fields of its finalists, the best of the search first."""
     name, number = given
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -226,16 +226,16 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
     finalists = []
     for trial in best_first(values, maximize=objective.direction == "maximize")[:TOP]:
         config, result = configs[trial], found[trial]
-        again = [fit(objective, config, seed, number) for seed in fresh]
-        anew = [fit(objective, config, seed, number, division) for seed, division in zip(fresh, divisions, strict=True)]
-        scored = [run.resplit_score for run in anew if run.resplit_score is not None]
+        retrained = [fit(objective, config, seed, number) for seed in fresh]
+        resplit = [fit(objective, config, seed, number, split) for seed, split in zip(fresh, divisions, strict=True)]
+        scored = [run.resplit_score for run in resplit if run.resplit_score is not None]
         finalists.append(
             Finalist(
                 search=result.best_value,
                 test=RestoredModel(objective, config, splits, result.model).test()[objective.metric],
                 truth=judged(objective, config, result, splits, reserve),
-                seeds=[run.best_value for run in again],
-                divisions=[run.best_value for run in anew],
+                seeds=[run.best_value for run in retrained],
+                divisions=[run.best_value for run in resplit],
                 scores=[(score.value, score.error, score.sizes) for score in scored],
                 ease=(own, statistics.fmean(others)),
             )
@@ -257,54 +257,54 @@ def judged(objective: Objective, config: TrainConfig, result: FitResult, splits:
     return evaluate(result.model, data, loss, metrics, batch_size=5000, device="cpu")[objective.metric]
 
 
-def told(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
-    """Print what came of an objective's studies, and return by how many points each number over-stated."""
+def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
+    """Print the results of an objective's studies; return the overstatement of each kind of score in points."""
     ways: dict[str, list[float]] = {}
     worth: dict[str, list[float]] = {}
     inside, width = [], []
 
-    def note(way: str, number: float, finalist: Finalist, *, anew: bool) -> None:
-        ways.setdefault(way, []).append(POINT * (number - finalist.truth - finalist.ease[anew]))
+    def note(way: str, number: float, finalist: Finalist, *, resplit: bool) -> None:
+        ways.setdefault(way, []).append(POINT * (number - finalist.truth - finalist.ease[resplit]))
         worth.setdefault(way, []).append(finalist.truth)
 
     for finalists in studies:
-        note("the search's best", finalists[0].search, finalists[0], anew=False)
+        note("best of the search", finalists[0].search, finalists[0], resplit=False)
         tables = {
             "fresh seeds": [f.seeds for f in finalists],
-            "fresh divisions": [f.divisions for f in finalists],
-            "fresh divisions, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
+            "fresh splits": [f.divisions for f in finalists],
+            "fresh splits, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
         }
         for way, table in tables.items():
             choice = select_winner(dict(enumerate(table)), maximize=True)
             winner = choice.winner
             assert winner is not None
-            note(way, statistics.fmean(table[winner]), finalists[winner], anew=way != "fresh seeds")
+            note(way, statistics.fmean(table[winner]), finalists[winner], resplit=way != "fresh seeds")
         runs = {
             number: [RunScore(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
         expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
         assert expected is not None
-        note("what is expected", expected.mean, finalists[winner], anew=True)
+        note("expected test score", expected.mean, finalists[winner], resplit=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)
         width.append(POINT * (expected.high - expected.low))
     print(f"\n{name}: {len(studies)} studies")
     for way, over in ways.items():
         error = statistics.stdev(over) / math.sqrt(len(over)) if len(over) > 1 else math.nan
         print(
-            f"  {way:32} over by {statistics.fmean(over):+6.2f} +- {error:.2f} points, "
-            f"above in {sum(o > 0 for o in over):2} of {len(over)}; the crowned are worth "
+            f"  {way:32} overstated by {statistics.fmean(over):+6.2f} +- {error:.2f} points, "
+            f"above in {sum(o > 0 for o in over):2} of {len(over)}; mean true score of the winners "
             f"{statistics.fmean(worth[way]):.4f}"
         )
     print(
-        f"  the interval has the test score in {sum(inside)} of {len(inside)}; it is {statistics.fmean(width):.1f} wide"
+        f"  test score in the interval: {sum(inside)} of {len(inside)}; mean width {statistics.fmean(width):.1f} points"
     )
     ways["inside"] = [float(found) for found in inside]
     return ways
 
 
 def draw(each: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
-    """A panel for each objective, a line for each number: its mean over-statement, and two standard errors."""
+    """Draw a panel per objective with a line per kind of score: mean overstatement and two standard errors."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -322,7 +322,7 @@ def draw(each: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
         axis.tick_params(axis="x", labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(
-        "points above what the winner's model is worth: mean over studies, two standard errors", fontsize=8
+        "points above the true score of the winner's model: mean over studies, two standard errors", fontsize=8
     )
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -332,10 +332,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
     parser.add_argument("--studies", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0, help="number of the first study, which is its seed")
-    parser.add_argument("--raw", type=Path, help="where the studies are written")
-    parser.add_argument("--figure", type=Path, help="where a picture is drawn")
-    parser.add_argument("--from", dest="read", type=Path, help="studies that --raw wrote, in place of new ones")
+    parser.add_argument("--first", type=int, default=0, help="number and seed of the first study")
+    parser.add_argument("--raw", type=Path, help="file to write the studies to")
+    parser.add_argument("--figure", type=Path, help="file to write a figure to")
+    parser.add_argument("--from", dest="read", type=Path, help="file of --raw to read instead of running studies")
     given = parser.parse_args()
     if given.read:
         raw = json.loads(given.read.read_text())
@@ -350,14 +350,14 @@ def main() -> None:
                     print(f"{name}: {done} of {given.studies}", file=sys.stderr, flush=True)
                 if given.raw:
                     given.raw.write_text(json.dumps(raw))
-    each = {name: told(name, [[Finalist(**f) for f in found] for found in raw[name]]) for name in raw}
+    each = {name: summarize(name, [[Finalist(**f) for f in found] for found in raw[name]]) for name in raw}
     if given.figure:
         draw(each, given.figure)
-    print("\nover all")
+    print("\nall objectives")
     for way in next(iter(each.values())):
         over = [value for ways in each.values() for value in ways[way]]
         what = (
-            f"has the test score in {statistics.fmean(over):.1%}"
+            f"contains the test score in {statistics.fmean(over):.1%}"
             if way == "inside"
             else f"{statistics.fmean(over):+.2f}"
         )

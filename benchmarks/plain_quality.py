@@ -1,6 +1,6 @@
-"""Searches by Optuna and by Ray Tune as their users write them, for bench_quality.py: trained by the same loop as ours.
+"""Searches with Optuna and Ray Tune as their users write them, for bench_quality.py, with hpsearch's training loop.
 
-They log nothing, keep no checkpoint, and go on from none.
+They log nothing and have no checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpsearch.search.samplers.suggest import derive_seed
 
 
 class Reported(Kept):
-    """A session that hands on the metric of each epoch."""
+    """A session that passes the metric of each epoch to a function."""
 
     def __init__(self, metric: str, report: Callable[[float, int], Verdict]) -> None:
         super().__init__(metric)
@@ -43,14 +43,14 @@ class Reported(Kept):
 def train(
     objective: BaseObjective, trial: Any, number: int, epochs: int, report: Callable[[float, int], Verdict]
 ) -> Any:
-    """One trial."""
+    """Train one trial."""
     session = Reported(objective.metric, report)
     seeds = {"seed": derive_seed(0, "trial", number), "split_seed": 0}
     return fit(objective, objective.configure(trial), RunPlan(epochs, **seeds), session=session, device="cpu")
 
 
 def worth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) -> float:
-    """The mean over fresh seeds of the best value that a configuration has; infinitely bad where it diverges."""
+    """Return the mean best value of a configuration over fresh seeds; infinitely bad if a training diverges."""
     torch.set_num_threads(1)
     objective = load_objective(reference)
     found = []
@@ -68,7 +68,7 @@ def worth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) ->
 
 
 def by_optuna(given: argparse.Namespace) -> None:
-    """One of the processes that share a study, with the options that suit many workers."""
+    """Run one of the processes that share a study, with sampler options for many workers."""
     objective = load_objective(given.objective)
     study = optuna.load_study(
         study_name=given.name,
@@ -93,12 +93,12 @@ def by_optuna(given: argparse.Namespace) -> None:
 
 
 def by_ray(given: argparse.Namespace) -> None:
-    """Ray Tune's ASHA and its random search or HyperOpt."""
+    """Run Ray Tune's ASHA with random search or HyperOpt."""
     import ray
     from ray import tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
     from ray.tune.search import ConcurrencyLimiter
-    from ray.tune.search.hyperopt import HyperOptSearch  # noqa: F401 told at once where it is missing
+    from ray.tune.search.hyperopt import HyperOptSearch  # noqa: F401 fails early if it is not installed
 
     objective = load_objective(given.objective)
     flat, mode = Flat(Problem(type(objective), "tuning")), objective.direction[:3]

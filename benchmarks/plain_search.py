@@ -1,6 +1,6 @@
-"""A worker of a search as tutorials write it, for bench_search.py: Optuna's RDBStorage and MLflow's fluent API.
+"""The worker of a search as tutorials write it, for bench_search.py: Optuna's RDBStorage and MLflow's fluent API.
 
-It trains with the same loop as ours, so that only what is around the training differs.
+It uses hpsearch's training loop, so that only the code around the training differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpsearch.search.samplers.suggest import derive_seed
 
 
 class PlainSession:
-    """Reports to Optuna and MLflow as the loop goes, and keeps the best weights in a file."""
+    """A session that reports to Optuna and MLflow after each epoch, and keeps the best weights in a file."""
 
     run_dir = shards = curve = None
 
@@ -44,7 +44,7 @@ class PlainSession:
         return MidEpochAction.NONE
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Nothing was due."""
+        """Do nothing: mid-epoch checkpoints are never requested."""
 
     def report(self, record: EpochRecord) -> Verdict:
         mlflow.log_metrics(record.metrics, step=record.epoch)
@@ -56,7 +56,7 @@ class PlainSession:
 
 
 def run_trial(trial: optuna.Trial, epochs: int, requirements: list[str] | None) -> float:
-    """One trial. Unless `requirements` are given, MLflow finds out what the model needs by loading it elsewhere."""
+    """Run one trial. Without `requirements`, MLflow infers them by loading the model in a separate process."""
     config = Digits().configure(trial)
     with mlflow.start_run(run_name=f"trial-{trial.number}", nested=True), tempfile.TemporaryDirectory() as folder:
         mlflow.log_params(trial.params)
@@ -80,7 +80,7 @@ def run_trial(trial: optuna.Trial, epochs: int, requirements: list[str] | None) 
 
 
 def watched() -> Laps:
-    """Watch the calls into Optuna and MLflow, and the training."""
+    """Time the calls of Optuna and MLflow, and the training."""
     laps = Laps()
     for name in ("start_run", "log_params", "log_metric", "log_metrics", "log_artifact"):
         laps.watch(mlflow, name, "tracking")

@@ -1,4 +1,4 @@
-"""The ways to run a trial that `bench_storage` compares: as our worker does, and through Optuna's public interface."""
+"""The kinds of trials that `bench_storage` compares: those of a worker, and those of Optuna's public interface."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ SPECIFIED = parse_spec(
 
 
 class Watched(BaseStorage):
-    """A storage whose calls are timed."""
+    """A wrapper of a storage that times all calls."""
 
     def __init__(self, inner: BaseStorage) -> None:
         self.inner = inner
-        self.seconds = self.cpu = 0.0  # cpu: this process's own
+        self.seconds = self.cpu = 0.0  # cpu: CPU time of this process
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ def suggest(trial: optuna.Trial) -> float:
 
 
 class Runner:
-    """Runs trials of a study in one of the ways."""
+    """A runner of trials of one kind in a study."""
 
     def __init__(self, kind: str, storage: BaseStorage, name: str, sampler: str = "tpe") -> None:
         self.kind, self.inner = kind, storage
@@ -162,11 +162,11 @@ class Runner:
             with self.watched.timed():
                 stack.enter_context(storage.hold_trial(claim.trial_id, claim.attempt))
             clock.lap("ask")
-            together = storage.batch_writes(claim.trial_id)
-            together.__enter__()
+            batch = storage.batch_writes(claim.trial_id)
+            batch.__enter__()
             lr = suggest(optuna.Trial(self.study, claim.trial_id))
             with self.watched.timed():
-                together.__exit__(None, None, None)
+                batch.__exit__(None, None, None)
             clock.lap("suggest")
             frozen = storage.get_trial(claim.trial_id)
             for epoch in range(EPOCHS):
@@ -183,7 +183,7 @@ class Runner:
 
 
 class Clock:
-    """Times of laps, those of a name added up."""
+    """Times of laps, summed by name."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -199,7 +199,7 @@ class Clock:
 
 
 def finished(number: int) -> FrozenTrial:
-    """A COMPLETE trial like those of `run_trial`."""
+    """Return a COMPLETE trial like those of `Runner`."""
     rng = random.Random(number)
     lr = 10 ** rng.uniform(-5, -1)
     start = datetime(2026, 1, 1) + timedelta(seconds=number)

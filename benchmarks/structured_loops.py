@@ -1,9 +1,10 @@
-"""The training loop beside bare torch loops over data with a structure, timed:
+"""Compare the training loop with bare torch loops over structured data:
 
     python -m benchmarks.structured_loops
 
-Texts as a dictionary of padded tensors in memory, texts as a list with a collate, and 2,000 PNG files that two
-processes read: the same batches, model and AdamW, in turns within one process, so that only ratios count.
+The data are texts as a dictionary of padded tensors in memory, texts as a list with a collate function, and 2,000 PNG
+files that two processes read. Both loops have the same batches, model and AdamW, and alternate in one process, so that
+only ratios matter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ IMAGES, SIDE = 2_000, 32
 
 
 class Words(nn.Module):
-    """Mean of embeddings, and two layers."""
+    """The mean of embeddings and two layers."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +62,7 @@ class Texts(Objective):
 
 
 class InMemory(Texts):
-    """As a dictionary of tensors."""
+    """Texts as a dictionary of tensors."""
 
     def data(self, seed):
         texts, classes = self.texts()
@@ -70,7 +71,7 @@ class InMemory(Texts):
 
 
 class Ragged(Texts):
-    """As a list with a collate."""
+    """Texts as a list with a collate function."""
 
     def data(self, seed):
         return Splits.make(*self.texts(), seed=seed, collate=pad_collate)
@@ -115,7 +116,7 @@ class Images(Objective):
 
 
 def ours(objective, settings):
-    """An epoch of the training loop."""
+    """Return a function that runs an epoch of hpsearch's training loop."""
     config = TrainConfig(batch_size=BATCH, deterministic=False, **settings)
     run, _ = build(objective, config, RunPlan(EPOCHS, 0, 0), device=torch.device("cpu"))
     epoch = iter(range(EPOCHS))
@@ -123,7 +124,7 @@ def ours(objective, settings):
 
 
 def bare(objective, settings):
-    """An epoch of a loop written by hand: indices where the data are tensors, else a DataLoader by samples."""
+    """Return a function that runs an epoch of a loop written by hand: indexed tensors, or a DataLoader of samples."""
     train = objective.data(0).train
     model = objective.model(TrainConfig(), train)
     optimizer = torch.optim.AdamW(parameter_groups(model, TrainConfig()), lr=1e-3, fused=True)
@@ -158,8 +159,8 @@ def bare(objective, settings):
 
 
 def ratio(name, objective, rounds, **settings):
-    """Our samples per second over the bare loop's, both running in turns: the median over rounds, and their spread."""
-    # Processes that load are not in this process's own time.
+    """Print the ratio of samples per second to the bare loop, both alternating: median and quartiles over rounds."""
+    # The CPU time of this process does not include that of loader processes.
     clock = time.perf_counter if settings else time.process_time
 
     def timed(epoch):
@@ -180,7 +181,7 @@ def ratio(name, objective, rounds, **settings):
 
 
 def main():
-    """Each kind of data."""
+    """Measure each kind of data."""
     torch.set_num_threads(1)
     ratio("a dictionary of tensors in memory", InMemory(), 41)
     ratio("a list with a collate", Ragged(), 15)

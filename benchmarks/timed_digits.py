@@ -1,4 +1,4 @@
-"""The digits objective, and where the worker that loads it spends its time, for bench_search.py."""
+"""The digits objective for bench_search.py, whose import times the parts of the worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Digits(_Digits):
 
 
 def watched() -> Laps:
-    """Watch what `hpsearch worker` does; whatever stands under no other label is the worker's own code."""
+    """Time the parts of `hpsearch worker`; time under no label is the worker's own code."""
     laps = Laps()
     for owner, name, label in (
         (RunDir, "finish", "plots and report"),

@@ -1,9 +1,9 @@
-"""The training loop beside loops written by hand, timed. It needs torch, numpy and scikit-learn alone:
+"""Compare the training loop with loops written by hand. Needs only torch, numpy and scikit-learn:
 
     python -m benchmarks.training_loops
 
-Each pair runs the same recipe (AdamW without decay on biases, clipping, a cosine) on the same model and data, in turns
-within one process, so that only ratios count.
+Each pair has the same recipe (AdamW without weight decay on biases, gradient clipping, a cosine schedule), model and
+data, and alternates in one process, so that only ratios matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Synthetic(Objective):
 
 
 class Accuracy:
-    """The share of right answers, where torchmetrics is not installed."""
+    """Accuracy without torchmetrics."""
 
     def reset(self):
         self.right, self.count = 0, 0
@@ -87,7 +87,7 @@ def ours(net, device, settings):
 
 
 def bare(net, device, settings):
-    """The fastest loop that one would write by hand: batches by index, sums on the device, one read at the end."""
+    """Return an epoch of the fastest handwritten loop: indexed batches, sums on the device, one read at the end."""
     objective = Synthetic(net)
     train = objective.data(0).train.to(device)
     model = objective.model(TrainConfig(), train).to(device)
@@ -118,7 +118,7 @@ def bare(net, device, settings):
 
 
 class _Samples(Dataset):
-    """A sample at a time, as image datasets are read: an array becomes a tensor and is normalised."""
+    """A dataset that converts one array at a time to a tensor and normalises it, like image datasets."""
 
     def __init__(self, train, transform):
         self.images, self.labels = train.x.numpy(), train.y.tolist()
@@ -134,27 +134,27 @@ class _Samples(Dataset):
 
 
 def tutorial(net, device, settings):
-    """The loop of most tutorials over data in memory: a DataLoader over a TensorDataset, torch's default AdamW."""
+    """Return an epoch of most tutorials' loop over data in memory: DataLoader, TensorDataset, default AdamW."""
     return _by_samples(net, device, lambda train: TensorDataset(train.x, train.y), fused=None)
 
 
 def tutorial_fused(net, device, settings):
-    """The same with the fused AdamW that we use: what of the difference is the feeding and the reading alone."""
+    """Return the same with fused AdamW, as in hpsearch: the difference is only in loading and reading values."""
     return _by_samples(net, device, lambda train: TensorDataset(train.x, train.y))
 
 
 def tutorial_with_transform(net, device, settings):
-    """The fused one over a dataset of arrays that are made tensors and normalised one by one."""
+    """Return the same with fused AdamW over a dataset that converts and normalises arrays one by one."""
     return _by_samples(net, device, lambda train: _Samples(train, transform=True))
 
 
 def tutorial_of_arrays(net, device, settings):
-    """The same over a dataset of arrays and plain numbers, the quickest there is to read sample by sample."""
+    """Return the same over a dataset of arrays and plain numbers, the fastest kind to read one by one."""
     return _by_samples(net, device, lambda train: _Samples(train, transform=False))
 
 
 def _by_samples(net, device, dataset, *, fused=True):
-    """Batches that a DataLoader collates from samples, and `.item()` at each step."""
+    """Return an epoch of a loop with batches that a DataLoader collates, and `.item()` at each step."""
     objective = Synthetic(net)
     train = objective.data(0).train
     model = objective.model(TrainConfig(), train).to(device)
@@ -181,7 +181,7 @@ def _by_samples(net, device, dataset, *, fused=True):
 
 
 def _timed(epoch, device):
-    """Seconds of an epoch: of this process's own time on a CPU, which what else the machine does leaves alone."""
+    """Return the seconds of an epoch; on a CPU the CPU time, which does not depend on other load on the machine."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     started = clock()
     assert epoch() < 3.0
@@ -189,7 +189,7 @@ def _timed(epoch, device):
 
 
 def ratio(net, other, device, **settings):
-    """Our samples per second over the other's, both running in turns: the median over rounds, and their spread."""
+    """Return the ratio of samples per second to another loop, both alternating: median over rounds."""
     with reproducible(deterministic=False):
         mine, theirs = ours(net, device, settings), other(net, device, settings)
         for epoch in (mine, theirs):
@@ -200,13 +200,13 @@ def ratio(net, other, device, **settings):
             found.append(seconds[theirs] / seconds[mine])
             fastest = min(fastest, seconds[mine])
     low, middle, high = statistics.quantiles(found, n=4)
-    spread = f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
-    print(f"\n{net} on {device} {settings or ''} against {other.__name__}: {spread}, {ROWS / fastest:,.0f} samples/s")
+    ratios = f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
+    print(f"\n{net} on {device} {settings or ''} against {other.__name__}: {ratios}, {ROWS / fastest:,.0f} samples/s")
     return statistics.median(found)
 
 
 def main():
-    """Every pair, on every device there is."""
+    """Measure every pair on every available device."""
     torch.set_num_threads(1)
     for device in DEVICES:
         for net in ROUNDS:
