@@ -2,8 +2,8 @@
 
     python -m benchmarks.overstatement [--objectives NAME ...] [--studies 20] [--raw FILE] [--from FILE]
 
-Each study draws new samples, searches with Optuna's TPE, and trains its best configurations again: with fresh seeds on
-the study's data split (as finalists were trained before), and with fresh seeds on fresh data splits. The true score is
+Each study draws new samples, searches with Optuna's TPE, and trains its best configurations again: with new seeds on
+the study's data split (as finalists were trained before), and with new seeds on new data splits. The true score is
 that of the winner's model from the search, which would be promoted, on a reserve of samples that no study uses. The
 output has for each objective by how many points (hundredths of the metric) each reported score is better than the true
 score, the true scores of the winners, and how often the interval contains the score on the study's test set.
@@ -182,10 +182,10 @@ class Finalist:
         search: best value in the search.
         test: score of the search's model on the study's test split.
         truth: score of the search's model on the reserve.
-        seeds: best values with fresh seeds on the study's data split.
-        divisions: best values with fresh seeds on fresh data splits.
+        seeds: best values with new seeds on the study's data split.
+        divisions: best values with new seeds on new data splits.
         scores: cross-fitted scores of the same runs: value, error, and sizes of train, validation and test split.
-        ease: scores of the reference model above its true score, on the study's validation split and on fresh ones.
+        ease: scores of the reference model above its true score, on the study's validation split and on new ones.
     """
 
     search: float
@@ -268,31 +268,31 @@ def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]
         worth.setdefault(way, []).append(finalist.truth)
 
     for finalists in studies:
-        note("best of the search", finalists[0].search, finalists[0], resplit=False)
+        note("best value of the search", finalists[0].search, finalists[0], resplit=False)
         tables = {
-            "fresh seeds": [f.seeds for f in finalists],
-            "fresh splits": [f.divisions for f in finalists],
-            "fresh splits, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
+            "mean of new seeds": [f.seeds for f in finalists],
+            "mean of new splits, at the best epoch": [f.divisions for f in finalists],
+            "mean of new splits, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
         }
         for way, table in tables.items():
             choice = select_winner(dict(enumerate(table)), maximize=True)
             winner = choice.winner
             assert winner is not None
-            note(way, statistics.fmean(table[winner]), finalists[winner], resplit=way != "fresh seeds")
+            note(way, statistics.fmean(table[winner]), finalists[winner], resplit=way != "mean of new seeds")
         runs = {
             number: [RunScore(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
         expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
         assert expected is not None
-        note("expected test score", expected.mean, finalists[winner], resplit=True)
+        note("expected score", expected.mean, finalists[winner], resplit=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)
         width.append(POINT * (expected.high - expected.low))
     print(f"\n{name}: {len(studies)} studies")
     for way, over in ways.items():
         error = statistics.stdev(over) / math.sqrt(len(over)) if len(over) > 1 else math.nan
         print(
-            f"  {way:32} overstated by {statistics.fmean(over):+6.2f} +- {error:.2f} points, "
+            f"  {way:37} overstated by {statistics.fmean(over):+6.2f} +- {error:.2f} points, "
             f"above in {sum(o > 0 for o in over):2} of {len(over)}; mean true score of the winners "
             f"{statistics.fmean(worth[way]):.4f}"
         )
@@ -361,7 +361,7 @@ def main() -> None:
             if way == "inside"
             else f"{statistics.fmean(over):+.2f}"
         )
-        print(f"  {way:32} {what}")
+        print(f"  {way:37} {what}")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def test_a_killed_installation_is_detected_and_repeated(clone: Clone) -> None:
     torn.touch()
     after = clone.start("x")  # the killed call's uv is still at work, and has the lock
     assert after.stderr is not None
-    assert "waiting for it" in after.stderr.readline()
+    assert "waiting for another" in after.stderr.readline()
     (clone.root / "hold").unlink()
     _, stderr = after.communicate()
     assert after.returncode == 0, stderr
@@ -213,7 +213,7 @@ def test_a_venv_of_the_user_is_not_changed(clone: Clone) -> None:
     (clone.venv / "precious.txt").touch()
     refused = clone.run("x")
     assert refused.returncode == 2
-    assert "was not made by ./hpsearch" in refused.stderr
+    assert "was not created by ./hpsearch" in refused.stderr
     assert (clone.venv / "precious.txt").exists()
 
 
@@ -378,7 +378,7 @@ def test_a_python_without_access_for_others_is_an_error_of_one_line(foreign: Clo
     refused = foreign.run("x", **OTHER_USER)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
-    assert "is closed to this user: run this as the clone's owner" in refused.stderr
+    assert "is not accessible for this user: run this as the clone's owner" in refused.stderr
 
 
 def test_an_unprivileged_user_installs_without_a_home(foreign: Clone) -> None:
