@@ -156,7 +156,7 @@ def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy
         front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.is_multi_objective else 0,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in current),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
-        stopped_early=at.given_up is not None,
+        stopped_early=at.stopped_after is not None,
         of_finalists=spec.finalists_of is not None and spec.refit is None,
         of_refit=spec.refit is not None,
     )

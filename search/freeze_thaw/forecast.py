@@ -91,10 +91,10 @@ def format_suggestion_reason(note: Mapping[str, Any]) -> str:
     """Return the text for the stored reason of a suggestion; with several metrics it has the forecast of each."""
     origin = "best of many random candidates" if note["near"] is None else f"near trial {note['near']}"
     origin += f" of {note['of']}" if "of" in note else ""
-    if isinstance(note["foreseen"], list):
-        pairs = zip(note["foreseen"], note["band"], strict=True)
-        return f"forecast {', '.join(_format_interval(value, interval) for value, interval in pairs)}; {origin}"
-    return f"forecast {_format_interval(note['foreseen'], note['band'])}, best then {note['best']:.4g}; {origin}"
+    means, intervals = note["foreseen"], note["band"]
+    if isinstance(means, list):
+        return f"forecast {', '.join(map(_format_interval, means, intervals))}; {origin}"
+    return f"forecast {_format_interval(means, intervals)}, best then {note['best']:.4g}; {origin}"
 
 
 def _format_interval(value: float, interval: Sequence[float]) -> str:

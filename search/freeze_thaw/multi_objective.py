@@ -120,10 +120,10 @@ class MultiObjectiveSuggester:
         if not metrics:
             return {}
         space = metrics[0].dataset.space
-        foreseen = np.column_stack([metric.predict_final_epoch(space) for metric in metrics])
+        predicted = np.column_stack([metric.predict_final_epoch(space) for metric in metrics])
         broken = np.array([get_max_violation(t) for t in observed])
         good = np.array([np.isfinite(get_objective_vector(t, maximize)[0]) for t in observed]) & ~(broken > 0)
-        best = foreseen[good][find_front(foreseen[good])]
+        best = predicted[good][find_front(predicted[good])]
         unreported = get_unreported_rows(study, space, exclude=trial.number)
         running = np.array([i for i, t in enumerate(observed) if t.state == TrialState.RUNNING], dtype=np.int64)
         beliefs = [
@@ -132,7 +132,7 @@ class MultiObjectiveSuggester:
         feasible = self._fit_feasibility(study, observed, distributions, broken)
         # Trials that the sampler suggested would move the reference point to one end of the front.
         unchosen = [i for i, t in enumerate(observed) if SUGGESTION_REASON_KEY not in t.system_attrs]
-        worst = foreseen[unchosen or slice(None)].max(0)
+        worst = predicted[unchosen or slice(None)].max(0)
         probes: list[torch.Tensor] = []
 
         def acquisition(rows: np.ndarray) -> np.ndarray:
@@ -148,7 +148,7 @@ class MultiObjectiveSuggester:
                 gain = gain + torch.special.log_ndtr((feasible[1] - mean) / deviation)
             return gain.numpy()
 
-        tops = self._select_tops(foreseen, good)
+        tops = self._select_tops(predicted, good)
         had = np.concatenate([space.rows, unreported])
         row, top = maximize_acquisition(acquisition, space, self._random, around=space.rows[tops], had=had)
         given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
@@ -265,11 +265,11 @@ class MultiObjectiveSuggester:
         columns = zip(drawn.T, scales, strict=True)
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 
-    def _select_tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
+    def _select_tops(self, predicted: np.ndarray, good: np.ndarray) -> list[int]:
         """Return random trials of the front; if there are few, also the next best ones."""
         places = np.flatnonzero(good)
-        ordered = [int(places[place]) for place in sort_by_front(foreseen[good])]
-        within = len(find_front(foreseen[good]))
+        ordered = [int(places[place]) for place in sort_by_front(predicted[good])]
+        within = len(find_front(predicted[good]))
         if within <= TOP_TRIALS:
             return ordered[:TOP_TRIALS]
         return [ordered[int(place)] for place in self._random.permutation(within)[:TOP_TRIALS]]

@@ -81,8 +81,8 @@ class FreezeThawSampler(BaseSampler):
         space, points = dataset.space, dataset.observations
         began = self._n_startup_trials if self._warm_start.trials else 0
         posterior = fit_posterior(study, self._kept.get(HYPERPARAMETERS_KEY, {}), dataset, began + len(observed))
-        foreseen = posterior.predict(dataset.final_epoch_points)[0].numpy()
-        incumbent = float(foreseen[: len(observed)].min() if observed else foreseen.min())
+        predicted = posterior.predict(dataset.final_epoch_points)[0].numpy()
+        incumbent = float(predicted[: len(observed)].min() if observed else predicted.min())
         running = [i for i, t in enumerate(observed) if t.state == TrialState.RUNNING]
         unreported = get_unreported_rows(study, space, exclude=trial.number)
         posterior = fantasize_running(
@@ -93,7 +93,7 @@ class FreezeThawSampler(BaseSampler):
             at = Points.at_final_epoch(space.to_features(rows))
             return log_expected_improvement(*posterior.predict(at), incumbent).numpy()
 
-        best = np.argsort(foreseen, kind="stable")[:TOP_TRIALS]
+        best = np.argsort(predicted, kind="stable")[:TOP_TRIALS]
         had = np.concatenate([space.rows, unreported])
         row, top = maximize_acquisition(acquisition, space, self._random, around=dataset.rows[best], had=had)
         given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt

@@ -163,7 +163,7 @@ class Terminator:
         judged_now = {"gain": gain, "ended": ended}
         if gain is not None and gain < threshold:
             engine, study_id = self._study.engine, self._study.study_id
-            if given_up := stop_early(engine, study_id, gain=gain, threshold=threshold, foreseen=judged_now):
+            if given_up := stop_early(engine, study_id, gain=gain, threshold=threshold, estimate=judged_now):
                 return given_up
         self._study.set_attr(EXPECTED_GAIN, judged_now)
         return None

@@ -171,20 +171,20 @@ class EarlyStop:
 
 _CANCEL_EARLY_STOP = sa.text("""
     UPDATE study_user_attributes SET value_json = 'null'
-     WHERE study_id = :study AND key = :given_up AND value_json <> 'null'
+     WHERE study_id = :study AND key = :stop AND value_json <> 'null'
 """)
 
 # Trials that ended since the last forecast, such as those pruned at a rung, must not trigger another forecast at once.
-_UPDATE_JUDGED = sa.text("""
+_UPDATE_ESTIMATE = sa.text("""
     UPDATE study_user_attributes SET value_json = jsonb_set(value_json::jsonb, '{ended}', to_jsonb(
         (SELECT count(*) FROM trials WHERE study_id = :study AND state IN ('COMPLETE', 'PRUNED', 'FAIL'))))::text
-     WHERE study_id = :study AND key = :foreseen
+     WHERE study_id = :study AND key = :gain
 """)
 
 
 @kill_point("stop early")
 def stop_early(
-    engine: sa.Engine, study_id: int, *, gain: float, threshold: float, foreseen: Mapping[str, Any]
+    engine: sa.Engine, study_id: int, *, gain: float, threshold: float, estimate: Mapping[str, Any]
 ) -> EarlyStop | None:
     """Stop a study early: no further trials are started.
 
@@ -203,7 +203,7 @@ def stop_early(
         if trials.enqueued or started >= trials.opens:
             return None
         stop = EarlyStop(gain, threshold, started, study.n_trials)
-        set_attrs_in(connection, study_id, {EARLY_TERMINATION: asdict(stop), EXPECTED_GAIN: dict(foreseen)})
+        set_attrs_in(connection, study_id, {EARLY_TERMINATION: asdict(stop), EXPECTED_GAIN: dict(estimate)})
         return stop
 
     return Database(engine).run_transaction(once)
@@ -211,7 +211,7 @@ def stop_early(
 
 def cancel_early_stop(connection: sa.Connection, study_id: int) -> bool:
     """Cancel the early termination of a study; return whether it had one."""
-    if connection.execute(_CANCEL_EARLY_STOP, {"study": study_id, "given_up": EARLY_TERMINATION}).rowcount != 1:
+    if connection.execute(_CANCEL_EARLY_STOP, {"study": study_id, "stop": EARLY_TERMINATION}).rowcount != 1:
         return False
-    connection.execute(_UPDATE_JUDGED, {"study": study_id, "foreseen": EXPECTED_GAIN})
+    connection.execute(_UPDATE_ESTIMATE, {"study": study_id, "gain": EXPECTED_GAIN})
     return True

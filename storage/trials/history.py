@@ -129,7 +129,7 @@ class Progress:
     """Budget of a study, its trials by state, reported epochs, the best COMPLETE trial, and the running trials."""
 
     budget: int
-    given_up: int | None = None  # trials that were started before early termination
+    stopped_after: int | None = None  # number of trials that were started before early termination
     complete: int = 0
     pruned: int = 0
     fail: int = 0
@@ -154,12 +154,12 @@ class Progress:
     @property
     def early_stop_note(self) -> str:
         """Text to append to `summary`: empty unless the study was terminated early."""
-        return "" if self.given_up is None else ", stopped early"
+        return "" if self.stopped_after is None else ", stopped early"
 
     @property
     def share(self) -> float:
         """Finished share of the study, from 0 to 1, by the budget that is closest to its end."""
-        last = self.budget if self.given_up is None else min(self.budget, self.given_up)
+        last = self.budget if self.stopped_after is None else min(self.budget, self.stopped_after)
         trials = self.finished / last if last else 1.0
         return max(trials, 0.0 if self.spending is None else self.spending.share)
 
@@ -173,7 +173,7 @@ _COUNTS = sa.text("""
     SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
              WHERE study_id = :study AND key = :spec) AS budget,
            (SELECT (value_json::jsonb ->> 'started')::int FROM study_user_attributes
-             WHERE study_id = :study AND key = :given_up) AS given_up,
+             WHERE study_id = :study AND key = :early_termination) AS stopped_after,
            count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
            count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
@@ -219,7 +219,7 @@ def read_progress(
         retry_seconds: seconds to wait for an unavailable database.
     """
     database = Database(engine, retry_seconds)
-    [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": EARLY_TERMINATION})
+    [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "early_termination": EARLY_TERMINATION})
     counts = {**row._mapping, "budget": row.budget or 0, "waiting": row.waiting - row.paused}
     spending = counts.pop("spending")
     best = [best._mapping for best in database.fetch_rows(_BEST_OF[direction], {"study": study_id})]

@@ -155,7 +155,7 @@ def test_one_of_two_concurrent_decisions_is_written(
     engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         written = list(
-            pool.map(lambda e: stop_early(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
+            pool.map(lambda e: stop_early(e, stored.study_id, gain=0.001, threshold=0.01, estimate=judged), engines)
         )
     assert sum(one is not None for one in written) == 1
     assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{EARLY_TERMINATION}'")) == 1
