@@ -25,7 +25,7 @@ import mlflow
 import optuna
 import psutil
 
-from benchmarks.bench_search import own_environment, say, services
+from benchmarks.bench_search import clean_environment, log_progress, services
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack
 
@@ -59,7 +59,7 @@ def search(home: Path, info: stack.StackInfo, name: str, *, epochs: int, disturb
     command += [f"--workers={WORKERS}", f"--epochs={epochs}", "--sampler=random", "--pruner=none", "--seed=0"]
     # With explicit URLs, `run` does not start the services: otherwise it would restart the server at once.
     command += [f"--storage-url={info.storage_url}", f"--tracking-uri={info.tracking_uri}"]
-    environment = {**own_environment(), "HPSEARCH_HOME": str(home / "worker"), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment = {**clean_environment(), "HPSEARCH_HOME": str(home / "worker"), "MLFLOW_DISABLE_TELEMETRY": "true"}
     started = time.time()
     with (home / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -111,13 +111,15 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     with services() as home:
-        info = stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        info = stack.up(home, progress=log_progress, dashboard=DASHBOARD_COMMAND)
         search(home, info, "warm-up", epochs=2, disturbed=False)
         for turn in range(given.rounds):
             for disturbed in (False, True) if turn % 2 == 0 else (True, False):
                 name = f"{'disturbed' if disturbed else 'undisturbed'}-{turn}"
                 found[disturbed].append(search(home, info, name, epochs=given.epochs, disturbed=disturbed))
-                say(f"{name}: trained in {found[disturbed][-1][0]:.1f} s, ended after {found[disturbed][-1][1]:.1f} s")
+                log_progress(
+                    f"{name}: trained in {found[disturbed][-1][0]:.1f} s, ended after {found[disturbed][-1][1]:.1f} s"
+                )
     for column, what in enumerate(("until the last trial ended", "until the command ended")):
         ratios = [theirs[column] / ours[column] for ours, theirs in zip(found[False], found[True], strict=True)]
         shown = "  ".join(f"{ratio:.3f}" for ratio in ratios)

@@ -34,8 +34,8 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 
-from benchmarks.bench_search import own_environment, say, services
-from benchmarks.plain_quality import worth
+from benchmarks.bench_search import clean_environment, log_progress, services
+from benchmarks.plain_quality import measure_truth
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.fleet.fork import count_cores, thread_environment
@@ -124,7 +124,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace
         }  # fmt: skip
         given = [f"--{flag}={value}" for flag, value in flags.items()]
         command = [sys.executable, "-m", "hpsearch", "run", case.reference, "--no-default-first", *given]
-        return watched(case, name, [command])
+        return watch_study(case, name, [command])
 
     return made
 
@@ -134,7 +134,7 @@ def plain_optuna(case: PruningContext, name: str) -> Trace:
     optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
     script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
     script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}"]
-    return watched(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
+    return watch_study(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
 
 
 def ray_tune(searcher: str) -> Callable[[PruningContext, str], Trace]:
@@ -176,7 +176,7 @@ WAYS: dict[str, Callable[[PruningContext, str], Trace]] = {
 }
 
 
-def watched(case: PruningContext, name: str, commands: list[list[str]]) -> Trace:
+def watch_study(case: PruningContext, name: str, commands: list[list[str]]) -> Trace:
     """Run commands and read the best so far from their study meanwhile."""
     trace, over = Trace(), threading.Event()
     engine = sa.create_engine(case.storage)
@@ -206,7 +206,7 @@ def watched(case: PruningContext, name: str, commands: list[list[str]]) -> Trace
 def run(commands: list[list[str]], case: PruningContext, name: str) -> None:
     """Run commands in parallel and wait for all; all must succeed."""
     environment = {
-        **own_environment(),
+        **clean_environment(),
         **thread_environment(case.workers),
         "HPSEARCH_HOME": str(case.home),
         "BENCH_STORAGE": case.storage,
@@ -229,11 +229,13 @@ def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
     known: dict[str, float] = {}
     wanted = list({json.dumps(params, sort_keys=True): params for trace in traces for params in trace.params}.items())
     with ProcessPoolExecutor(count_cores()) as pool:
-        found = pool.map(partial(worth, reference, epochs=EPOCHS, fresh=fresh), [params for _, params in wanted])
+        found = pool.map(
+            partial(measure_truth, reference, epochs=EPOCHS, fresh=fresh), [params for _, params in wanted]
+        )
         for done, ((key, _), value) in enumerate(zip(wanted, found, strict=True), 1):
             known[key] = sign * value
             if done % 50 == 0:
-                say(f"{done} of {len(wanted)} configurations judged")
+                log_progress(f"{done} of {len(wanted)} configurations measured")
     for trace in traces:
         trace.truth = [known[json.dumps(params, sort_keys=True)] for params in trace.params]
 
@@ -268,7 +270,7 @@ def main() -> None:
     given = parser.parse_args()
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     with services() as home:
-        info = stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        info = stack.up(home, progress=log_progress, dashboard=DASHBOARD_COMMAND)
         print(f"{given.seconds:g} s, {given.workers} workers on {count_cores()} cores, load {os.getloadavg()[0]:.1f}")
         for objective in given.objectives:
             loaded = load_objective(OBJECTIVES[objective])
@@ -279,7 +281,7 @@ def main() -> None:
                 for place, way in enumerate(ways[:: -1 if seed % 2 else 1]):
                     case = PruningContext(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
-                    say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
+                    log_progress(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
             sign = -1.0 if loaded.direction == "maximize" else 1.0
             judge(OBJECTIVES[objective], sign, [trace for found in traces.values() for trace in found], given.fresh)
             table(objective, traces, given.seconds)

@@ -74,7 +74,7 @@ class Bench:
     """The services, and a fresh study for each search."""
 
     def __init__(self, home: Path, *, trials: int, epochs: int, workers: int, sampled: bool) -> None:
-        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        self.home, self.info = home, stack.up(home, progress=log_progress, dashboard=DASHBOARD_COMMAND)
         self.client = mlflow.MlflowClient(self.info.tracking_uri)
         self.trials, self.epochs, self.workers = trials, epochs, workers
         self.configurations: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ class Bench:
         commands, experiment = self._ours(name) if kind == "ours" else self._plain(name, careful=kind == "careful")
         with tempfile.TemporaryDirectory() as folder:
             environment = {
-                **own_environment(),
+                **clean_environment(),
                 **thread_environment(self.workers),
                 FOLDER: folder,
                 "BENCH_STORAGE": self.info.storage_url,
@@ -157,7 +157,7 @@ class Bench:
         return f"{len(mine)} runs, {metrics} metrics, {len(models)} models"
 
 
-def own_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Return the environment without the user's settings of hpsearch, MLflow, Postgres and Weights & Biases."""
     return {
         name: value
@@ -224,7 +224,7 @@ def verdict(searches: dict[str, list[Search]]) -> None:
     print(f"share of training in the worker time of ours: {share:.0%} (target: at least 80%)")
 
 
-def say(what: str) -> None:
+def log_progress(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
@@ -258,7 +258,7 @@ def main() -> None:
         for turn in range(rounds):
             for kind in given.kinds[:: -1 if turn % 2 else 1]:
                 searches[kind].append(bench.search(kind))
-                say(f"round {turn + 1} of {rounds}, {kind}: {searches[kind][-1].wall:.1f} s")
+                log_progress(f"round {turn + 1} of {rounds}, {kind}: {searches[kind][-1].wall:.1f} s")
     print(f"{trials} trials of {epochs} epochs, {given.workers} workers on {count_cores()} cores")
     print(f"optuna {optuna.__version__}, mlflow {mlflow.__version__}, torch {version('torch')}")
     Table(searches).show()

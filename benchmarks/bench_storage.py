@@ -35,11 +35,11 @@ from benchmarks.storage_ways import (
     PUBLIC,
     Runner,
     Watched,
-    engine_of,
-    finished,
-    opened,
-    running,
-    study_on,
+    get_engine,
+    make_finished_trial,
+    make_running_trial,
+    make_study,
+    open_kind,
     suggest,
 )
 from hpsearch.storage.database.migrate import migrate
@@ -86,14 +86,14 @@ class Bench:
         self.names += 1
         name = f"bench-{self.names}"
         study_id = self.loader.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
-        self.loader.import_trials(study_id, [finished(n) for n in range(trials)])
-        self.loader.import_trials(study_id, [running(n) for n in range(others)])
+        self.loader.import_trials(study_id, [make_finished_trial(n) for n in range(trials)])
+        self.loader.import_trials(study_id, [make_running_trial(n) for n in range(others)])
         with self.loader.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(sa.text("ANALYZE"))
         return name
 
     def open(self, kind: str) -> BaseStorage:
-        return opened(kind, self.url, self.grpc_port)
+        return open_kind(kind, self.url, self.grpc_port)
 
     def runner(self, kind: str, trials: int = 0, others: int = 0) -> Runner:
         made = Runner(kind, self.open(kind), self.study(trials, others))
@@ -133,7 +133,7 @@ class Bench:
                 nonlocal count
                 count += 1
 
-            sa.event.listen(engine_of(runner.inner), "before_cursor_execute", counted)
+            sa.event.listen(get_engine(runner.inner), "before_cursor_execute", counted)
             for _ in range(rounds):
                 runner.trial()
             self.row("statements per trial", kind, count / rounds, "")
@@ -182,7 +182,7 @@ class Bench:
             for kind in PUBLIC:
                 watched = Watched(self.open(kind))
                 started = time.perf_counter()
-                suggest(study_on(watched, names[kind]).ask())
+                suggest(make_study(watched, names[kind]).ask())
                 got[kind].append((1000 * (time.perf_counter() - started), 1000 * watched.seconds))
         for kind, times in got.items():
             whole, storage = min(times)
@@ -193,8 +193,8 @@ class Bench:
         for kind in PUBLIC:
             size = 1000 if kind == "ours" else 20 if self.quick else 100
             storage = self.open(kind)
-            study = study_on(storage, self.study())
-            trials = [finished(n) for n in range(size)]
+            study = make_study(storage, self.study())
+            trials = [make_finished_trial(n) for n in range(size)]
             started = time.perf_counter()
             if isinstance(storage, PostgresStorage):
                 storage.import_trials(study._study_id, trials)
@@ -215,7 +215,7 @@ class Bench:
 
 def work(kind: str, url: str, port: str, name: str) -> None:
     """Run trials as one of several workers, for the seconds read from stdin; print their number."""
-    runner = Runner(kind, opened(kind, url, int(port)), name, "random")
+    runner = Runner(kind, open_kind(kind, url, int(port)), name, "random")
     runner.trial()
     print("ready", flush=True)
     until, done = time.perf_counter() + float(input()), 0

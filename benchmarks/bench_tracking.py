@@ -41,7 +41,7 @@ import mlflow
 import numpy as np
 import psutil
 
-from benchmarks.bench_search import REQUIREMENTS, own_environment, say, services
+from benchmarks.bench_search import REQUIREMENTS, clean_environment, log_progress, services
 from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.search.console import PlainConsole
@@ -130,7 +130,7 @@ class Untracked:
     def drain(self) -> None: ...
 
 
-def tracker_of(kind: str, study: StoredStudy, uri: str) -> Way:
+def make_tracker(kind: str, study: StoredStudy, uri: str) -> Way:
     match kind:
         case "ours" | "tensorboard" | "wandb":
             return Ours(study, uri)
@@ -179,7 +179,7 @@ class Worker:
         self.handle = load_study(open_storage(url, application_name="bench"), study)
         self.study, self.folder = self.handle.open(), folder
         self.claims = Claims(self.handle.engine, self.handle.study_id, worker=f"bench-{os.getpid()}")
-        self.tracker = tracker_of(kind, self.handle, uri)
+        self.tracker = make_tracker(kind, self.handle, uri)
 
     def trial(self, times: Times) -> None:
         claim = self.claims.claim()
@@ -232,7 +232,7 @@ class Bench:
     """The services, and a fresh study for each measurement."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        self.home, self.info = home, stack.up(home, progress=log_progress, dashboard=DASHBOARD_COMMAND)
         self.server = next(psutil.Process(s.pid) for s in stack.read_status(home) if s.name == "MLflow")
         self.done = 0
 
@@ -246,7 +246,7 @@ class Bench:
         of_study = (self.info.tracking_uri, study.spec.name, str(trials))
         command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {
-            **own_environment(),
+            **clean_environment(),
             **thread_environment(max(workers, count_cores())),  # one thread each: more would wait for each other
             "BENCH_STORAGE": self.info.storage_url,
             "HPSEARCH_HOME": str(self.home),
@@ -365,7 +365,7 @@ def main() -> None:
             for turn in range(rounds):
                 for kind in given.kinds[:: -1 if turn % 2 else 1]:
                     measured[kind].add(*bench.fleet(kind, workers, trials))
-                    say(f"{workers} workers, round {turn + 1} of {rounds}, {kind}")
+                    log_progress(f"{workers} workers, round {turn + 1} of {rounds}, {kind}")
             show(workers, measured)
 
 

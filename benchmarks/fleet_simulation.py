@@ -42,7 +42,7 @@ import psutil
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
-from benchmarks.storage_ways import SPACE, value_of
+from benchmarks.storage_ways import SPACE, get_value
 from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.storage.attributes import SPEC
@@ -68,7 +68,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 Call = tuple[str, Any]  # name, function
 
 
-def spec_of(name: str) -> StudySpec:
+def make_spec(name: str) -> StudySpec:
     pruner = {"name": "median", "n_warmup_steps": 0}
     settings = {"objective": "bench", "metric": "score", "direction": "maximize", "epochs": EPOCHS, "n_trials": 10**6}
     return parse_spec({"name": name, **settings, "pruner": pruner, "sampler": {"name": "random"}})
@@ -83,7 +83,7 @@ class Ours:
         study_id = self.storage.get_study_id_from_name(name)
         self.claims = Claims(engine, study_id, worker=f"simulated:{number}")
         self.claims._process = f"simulated/pid:[1]/time:[1]/{number}/1"  # on another machine, like most of a fleet
-        self.pruner = StudyPruner(spec_of(name), self.storage, study_id, max_age=1.0)
+        self.pruner = StudyPruner(make_spec(name), self.storage, study_id, max_age=1.0)
         self.random = random.Random(number)
         self.claim: Claim | None = None
 
@@ -99,11 +99,11 @@ class Ours:
                 frozen = self.storage.get_trial(claim.trial_id)
                 for epoch in range(epochs):
                     yield ("report+prune", partial(self._report, claim, frozen, epoch)), True
-                settle = partial(self.claims.finish_attempt, claim, Outcome.COMPLETE, value=value_of(self.lr, epochs))
+                settle = partial(self.claims.finish_attempt, claim, Outcome.COMPLETE, value=get_value(self.lr, epochs))
                 yield ("settle", settle), False
 
     def _report(self, claim: Claim, frozen: FrozenTrial, epoch: int) -> None:
-        value = value_of(self.lr, epoch)
+        value = get_value(self.lr, epoch)
         self.claims.report(claim, epoch, value)
         frozen.intermediate_values[epoch] = value
         self.pruner(frozen, frozen.intermediate_values)
@@ -145,10 +145,10 @@ class Rdb:
             yield ("suggest", self._suggest), False
             for epoch in range(epochs):
                 yield ("report+prune", partial(self._report, epoch)), True
-            yield ("settle", partial(self.study.tell, self.trial, value_of(self.lr, epochs))), False
+            yield ("settle", partial(self.study.tell, self.trial, get_value(self.lr, epochs))), False
 
     def _report(self, epoch: int) -> None:
-        self.trial.report(value_of(self.lr, epoch), epoch)
+        self.trial.report(get_value(self.lr, epoch), epoch)
         self.trial.should_prune()
 
     def _ask(self) -> None:
@@ -297,7 +297,7 @@ class Simulation:
         name = f"fleet-{self.names}"
         loader = open_storage(self.direct, application_name="loader")
         study_id = loader.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
-        loader.set_study_user_attr(study_id, SPEC, spec_of(name).model_dump())
+        loader.set_study_user_attr(study_id, SPEC, make_spec(name).model_dump())
         each = -(-workers // processes)
         drivers = [
             subprocess.Popen(

@@ -220,8 +220,8 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
     fresh = [derive_seed(number, "finalists", index) for index in range(SEEDS)]
     divisions = [derive_seed(number, "division", seed) for seed in fresh]
     parts = [prepare_splits(objective, number, division)[0].val for division in [None, *divisions]]
-    worth = judged(objective, like, reference, splits, rest)
-    own, *others = (judged(objective, like, reference, splits, part) - worth for part in parts)
+    worth = evaluate_model(objective, like, reference, splits, rest)
+    own, *others = (evaluate_model(objective, like, reference, splits, part) - worth for part in parts)
     values = {trial: result.best_value for trial, result in found.items()}
     finalists = []
     for trial in best_first(values, maximize=objective.direction == "maximize")[:TOP]:
@@ -233,7 +233,7 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
             Finalist(
                 search=result.best_value,
                 test=RestoredModel(objective, config, splits, result.model).test()[objective.metric],
-                truth=judged(objective, config, result, splits, reserve),
+                truth=evaluate_model(objective, config, result, splits, reserve),
                 seeds=[run.best_value for run in retrained],
                 divisions=[run.best_value for run in resplit],
                 scores=[(score.value, score.error, score.sizes) for score in scored],
@@ -251,7 +251,9 @@ def fit(
     ).fit()
 
 
-def judged(objective: Objective, config: TrainConfig, result: FitResult, splits: Splits, data: Dataset) -> float:
+def evaluate_model(
+    objective: Objective, config: TrainConfig, result: FitResult, splits: Splits, data: Dataset
+) -> float:
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     loss = objective.loss(config, splits.train)
     return evaluate(result.model, data, loss, metrics, batch_size=5000, device="cpu")[objective.metric]

@@ -49,7 +49,7 @@ def train(
     return fit(objective, objective.configure(trial), RunPlan(epochs, **seeds), session=session, device="cpu")
 
 
-def worth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) -> float:
+def measure_truth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) -> float:
     """Return the mean best value of a configuration over fresh seeds; infinitely bad if a training diverges."""
     torch.set_num_threads(1)
     objective = load_objective(reference)

@@ -79,7 +79,7 @@ def run_trial(trial: optuna.Trial, epochs: int, requirements: list[str] | None) 
     return result.best_value
 
 
-def watched() -> Laps:
+def watch() -> Laps:
     """Time the calls of Optuna and MLflow, and the training."""
     laps = Laps()
     for name in ("start_run", "log_params", "log_metric", "log_metrics", "log_artifact"):
@@ -117,7 +117,7 @@ def main() -> None:
         sampler=optuna.samplers.TPESampler(seed=given.seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2),
     )
-    laps = watched()
+    laps = watch()
     laps.write_at_exit(os.environ[FOLDER])
 
     def objective(trial: optuna.Trial) -> float:

@@ -77,11 +77,11 @@ for _name in [name for name in vars(BaseStorage) if not name.startswith("_") and
 Watched.__abstractmethods__ = frozenset()
 
 
-def engine_of(storage: BaseStorage) -> sa.Engine | None:
+def get_engine(storage: BaseStorage) -> sa.Engine | None:
     return getattr(getattr(storage, "_backend", storage), "engine", None)
 
 
-def opened(kind: str, url: str, port: int = 0) -> BaseStorage:
+def open_kind(kind: str, url: str, port: int = 0) -> BaseStorage:
     match kind:
         case "ours" | "worker":
             return open_storage(url, application_name="bench")
@@ -91,7 +91,7 @@ def opened(kind: str, url: str, port: int = 0) -> BaseStorage:
             return optuna.storages.GrpcStorageProxy(host="127.0.0.1", port=port)
 
 
-def study_on(storage: BaseStorage, name: str, sampler: str = "tpe", seed: int | None = None) -> optuna.Study:
+def make_study(storage: BaseStorage, name: str, sampler: str = "tpe", seed: int | None = None) -> optuna.Study:
     made = optuna.samplers.TPESampler(seed=seed) if sampler == "tpe" else optuna.samplers.RandomSampler(seed=seed)
     return optuna.create_study(
         storage=storage,
@@ -103,7 +103,7 @@ def study_on(storage: BaseStorage, name: str, sampler: str = "tpe", seed: int | 
     )
 
 
-def value_of(lr: float, epoch: int) -> float:
+def get_value(lr: float, epoch: int) -> float:
     return 1.0 - abs(lr - 0.01) - 1.0 / (epoch + 2)
 
 
@@ -121,11 +121,11 @@ class Runner:
     def __init__(self, kind: str, storage: BaseStorage, name: str, sampler: str = "tpe") -> None:
         self.kind, self.inner = kind, storage
         self.watched = Watched(storage)
-        self.study = study_on(self.watched, name, sampler)
+        self.study = make_study(self.watched, name, sampler)
         self.claims: Claims | None = None
         if kind == "worker":
             storage.set_study_user_attr(self.study._study_id, SPEC, SPECIFIED.model_dump())
-            self.claims = Claims(engine_of(storage), self.study._study_id, worker="bench")
+            self.claims = Claims(get_engine(storage), self.study._study_id, worker="bench")
 
     def trial(self) -> dict[str, float]:
         """Run one trial and return the milliseconds of its parts."""
@@ -143,11 +143,11 @@ class Runner:
         lr = suggest(trial)
         clock.lap("suggest")
         for epoch in range(EPOCHS):
-            trial.report(value_of(lr, epoch), epoch)
+            trial.report(get_value(lr, epoch), epoch)
             clock.lap("report")
             trial.should_prune()
             clock.lap("should_prune")
-        self.study.tell(trial, value_of(lr, EPOCHS))
+        self.study.tell(trial, get_value(lr, EPOCHS))
         clock.lap("tell")
         return clock.parts()
 
@@ -171,13 +171,13 @@ class Runner:
             frozen = storage.get_trial(claim.trial_id)
             for epoch in range(EPOCHS):
                 with self.watched.timed():
-                    claims.report(claim, epoch, value_of(lr, epoch))
-                frozen.intermediate_values[epoch] = value_of(lr, epoch)
+                    claims.report(claim, epoch, get_value(lr, epoch))
+                frozen.intermediate_values[epoch] = get_value(lr, epoch)
                 clock.lap("report")
                 judge(frozen, frozen.intermediate_values)
                 clock.lap("should_prune")
             with self.watched.timed():
-                claims.finish_attempt(claim, Outcome.COMPLETE, value=value_of(lr, EPOCHS))
+                claims.finish_attempt(claim, Outcome.COMPLETE, value=get_value(lr, EPOCHS))
             clock.lap("tell")
         return clock.parts()
 
@@ -198,7 +198,7 @@ class Clock:
         return {name: s / EPOCHS if name in ("report", "should_prune") else s for name, s in self.laps.items()}
 
 
-def finished(number: int) -> FrozenTrial:
+def make_finished_trial(number: int) -> FrozenTrial:
     """Return a COMPLETE trial like those of `Runner`."""
     rng = random.Random(number)
     lr = 10 ** rng.uniform(-5, -1)
@@ -207,19 +207,19 @@ def finished(number: int) -> FrozenTrial:
         number=0,
         trial_id=0,
         state=TrialState.COMPLETE,
-        value=value_of(lr, EPOCHS),
+        value=get_value(lr, EPOCHS),
         datetime_start=start,
         datetime_complete=start + timedelta(seconds=1),
         params={"lr": lr, "dropout": rng.uniform(0, 0.5), "layers": rng.randint(1, 8), "optimizer": "adam"},
         distributions=dict(SPACE),
         user_attrs={"hpsearch:attempt": 1, "hpsearch:worker": "host:1"},
         system_attrs={},
-        intermediate_values={epoch: value_of(lr, epoch) for epoch in range(EPOCHS)},
+        intermediate_values={epoch: get_value(lr, epoch) for epoch in range(EPOCHS)},
     )
 
 
-def running(number: int) -> FrozenTrial:
-    trial = finished(number)
+def make_running_trial(number: int) -> FrozenTrial:
+    trial = make_finished_trial(number)
     return create_trial(
         state=TrialState.RUNNING,
         params=trial.params,

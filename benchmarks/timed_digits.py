@@ -27,7 +27,7 @@ class Digits(_Digits):
     name = "digits"
 
 
-def watched() -> Laps:
+def watch() -> Laps:
     """Time the parts of `hpsearch worker`; time under no label is the worker's own code."""
     laps = Laps()
     for owner, name, label in (
@@ -65,4 +65,4 @@ def watched() -> Laps:
 
 
 if folder := os.environ.get(FOLDER):
-    watched().write_at_exit(folder)
+    watch().write_at_exit(folder)

@@ -128,7 +128,7 @@ def train(name: str, problem: Problem, before: list[Curve], number: int, seed: i
     """Train one configuration, which depends only on the curves before it."""
     objective = problem.objective()
     twin = next((curve for curve in before if curve.configuration == number), None)
-    trial: Any = optuna.trial.FixedTrial(twin.params) if twin else suggested(name, problem, before, number)
+    trial: Any = optuna.trial.FixedTrial(twin.params) if twin else suggest_trial(name, problem, before, number)
     config = objective.configure(trial)
     session = Kept(objective.metric)
     plan = RunPlan(problem.epochs, derive_seed(name, number, seed), 0)
@@ -141,7 +141,7 @@ def train(name: str, problem: Problem, before: list[Curve], number: int, seed: i
     return Curve(number, seed, dict(trial.params), session.values + missing, time.perf_counter() - started)
 
 
-def suggested(name: str, problem: Problem, before: list[Curve], number: int) -> optuna.Trial:
+def suggest_trial(name: str, problem: Problem, before: list[Curve], number: int) -> optuna.Trial:
     """Suggest a new configuration."""
     seed = derive_seed(name, "configuration", number)
     chosen = number % CHOSEN_EVERY == CHOSEN_EVERY - 1

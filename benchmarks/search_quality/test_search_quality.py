@@ -65,7 +65,7 @@ class Watched:
         return self.way.report(trial, epoch, value)
 
 
-def simulated(way: Way, training: Any = None, *, seed: int = 0, workers: int = 8, budget: int = BUDGET) -> History:
+def simulate(way: Way, training: Any = None, *, seed: int = 0, workers: int = 8, budget: int = BUDGET) -> History:
     return Simulation(way, training or Slope(), PROBLEM.maximize, workers, budget, seed).run()
 
 
@@ -83,7 +83,7 @@ def random_params(number: int, problem: Problem = PROBLEM) -> dict[str, Any]:
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_search_depends_only_on_its_seed(sampler):
     first, second, other = (
-        without_times(simulated(Production(PROBLEM, sampler, "median", seed=seed), seed=seed)) for seed in (1, 1, 2)
+        without_times(simulate(Production(PROBLEM, sampler, "median", seed=seed), seed=seed)) for seed in (1, 1, 2)
     )
     assert first == second
     assert first != other
@@ -91,7 +91,7 @@ def test_search_depends_only_on_its_seed(sampler):
 
 def test_each_epoch_is_counted_once():
     way = Watched(Production(PROBLEM, "random", "successive_halving", seed=0))
-    history = simulated(way)
+    history = simulate(way)
     assert history.epochs == len(way.reports) == BUDGET
     epochs: dict[int, list[int]] = {}
     for trial, epoch, _ in way.reports:
@@ -104,7 +104,7 @@ def test_each_epoch_is_counted_once():
 
 def test_best_is_chosen_by_its_reported_value_and_measured_by_its_true_one():
     way = Watched(Production(PROBLEM, "random", "none", seed=0))
-    history = simulated(way)
+    history = simulate(way)
     values = np.array([value for _, _, value in way.reports])
     new = np.flatnonzero(values > np.maximum.accumulate([-np.inf, *values[:-1]]))
     assert history.spent == [int(place) + 1 for place in new]
@@ -114,7 +114,7 @@ def test_best_is_chosen_by_its_reported_value_and_measured_by_its_true_one():
 def test_workers_are_asynchronous():
     """Workers do not run in lockstep: later trials may end earlier."""
     way = Watched(Production(PROBLEM, "random", "none", seed=0))
-    simulated(way)
+    simulate(way)
     ended = [trial for trial, epoch, _ in way.reports if epoch == PROBLEM.epochs - 1]
     assert ended != sorted(ended)
 
@@ -136,7 +136,7 @@ def test_worker_without_work_waits_for_the_others():
             self.running = epoch < 2
             return True
 
-    assert simulated(OneAtATime(), budget=30).trials == 10
+    assert simulate(OneAtATime(), budget=30).trials == 10
 
 
 @pytest.mark.parametrize("pruner", ["median", "hyperband", {"name": "successive_halving", "reduction_factor": 3}])
@@ -155,8 +155,8 @@ def test_hpsearch_prunes_the_same_trials_as_optuna(pruner):
         Watched(Production(PROBLEM, "random", pruner, seed=0)),
         Watched(SameConfigurations(PROBLEM, optuna.samplers.RandomSampler(0), theirs, seed=0)),
     )
-    simulated(way)
-    simulated(other)
+    simulate(way)
+    simulate(other)
     assert way.reports == other.reports
     assert min(Counter(trial for trial, _, _ in way.reports).values()) < PROBLEM.epochs  # some trial was pruned
 
@@ -165,15 +165,15 @@ def test_hpsearch_prunes_the_same_trials_as_optuna(pruner):
 @pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "median"), ("random", "successive_halving")])
 def test_searches_in_postgres_and_in_memory_are_equal(sampler, pruner):
     way, other = (Watched(make(PROBLEM, sampler, pruner, seed=0)) for make in (Stored, Production))
-    simulated(way)
-    simulated(other)
+    simulate(way)
+    simulate(other)
     assert way.reports == other.reports
 
 
 @pytest.mark.slow
 def test_asha_in_postgres_promotes_a_fraction_of_the_trials():
     way = Watched(Stored(PROBLEM, "random", "asha", seed=0))
-    history = simulated(way)
+    history = simulate(way)
     assert max(Counter((trial, epoch) for trial, epoch, _ in way.reports).values()) == 1  # no epoch is repeated
     reached = Counter(epoch + 1 for _, epoch, _ in way.reports)
     assert reached[1] > 2 * reached[2] > 2 * reached[4] > 0
@@ -203,7 +203,7 @@ def test_reference_promotes_the_best_third_once_per_rung_and_resumes_them():
             return work
 
     way = Watched(Checked(random_params, PROBLEM.maximize, PROBLEM.epochs))
-    history = simulated(way, budget=1000)
+    history = simulate(way, budget=1000)
     assert max(Counter((work.trial, work.until) for work in way.given).values()) == 1
     assert {work.until for work in way.given} == {1, 3, 9, 27}
     assert max(Counter((trial, epoch) for trial, epoch, _ in way.reports).values()) == 1  # no epoch is repeated
@@ -227,9 +227,9 @@ def test_oracle_beats_random_search():
             return True
 
     budget = 12 * problem.epochs
-    oracle = simulated(Oracle(), training, budget=budget)
+    oracle = simulate(Oracle(), training, budget=budget)
     random = [
-        simulated(Production(problem, "random", "none", seed=seed), training, seed=seed, budget=budget)
+        simulate(Production(problem, "random", "none", seed=seed), training, seed=seed, budget=budget)
         for seed in range(5)
     ]
     assert all(oracle.best[-1] > history.best[-1] for history in random)

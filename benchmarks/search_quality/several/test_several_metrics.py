@@ -56,7 +56,7 @@ class Watched:
         return self.way.report(trial, epoch, value)
 
 
-def simulated(sampler: str, *, budget: int = 300, seed: int = 0) -> tuple[Watched, SeveralMetrics]:
+def simulate(sampler: str, *, budget: int = 300, seed: int = 0) -> tuple[Watched, SeveralMetrics]:
     training: Any = Slope()
     way = Watched(Production(training, sampler, "asha", seed=seed))
     shape: Any = {"higher": training.maximize, "reference": (3.0, 128.0)}
@@ -67,13 +67,13 @@ def simulated(sampler: str, *, budget: int = 300, seed: int = 0) -> tuple[Watche
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "nsga2", "freeze_thaw"])
 def test_search_depends_only_on_its_seed(sampler: str) -> None:
-    first, second, other = (simulated(sampler, seed=seed, budget=80)[0].reports for seed in (1, 1, 2))
+    first, second, other = (simulate(sampler, seed=seed, budget=80)[0].reports for seed in (1, 1, 2))
     assert first == second
     assert first != other
 
 
 def test_first_fronts_are_promoted_once_per_rung_and_resumed() -> None:
-    way, simulation = simulated("random")
+    way, simulation = simulate("random")
     assert max(Counter((trial, epoch) for trial, epoch, _ in way.reports).values()) == 1
     reached = Counter(epoch + 1 for _, epoch, _ in way.reports)
     assert reached[1] > 2 * reached[2] > 2 * reached[4] > 0
