@@ -172,8 +172,8 @@ def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, 
         return [model.model_id for model in (outputs.model_outputs if outputs else [])]
 
     assert [len(models(trial)) for trial in range(3)] == [1, 0, 0]
-    assert "this one was made now, from its best checkpoint" in cli("promote", "worse", "--trial", "1")
-    assert "made now" not in cli("promote", "worse", "--trial", "1")
+    assert "it was created now from the best checkpoint" in cli("promote", "worse", "--trial", "1")
+    assert "created now" not in cli("promote", "worse", "--trial", "1")
     (model,) = models(1)
     assert {m.key: m.value for m in search.client.get_logged_model(model).metrics}["val_accuracy"] == value
     assert len(search.client.get_metric_history(runs[1], "val_accuracy")) == 2, "no point is there twice"

@@ -85,7 +85,7 @@ def test_a_failed_trial_is_retried_in_its_own_run(cli: Cli, say: Say) -> None:
     assert failed.state == TrialState.FAIL
     assert "KeyError" in say("show", name, "--trial", "0")
 
-    assert "from its beginning" in say("retry", name, "--trial", "0")
+    assert "from scratch" in say("retry", name, "--trial", "0")
     client = mlflow.MlflowClient(cli.stack.tracking_uri)
     run = client.get_run(failed.user_attrs["hpsearch:mlflow_run_id"])
     assert (run.info.status, run.data.tags["hpsearch.state"]) == ("SCHEDULED", "waiting")

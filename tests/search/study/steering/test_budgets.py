@@ -78,7 +78,7 @@ def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, sto
     assert stored.spec.budget_epochs == 5
     assert stored.spending is not None
     assert stored.spending.budget_epochs == 5
-    assert "s has a budget of 5 epochs already" in say("extend", "s", "--budget-epochs", "5")
+    assert "s already has a budget of 5 epochs" in say("extend", "s", "--budget-epochs", "5")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_an_extension_applies_to_later_claims(
 
 
 def test_an_unchanged_budget_is_reported(say: Say, study: optuna.Study) -> None:
-    assert "has a budget of 3 trials already" in say("extend", "s", "--trials", "3")
+    assert "already has a budget of 3 trials" in say("extend", "s", "--trials", "3")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_retried_trial_resumes_from_its_last_checkpoint(
     say: Say, claims: Claims, study: optuna.Study, database_url
 ) -> None:
     failed(claims, epochs=5, checkpoint=2)
-    assert "after epoch 3, its last checkpoint's" in say("retry", "s", "--trial", "0")
+    assert "from its checkpoint after epoch 3" in say("retry", "s", "--trial", "0")
     assert study.trials[0].intermediate_values == {0: 0.0, 1: 0.1, 2: 0.2}
     assert rows(database_url, "SELECT epoch FROM hpsearch_checkpoints ORDER BY epoch") == [(1,), (2,)]
 
@@ -68,7 +68,7 @@ def test_from_start_deletes_all_reports_of_the_trial(
 ) -> None:
     claim = failed(claims, epochs=5, checkpoint=2)
     storage.get_all_trials(study._study_id)
-    assert "from its beginning" in say("retry", "s", "--trial", "0", "--from-start")
+    assert "from scratch" in say("retry", "s", "--trial", "0", "--from-start")
     assert study.trials[0].intermediate_values == {}
     assert rows(database_url, "SELECT * FROM hpsearch_checkpoints") == []
     assert rows(database_url, "SELECT * FROM trial_values") == []

@@ -199,7 +199,7 @@ def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     why = "study 's' stopped early and does not run 1 enqueued trial; start it with hpsearch start s"
     assert why in output.splitlines()
     assert isinstance(claims.claim(), NoTrialAvailable)
-    shown = "mine.csv, line 2; enqueued: the study ended early; start it with hpsearch start s"
+    shown = "mine.csv, line 2; enqueued: the study stopped early; resume it with hpsearch start s"
     assert shown in say("show", "s")
     mine.write_text("weight_decay\n0.003\n0.004\n")
     where = {"storage_url": stored.engine.url.render_as_string(hide_password=False), "tracking_uri": stack.tracking_uri}
