@@ -184,7 +184,7 @@ def test_a_configuration_that_changed_code_alters_is_rejected(study: StoredStudy
     chosen, _ = create_or_join(study, top=1, seeds=1)
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
-    with pytest.raises(ObjectiveError, match=r"the configuration differs from that of trial 1 \(batch_size, .*kind, .*lr"):
+    with pytest.raises(ObjectiveError, match=r"differs from that of trial 1 \(batch_size, .*kind, .*lr"):
         suggest(load_objective("digits"), chosen.open(), claim, chosen.spec)
     assert chosen.trials()[0].params == {}
 
