@@ -19,7 +19,7 @@ _PROBE = "import subprocess, sys, hpsearch; subprocess.run([sys.executable, '-c'
 
 @dataclass
 class OrdinaryUser:
-    """A user other than root, as whom commands can be run."""
+    """A user other than root, with methods to run commands as this user."""
 
     uid: int
     gid: int
@@ -53,8 +53,8 @@ def ordinary_user() -> OrdinaryUser:
         pytest.skip("setpriv (util-linux) is not installed")
     nobody = pwd.getpwnam("nobody")
     switch = [setpriv, f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
-    # Where the interpreter lies in a folder of root's, as pyenv's does: the right to read, and to write nowhere.
-    # access(2), by which initdb looks for postgres, heeds it under this securebit alone.
+    # For an interpreter in root's folder (pyenv): a capability to read all files, but not to write.
+    # access(2), which initdb uses to find postgres, respects it only with this securebit.
     read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--securebits=+no_setuid_fixup"]
     for prefix in (switch, [*switch, *read]):
         user = OrdinaryUser(nobody.pw_uid, nobody.pw_gid, prefix)
@@ -68,7 +68,7 @@ Open = Callable[..., PostgresStorage]
 
 @pytest.fixture
 def opened(database_url: str) -> Iterator[Open]:
-    """Opens the database as a storage of its own, and closes it after the test."""
+    """Return a function that opens a separate storage on the database, which is closed after the test."""
     storages: list[PostgresStorage] = []
 
     def open_one(application_name: str, *, retry_seconds: float) -> PostgresStorage:

@@ -27,7 +27,7 @@ def run_trials(storage: PostgresStorage, study_id: int, trials: int) -> list[int
 
 
 def check(storage: PostgresStorage, study_id: int, made: list[list[int]]) -> None:
-    """The study has exactly the trials that were made, each whole."""
+    """Assert that the study has exactly the created trials, each with all its data."""
     trials = storage.get_all_trials(study_id)
     assert [t.number for t in trials] == list(range(len(trials)))
     assert [t._trial_id for t in trials] == sorted(trial_id for one in made for trial_id in one)

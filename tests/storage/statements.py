@@ -12,7 +12,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 
 @contextmanager
 def statements(storage: PostgresStorage) -> Iterator[list[str]]:
-    """What is sent to the database, each element a round trip."""
+    """Record the statements sent to the database; each element is a round trip."""
     sent: list[str] = []
 
     def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:

@@ -28,7 +28,7 @@ def test_the_argument_has_precedence_over_the_variable(tmp_path: Path, monkeypat
 
 def test_the_home_is_created_with_parents_for_its_owner_only(tmp_path: Path) -> None:
     home = prepare_home(str(tmp_path / "with spaces" / ("long" * 50) / "home"))
-    # Root's may be passed through: its Postgres runs as somebody else.
+    # Other users can traverse root's home, because root's Postgres runs as another user.
     assert _mode(home) == (0o711 if os.geteuid() == 0 else 0o700)
     assert _mode(make_private_folder(home / "a" / "b")) == 0o700
 

@@ -90,7 +90,7 @@ def test_a_truncated_archive_is_rejected(tmp_path: Path, kept: int) -> None:
 
 
 def test_an_archive_without_its_last_member_is_rejected(tmp_path: Path) -> None:
-    """Cut off between two of its files, as a tar it is whole."""
+    """A tar file that is cut between two of its files is still a valid tar file."""
     path = write(tmp_path / "a.tar")
     with tarfile.open(path) as tar:
         end = tar.getmember(archive.INDEX).offset
@@ -114,7 +114,7 @@ def test_a_changed_byte_is_detected(tmp_path: Path) -> None:
 
 
 def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
-    """Write an archive with one member more."""
+    """Write an archive with an additional member."""
     with tarfile.open(path, "w") as tar:
         for name, data in ((archive.MANIFEST, json.dumps(dataclasses.asdict(MANIFEST)).encode()), ("x", b"evil")):
             member = tarfile.TarInfo(name)

@@ -48,7 +48,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(postgres_server: PostgresServer) -> Iterator[str]:
-    """The name of another database without tables."""
+    """Return the name of another database without tables."""
     name = f"restored_{os.getpid()}"
     postgres_server.execute("CREATE DATABASE {} OWNER {} TEMPLATE template0 STRATEGY file_copy", name, OWNER)
     yield name
@@ -66,7 +66,7 @@ def execute(url: str, statement: str, *arguments: Any) -> list[Any]:
 
 
 def fill(url: str, checkpoint: StoredFile | None = None) -> PostgresStorage:
-    """A study with a running trial that has reported an epoch."""
+    """Create a study with a running trial that has reported an epoch."""
     storage = open_storage(url, application_name="test")
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "wine")
     storage.set_study_user_attr(study_id, SPEC, {"n_trials": 3, "retries": 0})
@@ -92,7 +92,7 @@ def test_restored_studies_equal_the_original_with_rights_and_waiting_trials(
     (study,) = storage.get_all_studies()
     (trial,) = storage.get_all_trials(study._study_id)
     assert (trial.state, trial.intermediate_values) == (TrialState.WAITING, {0: 0.5})
-    for attempt in (2, 3):  # with no retries left: that it moved is no failure
+    for attempt in (2, 3):  # with no retries left: the restore must not count as a failure
         claim = Claims(storage.engine, study._study_id, worker="there:1").claim()
         assert isinstance(claim, Claim)
         assert (claim.number, claim.attempt) == ((0, attempt) if attempt == 2 else (1, 1))
@@ -140,7 +140,7 @@ def test_restore_overwrites_nothing(
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing is tidied up after it that is not tidied up anyway."""
+    """Simulates SIGKILL: no cleanup code catches it."""
 
 
 @pytest.mark.parametrize("where", ["restore_dump", "migrate", "release_trials", "remove_home_checkpoint_urls"])
@@ -194,7 +194,7 @@ def test_restored_tables_of_an_older_version_are_migrated(
 ) -> None:
     execute(empty_database_url, OLD.read_text())
     made = make(file, empty_database_url, home)
-    migrate(target := postgres_server.url(other, user=OWNER))  # newer tables, all empty, give way to them
+    migrate(target := postgres_server.url(other, user=OWNER))  # they replace newer tables if all of these are empty
     restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     (revision,) = execute(target, "SELECT version_num FROM hpsearch_alembic_version")[0]
     assert (made.manifest.schema or "") < revision
@@ -268,7 +268,7 @@ def test_a_server_newer_than_pg_dump_is_an_error_with_a_remedy() -> None:
         find_programs(99, why="the server")
 
 
-# As far as is asked of them, MLflow's tables.
+# The columns of MLflow's tables that the tested code uses.
 _MLFLOW = """
     CREATE TABLE runs (run_uuid text, status text, lifecycle_stage text DEFAULT 'active', deleted_time bigint);
     CREATE TABLE tags (run_uuid text, key text, value text);

@@ -35,7 +35,7 @@ def local(tmp_path: Path) -> Path:
 
 
 def content(url: str, name: str, data: bytes | None = None) -> bytes:
-    """What stands in the store under a name, as anybody else reads it; replaced when `data` is given."""
+    """Return the stored content of a name, read without the store; write `data` first if given."""
     fs, root = fsspec.core.url_to_fs(url)
     if data is not None:
         fs.rm_file(f"{root}/{name}")
@@ -121,7 +121,7 @@ def test_a_folder_store_uses_hard_links(tmp_path: Path, local: Path) -> None:
     back = tmp_path / "back.pt"
     store.get(stored, back)
     assert back.samefile(kept)
-    # As a session replaces its file: the kept one is not touched.
+    # A session replaces its file like this. The stored file must not change.
     new = tmp_path / "new"
     new.write_bytes(b"the next epoch")
     new.replace(local)
@@ -146,7 +146,7 @@ def test_a_store_on_another_file_system_uses_copies(tmp_path: Path) -> None:
 
 
 def test_a_torn_file_in_the_store_is_replaced_atomically(tmp_path: Path, local: Path) -> None:
-    """As on a store without atomic uploads: the same attempt puts the same epoch again."""
+    """A store without atomic uploads can have a torn file when the same attempt stores the same epoch again."""
     store = CheckpointStore(str(tmp_path / "store"))
     torn = tmp_path / "store" / "s-1" / "0000" / "0000-1.pt"
     files.make_folder(torn.parent)
@@ -215,7 +215,7 @@ def test_a_missing_driver_is_an_error_with_its_package(protocol: str, package: s
 
 
 class Refusing(fsspec.AbstractFileSystem):
-    """A driver whose errors quote what it was given."""
+    """A driver whose errors contain its arguments."""
 
     protocol = "refusing"
 

@@ -61,7 +61,7 @@ def test_requests_from_foreign_pages_are_rejected(stack: StackInfo, headers: dic
 
 @pytest.fixture
 def read_only(database_url: str) -> Iterator[str]:
-    """The address of a dashboard that only shows, served as its own command serves it."""
+    """Serve a read-only dashboard as its command does, and return its address."""
     port = state.choose_port(None)
     arguments = [sys.executable, "-m", "hpsearch", "serve", "dashboard", "--port", str(port), "--read-only"]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url}

@@ -177,4 +177,6 @@ def test_only_the_owner_changes_the_schema(database_url: str, owner_url: str) ->
     with pytest.raises(sa.exc.ProgrammingError, match="must be owner"):
         _execute(database_url, "DROP TABLE trials")
     _execute(owner_url, "CREATE TABLE mine (x serial)")
-    _execute(database_url, "INSERT INTO mine DEFAULT VALUES")  # later tables and their sequences, by default privileges
+    _execute(
+        database_url, "INSERT INTO mine DEFAULT VALUES"
+    )  # later tables and their sequences get rights by default privileges

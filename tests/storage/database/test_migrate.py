@@ -67,7 +67,7 @@ def test_four_concurrent_migrations(zygote: Zygote, empty_database_url: str, tmp
 
 
 def test_a_killed_migration_is_completed_by_the_next(empty_database_url: str) -> None:
-    # The tables are there, the revision is not: where a kill between Optuna's transactions leaves them.
+    # A kill between Optuna's transactions leaves tables without a revision.
     engine = sa.create_engine(empty_database_url)
     models.BaseModel.metadata.create_all(engine)
     engine.dispose()
@@ -88,7 +88,7 @@ def test_tables_of_an_older_optuna_are_upgraded(owner_url: str) -> None:
     logger = logging.getLogger("somebody.else")
     migrate(owner_url)
 
-    assert not logger.disabled  # Optuna's migrations silence every logger where the root logger has no handler
+    assert not logger.disabled  # Optuna's migrations disable all loggers if the root logger has no handler
     check_database(_worker_url(owner_url))
     indexes = sa.inspect(engine).get_indexes("trials")
     assert "trials_study_id_key" in [index["name"] for index in indexes]
@@ -115,7 +115,7 @@ def test_a_worker_role_cannot_migrate(empty_database_url: str) -> None:
 
 
 def test_a_database_with_one_user_for_everything(postgres_server: Any) -> None:
-    """As on a server of the user's own, where the role of the workers does not exist or is not used."""
+    """As on a user's server, where the worker role does not exist or is not used."""
     postgres_server.execute("CREATE ROLE single LOGIN PASSWORD 'single'")
     postgres_server.execute("CREATE DATABASE single OWNER single")
     try:

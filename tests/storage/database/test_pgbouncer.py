@@ -33,7 +33,7 @@ def storage(opened: Open) -> PostgresStorage:
 
 @pytest.fixture
 def bouncer(postgres_server: PostgresServer, database: str, open_folder: Path) -> Iterator[str]:
-    """URL of the database through PgBouncer in transaction mode, with two connections for everybody."""
+    """Return the URL of the database through PgBouncer in transaction mode, with two connections in total."""
     binary = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
     if binary is None:
         pytest.skip("PgBouncer is not installed")
@@ -74,7 +74,7 @@ server_reset_query =
 def test_storage_works_with_pgbouncer_in_transaction_mode(
     bouncer: str, storage: PostgresStorage, study_id: int
 ) -> None:
-    """More clients than connections, each statement on whichever is free."""
+    """There are more clients than connections, and each transaction can use another connection."""
     shared = [open_storage(bouncer, application_name=f"b{n}", retry_seconds=30) for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda s: run_trials(s, study_id, 4), shared))

@@ -29,7 +29,7 @@ create_databases(sys.argv[1], **{_PASSWORDS!r})
 
 @pytest.fixture
 def server(fresh_home: Path) -> Iterator[EmbeddedPostgres]:
-    """A server without our roles, which logs every statement."""
+    """Start a server without the roles of hpsearch, which logs every statement."""
     fresh_home.mkdir()
     fresh_home.chmod(0o755)
     (fresh_home / "logs").mkdir()

@@ -25,7 +25,7 @@ from hpsearch.storage.errors import StorageError
 
 
 def _home_in(fresh_home: Path) -> Path:
-    """Make a home with spaces and a path beyond the 107 bytes of a socket's."""
+    """Create a home with spaces and a path longer than the 107 bytes of a socket's path."""
     home = fresh_home / ("long path " * 12).strip() / "home"
     home.mkdir(parents=True)
     for folder in (fresh_home, *fresh_home.rglob("*")):
@@ -40,7 +40,7 @@ def home(fresh_home: Path) -> Path:
 
 @pytest.fixture
 def server(home: Path) -> Iterator[EmbeddedPostgres]:
-    """A server that was never started."""
+    """Return a server that was never started."""
     server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     yield server
     server.stop()
@@ -57,7 +57,7 @@ def _old(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[
 
 @pytest.fixture
 def old(_old: EmbeddedPostgres) -> EmbeddedPostgres:
-    """A running server, which the tests before have stopped, killed and started again."""
+    """Return a running server, which earlier tests have stopped, killed and restarted."""
     _old.start(None)
     return _old
 
@@ -205,7 +205,7 @@ def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkey
     assert port is not None
     pid_file = old.data / "postmaster.pid"
     genuine = pid_file.read_text()
-    # On a shared folder: its process id means nothing on this machine, but its lock is held.
+    # As on a shared folder: its process id is of another machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
     monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
     with pytest.raises(StorageError, match=f"still running on {os.uname().nodename}: run hpsearch down there"):
@@ -215,7 +215,7 @@ def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkey
 
 
 def test_a_server_of_an_interrupted_start_is_adopted(old: EmbeddedPostgres) -> None:
-    """Its starter was killed before it wrote anything down; the pid file comes a moment later."""
+    """The starting process was killed before it wrote its state; the pid file appears a moment later."""
     port = old.read_port()
     assert port is not None
     pid_file = old.data / "postmaster.pid"
@@ -298,7 +298,7 @@ class TestAsRoot:
         finally:
             server.stop()
         closed.chmod(0o755)
-        assert make_postgres_folder(closed / "home") == folder  # where the data is, it stays
+        assert make_postgres_folder(closed / "home") == folder  # existing data stay in their folder
 
     def test_binaries_without_access_for_the_other_user_are_copied(self, home: Path, tmp_path: Path) -> None:
         wheel = find_binaries()

@@ -52,7 +52,7 @@ def test_a_process_is_identified_by_more_than_its_id(tmp_path: Path, marker: str
     found = process.find(identity)
     assert found is not None
     assert found.pid == identity.pid
-    # The same id, given to another process since.
+    # The same id of a later process.
     assert process.find(replace(identity, started=identity.started - 100)) is None
     assert process.find(replace(identity, command=("other",))) is None
     assert process.find(process.ProcessIdentity(os.getpid(), identity.started, identity.command)) is None

@@ -43,7 +43,7 @@ print(info.tracking_uri, flush=True)
 _NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
 
 
-# With the other tests that break it: each finds the stack of `own_home` as the one before left it.
+# In one group with the other tests that break the stack of `own_home`, each of which gets it as the previous left it.
 pytestmark = pytest.mark.xdist_group("faults")
 
 
@@ -101,7 +101,7 @@ def test_down_and_status_without_services(tmp_path: Path) -> None:
     assert not home.exists()
 
 
-@pytest.mark.soak  # a start at each step; others here start and find one
+@pytest.mark.soak  # starts the stack at each step; other tests start or adopt it
 def test_starts_killed_at_every_step_and_four_concurrent_starts(home: Path, zygote: Zygote) -> None:
     """In a new home."""
     for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
@@ -173,7 +173,7 @@ def test_services_listen_on_loopback_and_protect_their_secrets(home: Path) -> No
 
 
 def test_a_service_killed_with_sigkill_is_restarted(home: Path) -> None:
-    """One of those that speak HTTP: where it cannot start, below."""
+    """One of the HTTP services. A test below covers a failed start."""
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     before = _pids(home)
     _kill(home, "Postgres")
@@ -205,7 +205,7 @@ def test_a_hanging_service_is_restarted(home: Path, monkeypatch: pytest.MonkeyPa
     _works(stack)
 
 
-@pytest.mark.soak  # of a small service: test_web_service.py; of all of them: `down`, below
+@pytest.mark.soak  # test_web_service.py tests a small service, the test of `down` below all services
 def test_a_lost_or_broken_state_file_is_harmless(home: Path) -> None:
     study = optuna.create_study(study_name="kept", storage=up(home, dashboard=DASHBOARD_COMMAND).storage_url)
     study.add_trial(optuna.trial.create_trial(value=0.5))
@@ -223,7 +223,7 @@ def test_a_lost_or_broken_state_file_is_harmless(home: Path) -> None:
 
 @pytest.mark.soak  # of a small service: test_web_service.py
 def test_reused_process_ids_are_not_killed_and_failed_starts_have_a_reason(home: Path) -> None:
-    """All are killed; then one cannot start, and is started again alone as soon as it can."""
+    """All are killed. Then one of them cannot start at first, and later restarts alone."""
     stack = up(home, dashboard=DASHBOARD_COMMAND)
     revision = _set_mlflows_revision(stack, "451aebb31d03")
     for name in _NAMES:
@@ -258,7 +258,7 @@ def test_reused_process_ids_are_not_killed_and_failed_starts_have_a_reason(home:
     before = _pids(home)
     begun = EmbeddedStack(home, load_state(home) or StackState())
     begun.mlflow.ensure_started(begun.state.postgres.port or 0)
-    assert _states(home)["MLflow"] == "starting"  # it takes its time
+    assert _states(home)["MLflow"] == "starting"  # the start of MLflow takes some seconds
     again = up(home, dashboard=DASHBOARD_COMMAND)
     assert again.dashboard_url != stack.dashboard_url
     assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url), "ports are kept if free"
@@ -266,7 +266,7 @@ def test_reused_process_ids_are_not_killed_and_failed_starts_have_a_reason(home:
 
 
 def _set_mlflows_revision(stack: StackInfo, revision: str) -> str:
-    """Make MLflow take its tables for those of another release; return which they were of."""
+    """Store another schema revision in MLflow's database; return the previous one."""
     port = stack.storage_url.rsplit(":", 1)[1].split("/")[0]
     password = (stack.home / "postgres" / "password").read_text()
     connection = psycopg2.connect(f"postgresql://postgres:{password}@127.0.0.1:{port}/mlflow")
@@ -278,7 +278,7 @@ def _set_mlflows_revision(stack: StackInfo, revision: str) -> str:
     return str(before)
 
 
-@pytest.mark.soak  # where the tests run as root; elsewhere every test of a stack is this one
+@pytest.mark.soak  # only if the tests run as root; otherwise all tests of a stack cover this
 def test_the_stack_runs_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
     login = ordinary_user.own(open_folder / "a login")
     home = login / ".local" / "share" / "hpsearch"

@@ -117,7 +117,7 @@ def test_a_hanging_web_service_is_restarted(small: Small, monkeypatch: pytest.Mo
     os.kill(hanging, signal.SIGSTOP)
     for name in ("_ATTACH_TIMEOUT", "_REQUEST_TIMEOUT"):
         monkeypatch.setattr(web_service, name, 0.5)
-    while not service._is_attached():  # else it is given the time that a start takes
+    while not service._is_attached():  # otherwise it may still be starting
         time.sleep(0.02)
     assert not service.is_healthy()
     monkeypatch.setattr(web_service, "_REQUEST_TIMEOUT", 60.0)
@@ -137,7 +137,7 @@ def test_a_failed_start_has_a_reason_and_is_retried(small: Small) -> None:
 
 
 def test_a_service_without_a_record_is_stopped(small: Small) -> None:
-    """Its starter was killed, or the file is lost: it is known by its marker."""
+    """After a killed starter or a lost state file, the service is found by its marker."""
     lost = pid_of(small.up())
     small.state = StackState()
     service = small.up()
@@ -154,7 +154,7 @@ def test_a_reused_process_id_is_not_killed(small: Small) -> None:
     bystander = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert bystander.stdout is not None
-        bystander.stdout.readline()  # before that it may have no command line yet, and could be anything
+        bystander.stdout.readline()  # before that, it may have no command line yet
         assert service.record.process is not None
         then = service.record.process
         service.record.process = process.ProcessIdentity(bystander.pid, then.started, then.command)

@@ -18,7 +18,7 @@ from hpsearch.storage.trials.finishing import Outcome
 
 
 class Post:
-    """One trial, number 0, and the outbox of its study, which one reader has."""
+    """A trial with number 0, and the outbox of its study with one reader."""
 
     def __init__(self, url: str, folder: Path, reader: str) -> None:
         self.storage: PostgresStorage = open_storage(url, application_name="test")
@@ -29,7 +29,7 @@ class Post:
         self.box, self.reader = Outbox(folder, [reader]), reader
 
     def open(self, *, attempt: int = 1) -> Journal:
-        """Begin the journal of an attempt, the second one of which is resumed."""
+        """Start the journal of an attempt; the second attempt is a resumed one."""
         if attempt > 1:
             self.begin_attempt(attempt)
         tags = {"hpsearch.attempt": str(attempt)}
@@ -39,7 +39,7 @@ class Post:
         return journal
 
     def left(self) -> list[Cursor]:
-        """The journals whose process is gone, taken over."""
+        """Take over the journals of dead processes."""
         return [journal.cursors[self.reader] for journal in self.box.take_orphaned()]
 
     def consume(self, reader: Consumer, journal: Journal) -> bool:
@@ -58,7 +58,7 @@ class Post:
 
 
 def log(journal: Journal, epochs: Sequence[int], *, at: float = 0.0, end: Outcome | None = None) -> None:
-    """Log epochs, which took until seconds after `at`, and how the trial ended."""
+    """Log epochs with times in seconds after `at`, and the outcome of the trial."""
     for epoch in epochs:
         journal.append(Epoch(epoch, at + epoch, {"val_loss": epoch / 10, "train_loss": epoch / 5}))
     if end is Outcome.RELEASED:

@@ -53,7 +53,7 @@ def values(journal: Journal) -> list[object]:
 
 @contextmanager
 def full_disk(journal: Journal) -> Iterator[None]:
-    """Give the journal's file room for ten bytes more."""
+    """Limit the journal's file to ten more bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 10, limits[1]))
     try:
@@ -120,7 +120,7 @@ def test_nan_and_infinity_round_trip(box: Outbox) -> None:
     assert (found["up"], found["down"]) == (math.inf, -math.inf)
 
 
-# As they stand in journals on disk, also in those that earlier versions have left behind.
+# The format of journals on disk, also of those that earlier versions wrote.
 LINES = {
     b'{"kind":"open","study":"s","trial":1,"number":7,"attempt":1,"resumed":false,"metric":"val_loss","tags":{},'
     b'"began":null}': HEAD,

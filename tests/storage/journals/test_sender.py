@@ -26,7 +26,7 @@ READERS = (MLFLOW, "second")
 
 
 class NoEnds(TrialOutcomes):
-    """A database in which no trial has ended."""
+    """A fake database in which no trial has ended."""
 
     def __init__(self) -> None: ...
 

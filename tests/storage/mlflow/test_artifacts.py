@@ -86,7 +86,7 @@ def test_files_that_arrive_after_the_end_of_the_trial_are_listed(stack: StackInf
     with RunLinks(storage.engine).lock_run(study.trials[0]._trial_id) as book:
         book.set_system_attrs(make_artifact_attrs(RUN, ["curves.png"]))
     while not listed():
-        time.sleep(0.2)  # it remembers its answers for two seconds
+        time.sleep(0.2)  # it caches its replies for two seconds
     assert listed() == ["curves.png"]
     storage.delete_study(study._study_id)
 

@@ -61,7 +61,7 @@ def storage(database_url: str) -> PostgresStorage:
 
 
 class Post:
-    """One study, its outbox and what ships it."""
+    """A study, its outbox and its consumer."""
 
     def __init__(self, storage: PostgresStorage, tracking: Tracking, folder: Path) -> None:
         self.name = f"shipping-{secrets.token_hex(4)}"
@@ -159,7 +159,7 @@ def test_a_rejected_record_does_not_affect_others(post: Post) -> None:
     journal = post.open()
     journal.append(Params({"lr": 1}))
     post.consume(journal)
-    journal.append(Params({"lr": 2}))  # MLflow lets no parameter change
+    journal.append(Params({"lr": 2}))  # MLflow rejects changed parameters
     journal.append(Epoch(0, 1.0, {"val_loss": 1.0}))
     post.consume(journal)
     assert post.points("val_loss") == [(0, 1.0)]
@@ -171,7 +171,7 @@ def test_a_rejected_record_does_not_affect_others(post: Post) -> None:
 
 @pytest.fixture
 def mlflow_database(stack: StackInfo) -> Iterator[psycopg2.extensions.connection]:
-    """The MLflow server's own database, as the server is connected to it."""
+    """Connect to the MLflow server's database as the server does."""
     state = load_state(stack.home)
     assert state is not None
     parts = {"host": LOOPBACK, "port": state.postgres.port, "dbname": TRACKING_DATABASE, "sslmode": "disable"}
@@ -181,7 +181,7 @@ def mlflow_database(stack: StackInfo) -> Iterator[psycopg2.extensions.connection
 
 
 def wait_for_a_waiter(database: psycopg2.extensions.connection) -> None:
-    """Wait until the server waits for a row that this connection has."""
+    """Wait until the server waits for a row lock of this connection."""
     waits = "SELECT 1 FROM pg_stat_activity WHERE pg_backend_pid() = ANY(pg_blocking_pids(pid))"
     with database.cursor() as cursor:
         while cursor.execute(waits) or not cursor.fetchall():
@@ -191,7 +191,7 @@ def wait_for_a_waiter(database: psycopg2.extensions.connection) -> None:
 def test_concurrent_logging_of_equal_data_loses_no_files(
     post: Post, mlflow_database: psycopg2.extensions.connection, tmp_path: Path
 ) -> None:
-    """MLflow looks for a dataset before it writes it, and calls a request bad that another was faster than."""
+    """MLflow checks for a dataset before it writes it, so the slower of two requests fails as a bad request."""
     data = Dataset("split", secrets.token_hex(16), source="{}", profile="{}")
     journal = post.open()
     post.consume(journal)
@@ -245,7 +245,7 @@ def test_many_epochs_are_sent_in_few_requests(post: Post, monkeypatch: pytest.Mo
 
 
 def test_a_resumed_trial_sends_only_records_missing_in_its_run(post: Post) -> None:
-    """Also epochs that were trained again, at another time; those with another value are not the same."""
+    """Epochs that were trained again at another time are not sent again, unless the value differs."""
     journal = post.open()
     for epoch in range(3):
         journal.append(Epoch(epoch, float(epoch), {"val_loss": epoch / 10, "epoch_seconds": 1.0}))
@@ -311,7 +311,7 @@ def test_the_run_of_a_worker_that_died_after_the_end_of_its_trial_is_ended(
 
 
 def test_a_journal_that_ends_before_its_model_keeps_the_checkpoint(post: Post, sending: Callable[[], int]) -> None:
-    """The trial was COMPLETE before: a remake that was interrupted, or what a power cut left."""
+    """The trial was COMPLETE before: after an interrupted rebuild or a power cut."""
     journal = post.open(resumed=True)
     journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
     journal.close()
@@ -372,7 +372,7 @@ def test_a_journal_that_the_server_cannot_process_blocks_no_other(
 
     def choke(cursor: Cursor) -> bool:
         if cursor.journal.name == "0000-1":
-            raise MlflowException("Internal server error")  # as for a full artifact store
+            raise MlflowException("Internal server error")  # as with a full artifact store
         return original(cursor)
 
     monkeypatch.setattr(post.consumer, "consume", choke)

@@ -31,7 +31,7 @@ def test_incremental_cuts_equal_counted_cuts(
     rungs = Rungs("asha", (1, 2), 4, factor, maximize=False)
     drawn = random.Random(factor * n_trials)
     trials = [storage.create_new_trial(study_id) for _ in range(60)]
-    # Equal ones among them, and both infinities.
+    # Includes ties and both infinities.
     values = [drawn.choice([0.1, 0.2, drawn.random(), float("inf"), -float("inf")]) for _ in trials]
     noted = [(trial, rung, value) for trial, value in zip(trials, values, strict=True) for rung in (0, 1)]
     drawn.shuffle(noted)
@@ -83,7 +83,7 @@ def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engi
         read.append(int(connection.execute(seen).scalar_one()))
 
     for _ in range(10):
-        with engine.begin() as connection:  # what was counted before counts no more
+        with engine.begin() as connection:  # flush the counts so far
             connection.execute(sa.text("SELECT pg_stat_force_next_flush()"))
         sa.event.listen(engine, "commit", at_commit)
         assert take(claims).attempt == 2, "it waited"

@@ -25,7 +25,7 @@ from tests.storage.trials.support import budget, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_each=(True, False))
 
-Vector = list[float]  # accuracy, which is to be high, and latency, which is to be low
+Vector = list[float]  # accuracy (maximize) and latency (minimize)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def claims(engine: sa.Engine, study_id: int) -> Claims:
 
 
 def come(claims: Claims, claim: Claim, vector: Vector, rung: int = 0) -> RungRank:
-    """Report an epoch and come to the rung that follows it."""
+    """Report an epoch and reach the rung after it."""
     claims.report(claim, RUNGS.epochs[rung] - 1, vector[0], metrics=vector)
     return claims.report_rung(claim, rung, vector)
 
@@ -190,7 +190,7 @@ def test_the_best_by_pareto_fronts_completes_if_too_few_trials_arrive(
 
 
 def _vector(number: int) -> Vector:
-    """What a trial comes to, at each rung the same; some come to the same."""
+    """Return the values of a trial, equal at each rung; some trials have the same values."""
     numbers = random.Random(number)
     return [round(numbers.random(), 1), round(numbers.random(), 1)]
 
@@ -226,7 +226,7 @@ def test_eight_concurrent_workers_promote_each_trial_once(
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
-    work(8)  # what the others left when nothing was to be had
+    work(8)  # trials that remained when the other workers found no work
     trials = storage.get_all_trials(study_id)
     assert [t.number for t in trials] == list(range(n_trials))
     assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}

@@ -31,14 +31,14 @@ def asha(engine: sa.Engine, study_id: int) -> Asha:
 
 
 def pause(claims: Claims, value: float, rung: int = 0) -> Claim:
-    """Take a trial, and leave it at a rung."""
+    """Claim a trial and pause it at a rung."""
     claim = take(claims)
     assert not claims.report_rung(claim, rung, value).is_promoted
     return claim
 
 
 def promotions(engine: sa.Engine) -> list[tuple[int, int]]:
-    """Trial and rung of all promotions, in their order."""
+    """Return trial and rung of all promotions, in their order."""
     query = """
         SELECT number, rung FROM hpsearch_rungs JOIN trials USING (trial_id) WHERE promoted_at IS NOT NULL
          ORDER BY promoted_at
@@ -129,7 +129,7 @@ def test_waiting_trials_are_pruned_when_no_running_trial_can_change_the_rank(
     pause(claims, 0.5)
     assert claims.claim() == NoTrialAvailable(running=1)
     assert claims.has_trials_left()
-    claims.finish_attempt(runs, Outcome.COMPLETE, value=0.4)  # before it has noted that it has reached the rung
+    claims.finish_attempt(runs, Outcome.COMPLETE, value=0.4)  # before it writes that it reached the rung
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, promoted: none"
@@ -145,7 +145,7 @@ def test_the_best_trial_completes_if_too_few_trials_arrive(
     held = [take(claims) for _ in range(6)]
     for claim in held:
         claims.report_rung(claim, 0, 1 / (1 + claim.number))
-    for number in (0, 1):  # the best third, of whom none is the best third of two
+    for number in (0, 1):  # a third of two trials is none
         claim = take(claims)
         assert claim.number == number
         assert not claims.report_rung(claim, 1, 2 / (1 + number)).is_promoted
@@ -155,7 +155,7 @@ def test_the_best_trial_completes_if_too_few_trials_arrive(
     assert {each.number for each in retired if isinstance(each, PrunedTrial)} == {2, 3, 4, 5}
     assert claims.claim() == NoTrialAvailable(running=1)
     claims.finish_attempt(best, Outcome.FAILED)
-    other = take(claims)  # there is to be a complete one yet
+    other = take(claims)  # at least one trial has to complete
     assert (other.number, other.attempt) == (1, 3)
     claims.finish_attempt(other, Outcome.COMPLETE, value=1.0)
     assert claims.claim() == NoTrialAvailable(running=0)
@@ -170,7 +170,7 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
     for number, claim in enumerate([take(claims) for _ in range(6)]):
         claims.report_rung(claim, 0, 1 / (1 + number))
     held = [take(claims) for _ in range(2)]  # the best third of six
-    held.append(take(claims))  # at once: two complete ones are too few
+    held.append(take(claims))  # at once, because two complete trials are too few
     assert [claim.number for claim in held] == [0, 1, 2]
     ended = [claims.claim() for _ in range(4)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, PrunedTrial, NoTrialAvailable], (
@@ -302,7 +302,7 @@ def test_a_larger_budget_lets_promotable_pruned_trials_wait_again(
             claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
     claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.3)
     assert [type(claims.claim()) for _ in range(3)] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
-    budget(storage, study_id, n_trials=6)  # three places
+    budget(storage, study_id, n_trials=6)  # three trials can be promoted
     with engine.begin() as connection:
         assert requeue_pruned_at_rungs(connection, study_id, RUNGS, n_trials=6) == 1
     waits = storage.get_trial(held[3].trial_id)

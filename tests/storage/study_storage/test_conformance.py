@@ -21,7 +21,7 @@ def storage(database_url: str) -> Iterator[PostgresStorage]:
 
 
 class TestConformance(StorageTestCase):
-    """Every test of the suite, with `storage` above."""
+    """All tests of the suite with the fixture `storage` above."""
 
 
 def test_trials_that_start_in_the_same_microsecond_are_distinct(storage: PostgresStorage) -> None:

@@ -41,7 +41,7 @@ def storage(opened: Open) -> PostgresStorage:
 def test_cut_connections_lose_nothing(
     storage: PostgresStorage, study_id: int, postgres_server: PostgresServer, database: str
 ) -> None:
-    """Every connection is cut again and again, in the middle of statements."""
+    """All connections are cut repeatedly in the middle of statements."""
     cut, cuts = psycopg2.connect(postgres_server.admin_url.replace("+psycopg2", "")), 0
     cut.autocommit = True
     query = (
@@ -62,7 +62,7 @@ def test_cut_connections_lose_nothing(
 
 @pytest.fixture(scope="module")
 def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[EmbeddedPostgres, str]]:
-    """A Postgres that may be killed, and the URL of its migrated database for a worker."""
+    """Start a Postgres that the test can kill; return it with the URL of its migrated database for a worker."""
     with guarded_homes() as home:
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
@@ -189,7 +189,7 @@ CALLS: dict[str, Callable[[PostgresStorage, int, int], Any]] = {
 def test_a_call_with_a_lost_reply_is_executed_once(
     relay: LosesReplies, postgres_server: PostgresServer, database: str, call: str
 ) -> None:
-    """The same call, with its reply and without, leaves the same study and returns the same."""
+    """A call with a lost reply has the same effect and result as one with its reply."""
     direct = open_storage(postgres_server.url(database), application_name="direct")
     shaken = open_storage(
         postgres_server.url(database).replace(str(postgres_server.port), str(relay.port)),
@@ -240,7 +240,7 @@ def test_a_lost_reply_does_not_take_a_trial_of_another_worker(
     shaken.engine.dispose()
 
 
-# What is repeated and what is not
+# Errors that are retried, and errors that are not
 
 
 def fails(engine: sa.Engine, statement: str) -> sa.exc.DBAPIError:
@@ -258,11 +258,11 @@ def fails(engine: sa.Engine, statement: str) -> sa.exc.DBAPIError:
         ("57P03", True),  # starting up
         ("53300", True),  # too many connections
         ("08006", True),  # connection failure
-        ("23505", False),  # a row that is there
-        ("42P01", False),  # no such table
+        ("23505", False),  # unique violation
+        ("42P01", False),  # undefined table
         ("22001", False),  # too long
         ("42501", False),  # no right
-        ("57014", False),  # cancelled by somebody
+        ("57014", False),  # query canceled
     ],
 )
 def test_the_error_of_the_server_determines_whether_to_retry(
@@ -308,7 +308,7 @@ def test_a_process_frozen_beyond_the_retry_time_retries_once() -> None:
 
 
 def test_deadlocks_are_retried(storage: PostgresStorage, study_id: int, database_url: str) -> None:
-    """Two transactions that lock two rows the wrong way round both get through."""
+    """Two transactions that lock two rows in opposite order both succeed."""
     one, two = (storage.create_new_trial(study_id) for _ in range(2))
     both, touch = threading.Barrier(2), sa.text("UPDATE trials SET number = number WHERE trial_id = :t")
 

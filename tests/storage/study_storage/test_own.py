@@ -29,7 +29,7 @@ def other(opened: Open) -> PostgresStorage:
 
 
 def begin_attempt(storage: PostgresStorage, trial_id: int, attempt: int) -> None:
-    """End the live attempt at a trial, if there is one, and begin another."""
+    """End the live attempt of a trial, if there is one, and start another."""
     with storage.engine.begin() as connection:
         connection.execute(
             sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'lost' WHERE ended_at IS NULL")
@@ -45,7 +45,7 @@ def begin_attempt(storage: PostgresStorage, trial_id: int, attempt: int) -> None
 
 @pytest.fixture
 def owned(storage: PostgresStorage, study_id: int) -> int:
-    """The id of a trial that `storage` owns by attempt 1."""
+    """Return the id of a trial that `storage` owns with attempt 1."""
     trial_id = storage.create_new_trial(study_id)
     begin_attempt(storage, trial_id, 1)
     storage.acquire_trial(storage.get_trial(trial_id), 1)
@@ -137,7 +137,7 @@ def test_writes_of_an_unknown_or_ended_attempt_are_rejected(storage: PostgresSto
 def test_the_fencing_token_holds_during_a_concurrent_takeover(
     storage: PostgresStorage, other: PostgresStorage, owned: int
 ) -> None:
-    """A takeover that is not committed yet holds the write up, and then refuses it."""
+    """An uncommitted takeover blocks the write, and its commit rejects the write."""
     with ThreadPoolExecutor(1) as pool:
         with other.engine.begin() as connection:
             connection.execute(sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'lost'"))
@@ -165,7 +165,7 @@ def test_batched_writes_are_one_statement_and_visible_locally_before(
     with statements(storage) as sent:
         with storage.batch_writes(owned):
             storage.set_trial_param(owned, "kind", 1, KIND)
-            storage.set_trial_param(owned, "x", 0.75, X)  # is set: the first value stays
+            storage.set_trial_param(owned, "x", 0.75, X)  # already set: the first value is kept
             storage.set_trial_user_attr(owned, "u", 1)
             storage.set_trial_user_attr(owned, "u", 2)
             storage.set_trial_system_attr(owned, "s", 1)

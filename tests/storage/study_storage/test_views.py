@@ -50,7 +50,7 @@ def theirs(database_url: str) -> Iterator[RDBStorage]:
 
 
 def plain(trial: FrozenTrial) -> str:
-    """All of a trial as text, in which NaN equals NaN; the order of its parameters counts."""
+    """Return all data of a trial as text, so that NaN equals NaN and the order of parameters matters."""
     unordered = ("_user_attrs", "_system_attrs", "intermediate_values")
     return repr([(key, sorted(value.items()) if key in unordered else value) for key, value in vars(trial).items()])
 
@@ -60,7 +60,7 @@ def assert_same(one: BaseStorage, other: BaseStorage, study_id: int) -> None:
 
 
 class Actor:
-    """Does random things with the trials of a study, through one storage."""
+    """Executes random operations on the trials of a study through one storage."""
 
     def __init__(self, storage: BaseStorage, study_id: int, seed: int) -> None:
         self.storage, self.study_id, self.rng = storage, study_id, random.Random(seed)
@@ -127,7 +127,7 @@ def test_all_readers_see_the_same_after_each_write(
 
 
 def test_readers_never_see_a_partly_finished_trial(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
-    """Writers of both kinds at full speed: a finished trial is whole at first sight and stays, steps only grow."""
+    """Fast writers of both kinds: a finished trial is complete when it is first read, and steps only grow."""
     study_id = ours().create_new_study([StudyDirection.MINIMIZE], "s")
     errors: list[BaseException] = []
 
@@ -203,7 +203,7 @@ def test_a_study_deleted_by_another_process_is_gone(ours: Callable[[], PostgresS
     study_id = one.create_new_study([StudyDirection.MINIMIZE], "s")
     one.import_trials(study_id, [create_trial(value=1.0, intermediate_values={0: 1.0}, user_attrs={"a": 1})] * 3)
     trial_id = one.get_all_trials(study_id)[0]._trial_id
-    with one.engine.begin() as connection:  # our own tables go with it
+    with one.engine.begin() as connection:  # rows in hpsearch's tables are deleted with it
         connection.execute(
             sa.text(
                 "INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at)"

@@ -36,7 +36,7 @@ def study_id(storage: BaseStorage) -> int:
 
 @pytest.fixture
 def join(engine: sa.Engine, study_id: int) -> Join:
-    """Another worker, in this process: it counts as alive until its lease ends."""
+    """Return a function for another worker in this process, which counts as alive until its lease ends."""
 
     def make(lease: float = 60.0) -> Claims:
         make.count += 1  # type: ignore[attr-defined]

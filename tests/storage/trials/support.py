@@ -42,7 +42,7 @@ def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
 
 
 def kill(engine: sa.Engine, claim: Claim) -> None:
-    """Make the claim look like that of a worker of this machine that has ended."""
+    """Make the claim look like that of a dead worker on this machine."""
     with subprocess.Popen(["sleep", "600"]) as child:
         ended = process_name(child.pid)
         child.kill()
@@ -52,7 +52,7 @@ def kill(engine: sa.Engine, claim: Claim) -> None:
 
 
 def begin_at_once(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Let processes go that say when they are ready, none before all are."""
+    """Wait until all processes print that they are ready, then start them together."""
     for worker in workers:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "ready\n"

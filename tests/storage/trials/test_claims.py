@@ -74,7 +74,7 @@ def test_a_trial_that_kills_its_workers_fails(
     budget(storage, study_id, n_trials=1)
     for _ in range(2):
         kill(engine, take(join()))
-    join().reclaim_expired_leases()  # leaves the last word to a claim, which ends the trial's run as well
+    join().reclaim_expired_leases()  # leaves it to a claim to fail the trial, which also ends the trial's run
     assert states(storage, study_id) == ["RUNNING"]
     lost = join().claim()
     assert isinstance(lost, RetriesExhausted)
@@ -205,7 +205,7 @@ def test_a_checkpoint_is_recorded_with_its_epoch_and_two_are_kept(
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 1, "3-1.pt")]
     claims.finish_attempt(claim, Outcome.RELEASED)
     again = take(claims)
-    claims.report(again, 3, 0.5, stored("3-2.pt"))  # resumed from epoch 1, whose value is there already
+    claims.report(again, 3, 0.5, stored("3-2.pt"))  # resumed from epoch 1, whose value is stored already
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 2, "3-2.pt")]
     with pytest.raises(ClaimLostError):
         claims.report(claim, 4, 0.5, stored("4-1.pt"))
@@ -226,7 +226,7 @@ def test_an_executed_call_with_a_lost_reply_is_not_repeated(
         assert driver is not None
         if not driver.autocommit:
             driver.commit()
-        driver.close()  # the commit, or the reading of the reply, finds no connection
+        driver.close()  # the connection is lost at the commit or before its reply
 
     def at_commit(connection: sa.Connection) -> None:
         if armed == "commit":
@@ -268,7 +268,7 @@ def test_the_spec_is_read_in_the_format_of_optuna(storage: BaseStorage, engine: 
 def test_an_attempt_with_progress_costs_no_retry(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
-    """Each adds an epoch and its checkpoint before its worker dies; from then on none does, and so it ends."""
+    """Each attempt adds an epoch with a checkpoint before its worker dies. Later ones do not, so the trial fails."""
     budget(storage, study_id, n_trials=1, retries=2)
     for epoch in range(5):
         claims = join()
@@ -277,8 +277,8 @@ def test_an_attempt_with_progress_costs_no_retry(
         kill(engine, claim)
     for again in range(2):
         claims = join()
-        claims.report(claim := take(claims), 4, 0.5, stored("4.pt"))  # trained again: nothing is added
-        claims.report(claim, 5 + again, 0.5)  # and without a checkpoint it would be lost
+        claims.report(claim := take(claims), 4, 0.5, stored("4.pt"))  # trained again: no progress
+        claims.report(claim, 5 + again, 0.5)  # an epoch without a checkpoint is no progress
         kill(engine, claim)
     lost = join().claim()
     assert isinstance(lost, RetriesExhausted)

@@ -102,7 +102,7 @@ def test_a_container_with_foreign_proc_judges_no_process() -> None:
 
 
 def test_start_times_of_other_time_namespaces_are_not_compared() -> None:
-    """There the machine was started at another time, and with it each process."""
+    """Another time namespace has another boot time, and so other start times of processes."""
     judged, name = in_namespaces("--time", "--boottime", "100000", "--fork")
     assert judged == "False"
     assert name.rsplit("/", 2)[0] != current_process().rsplit("/", 2)[0]

@@ -45,7 +45,7 @@ def test_many_processes_with_a_kill_run_exactly_the_budget(
     workers[0].kill()
     for worker in workers:
         worker.communicate()
-    # The killed one may have been the last with a claim: the next worker finds what it left.
+    # The killed process may have been the last with a claim. The next worker takes its trial over.
     finisher = spawn(database_url, study_id)
     finisher.communicate("go\n")
     trials = storage.get_all_trials(study_id)

@@ -25,7 +25,7 @@ RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_
 
 @pytest.fixture
 def study_id(storage: BaseStorage) -> int:
-    """A study of two metrics."""
+    """Create a study of two metrics."""
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE], "s")
     budget(storage, study_id, n_trials=8)
     return study_id
@@ -37,7 +37,7 @@ def claims(engine: sa.Engine, study_id: int) -> Claims:
 
 
 def known(engine: sa.Engine) -> list[tuple[int, int, list[float]]]:
-    """Trial, epoch and values of all that was reported."""
+    """Return trial, epoch and values of all reports."""
     query = """
         SELECT number, step, metrics FROM hpsearch_epoch_values JOIN trials USING (trial_id) ORDER BY number, step
     """

@@ -21,7 +21,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
-EPOCHS = 4  # of a full trial
+EPOCHS = 4  # epochs of a full trial
 
 Join = Callable[..., Claims]
 
@@ -42,7 +42,7 @@ def claims(engine: sa.Engine, study_id: int) -> Claims:
 
 
 def spent(engine: sa.Engine, study_id: int) -> int:
-    """What is counted, which is what was reported."""
+    """Return the counted budget, and assert that it equals the reported one."""
     spending = read_spending(engine, study_id)
     assert spending is not None
     [(reported,)] = rows(engine, "SELECT count(*) FROM trial_intermediate_values")
@@ -51,7 +51,7 @@ def spent(engine: sa.Engine, study_id: int) -> int:
 
 
 def run(claims: Claims, claim: Claim, *, first: int = 0) -> bool:
-    """Report epochs as a worker does, until the trial is at its end; return whether it came there."""
+    """Report epochs as a worker does; return whether the trial reached its last epoch."""
     for epoch in range(first, EPOCHS):
         reported = claims.report(claim, epoch, 0.5)
         if not reported.is_counted or (epoch < EPOCHS - 1 and not reported.has_room):
@@ -88,7 +88,7 @@ def test_running_epochs_of_other_trials_count_in_the_budget(
     assert not claims.report(first, 0, 0.5).has_room  # the other epoch belongs to the second trial, which trains it now
     claims.finish_attempt(first, Outcome.RELEASED)
     assert claims.claim() == NoTrialAvailable(running=1)
-    claims.finish_attempt(second, Outcome.FAILED)  # it had no use for it
+    claims.finish_attempt(second, Outcome.FAILED)  # it did not use its epoch
     again = take(claims)
     assert again.trial_id == first.trial_id
     assert claims.report(again, 1, 0.5).is_counted
@@ -124,7 +124,7 @@ def test_a_trial_with_all_epochs_completes_with_a_spent_budget(
     claim = take(claims)
     for epoch in range(EPOCHS):
         claims.report(claim, epoch, 0.5)
-    kill(engine, claim)  # before it was settled
+    kill(engine, claim)  # before it was completed
     again = take(claims)
     assert run(claims, again, first=EPOCHS - 1)
     assert claims.claim() == NoTrialAvailable(running=0)

@@ -50,13 +50,13 @@ def root(tmp_path: Path) -> Path:
 
 
 def points(folder: Path, tag: str = "loss/val") -> list[tuple[int, float, float]]:
-    """Step, time and value of the points that TensorBoard shows of a run, all of them."""
+    """Return step, time and value of all points of a run in TensorBoard."""
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     return [(each.step, each.wall_time, round(each.value, 6)) for each in found.Scalars(tag)]
 
 
 def rows(root: Path) -> list[Any]:
-    """The rows of the HParams tab."""
+    """Return the rows of the HParams tab."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(root)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(root))
     context = Context(TBContext(data_provider=provider))
@@ -134,7 +134,7 @@ with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
 
 
 def test_events_of_a_killed_process_are_there_once_despite_a_torn_event(post: Post, root: Path) -> None:
-    """It died between the events and its note of them: the journal's next reader begins at the first of them."""
+    """It died after it wrote the events and before it stored its position, so the next reader repeats them."""
     folder = root / post.study / "0000"
     folder.parent.mkdir(parents=True)
     done = subprocess.run([sys.executable, "-c", _WRITER, str(folder)], cwd=Path.cwd(), check=False)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 @dataclass
 class Run:
-    """A run as the server has it."""
+    """A run on the server."""
 
     settings: dict[str, Any]
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -28,12 +28,12 @@ class Run:
 
 
 class FakeServer:
-    """The server.
+    """The fake server.
 
     Attributes:
-        url: where it is.
-        runs: by their ids.
-        away: whether it answers that it is not there.
+        url: its address.
+        runs: runs by id.
+        away: whether it replies that it is unavailable.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_server() -> Iterator[FakeServer]:
-    """A server that is there for a while."""
+    """Run a fake server during the block."""
     server = FakeServer()
     try:
         yield server

@@ -44,7 +44,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeServ
 
 @pytest.fixture
 def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Callable[[], WandbConsumer]]:
-    """Makes a reader as another process would have it."""
+    """Return a function that creates a reader as in another process."""
     made: list[WandbConsumer] = []
 
     def new() -> WandbConsumer:
@@ -57,7 +57,7 @@ def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Calla
 
 
 def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
-    """Tell all of a journal, as often as it takes."""
+    """Send all records of a journal, with retries."""
 
     def shipped() -> bool:
         with suppress(WandbUnavailableError, LockHeldError):

@@ -53,7 +53,7 @@ class Readers(list[WandbConsumer]):
         self.post, self.home = post, home
 
     def new(self) -> WandbConsumer:
-        """One as another process would have it."""
+        """Return a reader as in another process."""
         owner = f"{self.post.study}-0f0f"
         self.append(WandbConsumer("me/demo", self.post.study, owner, self.home, self.post.ends))
         return self[-1]
@@ -82,7 +82,7 @@ def found(path: Path, kind: str) -> list[Any]:
 
 
 def values(path: Path, kind: str) -> dict[str, str]:
-    """What the records of a kind set, the last one first."""
+    """Return the values in the records of a kind, the last one first."""
     return {item.key: item.value_json for record in found(path, kind) for item in record.update if item.key}
 
 
@@ -137,7 +137,7 @@ def test_an_attempt_continues_the_run_of_the_previous_one(post: Post, readers: R
 
 
 def children() -> dict[int, str]:
-    """The processes that this one has started, and those that they have, with their command lines."""
+    """Return all descendants of this process, with their command lines."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
@@ -146,7 +146,7 @@ def children() -> dict[int, str]:
 
 
 def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
-    """Tell all of a journal, as often as it takes."""
+    """Send all records of a journal, with retries."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with suppress(WandbUnavailableError, LockHeldError):
@@ -225,7 +225,7 @@ def test_a_run_of_another_process_is_not_written(post: Post, readers: Readers) -
 
 
 def test_an_unreachable_server_is_retried(post: Post, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens on port 9 of this machine."""
+    """Port 9 of this machine is closed."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
