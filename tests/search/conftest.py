@@ -17,7 +17,7 @@ from tests.search.promotion.support import Left, Tracked, leave, track, unregist
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """A worker sets up the process's logging, to a stream that pytest closes after the test, and its signals."""
+    """Restore logging and signal handlers, which a worker sets; its log stream is closed by pytest after the test."""
     root, numbers = logging.getLogger(), (signal.SIGINT, signal.SIGTERM)
     handlers, level, signals = root.handlers[:], root.level, [signal.getsignal(number) for number in numbers]
     yield
@@ -47,9 +47,9 @@ def _left(tracking: Tracking, tmp_path_factory: pytest.TempPathFactory) -> Left:
 
 @pytest.fixture
 def tracked(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Tracked]:
-    """Three COMPLETE trials, the second one the best, and a PRUNED one: their runs and models are those of all tests.
+    """Return three COMPLETE trials, the second one the best, and a PRUNED one. All tests share their runs and models.
 
-    What is registered goes after the test; what it does to the runs and the models themselves stays.
+    Registered models are removed after the test. Changes of the runs and models themselves are not undone.
     """
     yield track(open_storage(database_url, application_name="test"), tracking, _left)
     unregister(tracking, _left)
@@ -57,6 +57,6 @@ def tracked(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Trac
 
 @pytest.fixture
 def own_tracked(database_url: str, tracking: Tracking, tmp_path: Path) -> Tracked:
-    """The same with runs and models of the test's own, to be removed."""
+    """Return the same with separate runs and models, which the test can remove."""
     left = leave(tracking, tmp_path, values=_VALUES)
     return track(open_storage(database_url, application_name="test"), tracking, left)

@@ -32,7 +32,7 @@ def study_of(directions: Sequence[str], states: Sequence[TrialState]) -> optuna.
 
 
 def suggested(study: optuna.Study, sampler: BaseSampler) -> float:
-    """What is suggested next; no trial is left of it."""
+    """Return the next suggestion without a trace in the study."""
     sampler_of, study.sampler = study.sampler, sampler
     trial = study.ask()
     found = trial.suggest_float("x", 0.0, 1.0)

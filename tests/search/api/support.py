@@ -11,7 +11,7 @@ from tests.faults.harness import Command, Zygote
 
 
 def run_program(source: str, *, cwd: Path) -> str:
-    """Run a program in a fresh interpreter and return what it prints; the test fails when it does."""
+    """Run a program in a new interpreter and return its output; the test fails if the program does."""
     (cwd / "program.py").write_text(source)
     done = subprocess.run(
         [sys.executable, "program.py"],

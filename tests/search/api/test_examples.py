@@ -16,7 +16,7 @@ from tests.search.api.support import run_forked
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """The name and the docstring of each public method, property and function, as they stand in the module."""
+    """Return name and docstring of each public method, property and function, in the order of the module."""
     for name, member in [*vars(Study).items(), ("list_studies", list_studies), ("delete_study", delete_study)]:
         if not name.startswith("_"):
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
@@ -27,7 +27,7 @@ def example(doc: str) -> str:
     return textwrap.dedent(doc.partition("\nExample:\n")[2])
 
 
-# In another thread than the main one, as a server or a user interface runs a study: signals are not for it to set.
+# In another thread than the main one, as in a server or a user interface, where no signal handlers can be set.
 PROGRAM = """
 from concurrent.futures import ThreadPoolExecutor
 from hpsearch import SearchError, Study, delete_study, list_studies

@@ -30,7 +30,7 @@ def test_the_notebook_script_is_short_and_imports_only_study() -> None:
 
 
 def test_the_notebook_script_calls_existing_methods() -> None:
-    """By these names and with these arguments; each method is run, on the same objective, by its example."""
+    """The names and arguments of its calls are valid. The examples run each method on the same objective."""
     called = []
     for node in ast.walk(ast.parse(SCRIPT.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -43,7 +43,7 @@ def test_the_notebook_script_calls_existing_methods() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.soak  # test_examples.py runs each method so, and that workers do not run the program again
+@pytest.mark.soak  # test_examples.py runs each method, and checks that workers do not run the program again
 def test_the_notebook_script_has_the_results_of_the_tutorial(folder: Path, stack: StackInfo, zygote: Zygote) -> None:
     said = run_forked(SCRIPT.read_text(), cwd=folder, stack=stack, zygote=zygote)
     study = Study.open("wine-notebook", home=str(stack.home))

@@ -108,7 +108,7 @@ def test_a_deleted_study_raises_an_error(study: Study, database_url: str) -> Non
 
 
 class Here(Objective):
-    """Of this file, which is no file of an objective, but one that workers can load."""
+    """A class in this test file, which workers can import."""
 
 
 def test_the_reference_of_a_class_is_usable_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def view(console: Console, folder: Path) -> LiveView:
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What a notebook would show: for each place in its output all that was drawn there, as HTML."""
+    """Record a notebook's output: for each display all its updates, as HTML."""
     shown: list[list[str]] = []
 
     def display(thing: Any, **_: object) -> SimpleNamespace:
@@ -48,7 +48,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def html(thing: Any) -> str:
-    """A thing as IPython shows it: by its own method."""
+    """Return the representation that IPython displays."""
     return str(thing._repr_mimebundle_((), ())["text/html"])
 
 

@@ -19,13 +19,13 @@ from hpsearch.search.errors import SearchError
 
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `run` that is refused ends before what its workers need is loaded, and the process of the tests does not."""
+    """Skip the loading of libraries for workers, which a rejected `run` starts in the background."""
     monkeypatch.setattr("hpsearch.search.fleet.fork.can_fork", lambda: False)
 
 
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
-    """Run a command that must be refused, and return its one line."""
+    """Run a command that must fail, and return its error of one line."""
 
     def run(*arguments: str) -> str:
         assert run_command(list(arguments)) == 2

@@ -64,7 +64,7 @@ def test_secret_files_are_read_before_options(
     try:
         assert run_command(["serve", "dashboard"]) == 2
     finally:
-        os.environ.pop("HPSEARCH_STORAGE_URL", None)  # what was read stays in the process that read it
+        os.environ.pop("HPSEARCH_STORAGE_URL", None)  # the process keeps the values in its environment
     assert capsys.readouterr().err.startswith(
         "hpsearch: --storage-url 'mysql://root:***@host/db' is not a Postgres URL"
     )

@@ -87,7 +87,7 @@ def test_different_versions_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {"torch", "psycopg2-binary", "rich"} <= pins.keys()
     assert "pytest" not in pins
     constraints.write_text("# a comment\n" + "".join(f"{name}=={pin}\n" for name, pin in pins.items()))
-    assert check_versions().status == "ok"  # whatever build of torch there is
+    assert check_versions().status == "ok"  # for any build of torch
     constraints.write_text("Rich==0.0.1\nnumpy==" + version("numpy"))
     versions = check_versions()
     assert versions.status == "warning"
@@ -128,7 +128,7 @@ def test_the_artifact_check_uses_the_server_and_leaves_no_files(stack: StackInfo
 
 
 class _HealthAlone(http.server.BaseHTTPRequestHandler):
-    """A server that is well, and takes nothing."""
+    """A server that is healthy, and rejects artifacts."""
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path in ("/health", "/version") else 500)
@@ -163,7 +163,7 @@ def test_a_server_of_another_series_that_rejects_artifacts_is_reported(healthy: 
 def test_doctor_checks_a_server_without_the_mlflow_server_package(
     healthy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its distribution is mlflow-skinny."""
+    """It has the distribution mlflow-skinny."""
 
     def installed(name: str) -> str:
         if name == "mlflow":

@@ -29,7 +29,7 @@ SERVICES = ("services", "database", "schema", "rights", "clock", "connections", 
 
 @pytest.fixture
 def look(capsys: pytest.CaptureFixture[str]) -> Look:
-    """Run the verb with --json; return its exit code and what each check came to."""
+    """Run the command with --json; return its exit code and the result of each check."""
 
     def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
         code = run_command(["doctor", "--json", *arguments])
@@ -53,7 +53,7 @@ def storage(database_url: str) -> Iterator[PostgresStorage]:
 
 @pytest.fixture
 def path(tmp_path: Path, storage: PostgresStorage, stack: StackInfo) -> Path:
-    """The file of an objective, which study ``s`` was created with."""
+    """Create study ``s`` with an objective file, and return the file."""
     path = tmp_path / "wine.py"
     write_template(path)
     study_id = optuna.create_study(study_name="s", storage=storage)._study_id

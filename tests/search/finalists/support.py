@@ -42,7 +42,7 @@ def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, bu
 def search_several(
     storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, ways: dict[str, str] = WAYS, **settings: object
 ) -> StoredStudy:
-    """A finished search of several metrics."""
+    """Create a finished multi-objective search."""
     study = optuna.create_study(study_name=name, directions=list(ways.values()), storage=storage)
     base = {"name": name, "objective": "digits", "n_trials": len(trials), "epochs": 4}
     spec = parse_spec({**base, "directions": ways, **settings})
@@ -52,7 +52,7 @@ def search_several(
 
 
 def ended(number: int, *values: float, like: int | None = None, broken: str | None = None) -> FrozenTrial:
-    """A trial of several metrics: with the parameters of another where it is `like` that, and maybe out of bounds."""
+    """Return a multi-objective trial, optionally with the parameters of trial `like`, and optionally infeasible."""
     given = params(number if like is None else like)
     attrs = {} if broken is None else {VIOLATIONS: [broken]}
     return create_trial(values=values, params=given, distributions=SPACE, user_attrs=attrs)
@@ -65,7 +65,7 @@ def train(
     trials: int | None = None,
     fresh: dict[str, object] | None = None,
 ) -> None:
-    """Run waiting trials as a worker does, with values that are made up; None diverges; `fresh` is noted of each."""
+    """Simulate a worker for waiting trials with synthetic values; None diverges; `fresh` is stored with each."""
     claims = Claims(chosen.storage.engine, chosen.study_id, worker="host:1")
     of = chosen.spec.finalists_of
     assert of is not None
@@ -84,7 +84,7 @@ def train(
 
 
 def train_runs(made: StoredStudy, losses: list[float | None], *, value: float | list[float] = 1.0) -> None:
-    """Run the next trials of a refit as a worker does, with training losses that are made up; None diverges."""
+    """Simulate a worker for the next trials of a refit with synthetic training losses; None diverges."""
     claims = Claims(made.storage.engine, made.study_id, worker="host:1")
     for loss in losses:
         claim = claims.claim()

@@ -41,7 +41,7 @@ def test_a_clear_winner_keeps_its_mean() -> None:
 
 
 def test_equal_runs_have_an_interval_from_sampling_error_only() -> None:
-    """b^2 (f + v / t), with f = 1/3 and as many samples to validate as to test on; f = 1 where parts are fixed."""
+    """The variance is b^2 (f + v / t), with f = 1/3 and equal validation and test sizes; f = 1 for fixed splits."""
     found = expected({0: [0.5, 0.5], 1: [0.4, 0.4]})
     assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(1 / 3 + 1), rel=1e-3)
     runs = {0: [RunScore(0.5, 0.01, *SIZES, divided=False)] * 2}
@@ -82,12 +82,12 @@ def test_one_seed_has_an_interval_from_sampling_error_only() -> None:
 
 
 def test_the_prediction_interval_has_its_nominal_coverage() -> None:
-    """Simulated: finalists that differ, runs that differ, validation parts that overlap, a test set of one model."""
+    """A simulation with different finalists and runs, overlapping validation splits, and a test set for one model."""
     rng = np.random.default_rng(0)
     f, inside, studies = 1 / 3, 0, 1500
     for _ in range(studies):
         worth = 0.8 + 0.01 * rng.normal(size=5)
-        pool = 0.03 * math.sqrt(f) * rng.normal()  # what the samples that are not tested happen to be
+        pool = 0.03 * math.sqrt(f) * rng.normal()  # the effect of the samples outside of the test set
         table = {
             n: [worth[n] + pool + 0.02 * rng.normal() + 0.03 * math.sqrt(1 - f) * rng.normal() for _ in range(2)]
             for n in range(5)

@@ -21,7 +21,7 @@ FRESH = {"error": 0.01, "divided": True, "sizes": [60, 20, 20]}
 
 
 def confirm(study: StoredStudy, *, winner: int, epochs: list[int] | None = None, new_set: bool = False) -> StoredStudy:
-    """Train finalists on two seeds, of which this one wins; the halves of each run chose these epochs, from 0."""
+    """Train finalists on two seeds so that `winner` wins; `epochs` are the best epochs of each run's halves, from 0."""
     chosen, _ = create_or_join(study, top=2, seeds=2, new_set=new_set)
     fresh = None if epochs is None else {**FRESH, "epochs": epochs}
     train(chosen, lambda trial, _seed: 0.9 if trial == winner else 0.8, fresh=fresh)
@@ -86,7 +86,7 @@ def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStu
         make_or_join_refit(study, seeds=3)
     confirm(study, winner=1, epochs=[1, 2], new_set=True)
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
-        read_refit(study)  # that of another winner does not count
+        read_refit(study)  # a refit of another winner does not count
     other, created = make_or_join_refit(study, seeds=1)
     assert (other.spec.name, other.spec.finalists_of.trials, created) == ("s.refit-2", [1], True)  # type: ignore[union-attr]
     confirm(study, winner=3, epochs=[4, 4], new_set=True)

@@ -25,7 +25,7 @@ from tests.search.finalists.support import Say, ended, search, search_several, t
 BOUND = {"constraints": {"latency_ms": "<= 10"}}
 OUT = "latency_ms 20, not <= 10"
 
-# 1, 2, 0 and 5 are the front. 5 has the parameters of 0, and 6 is dominated by it alone.
+# 1, 2, 0 and 5 are the Pareto front. 5 has the parameters of 0, and only 5 dominates 6.
 TRIALS = [
     ended(0, 0.90, 5.0),
     ended(1, 0.95, 9.0),

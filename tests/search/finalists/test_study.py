@@ -66,7 +66,7 @@ def test_finalist_trials_are_enqueued_in_turns_with_common_new_seeds(study: Stor
 
 def test_the_budget_is_exact(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
-    chosen.storage.import_trials(chosen.study_id, [create_trial(state=TrialState.WAITING)])  # by a curious hand
+    chosen.storage.import_trials(chosen.study_id, [create_trial(state=TrialState.WAITING)])  # added by a user
     train(chosen, lambda *_: 0.5)
     assert [t.state.name for t in chosen.trials()] == ["COMPLETE"] * 4 + ["WAITING"]
     assert table(study).pending == 0

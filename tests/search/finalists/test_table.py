@@ -106,7 +106,7 @@ def test_without_sampling_errors_there_is_no_expected_test_score(study: StoredSt
 def test_a_set_of_finalists_from_before_new_splits_continues_without_them(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     spec = chosen.attrs[SPEC]
-    del spec["finalists_of"]["divisions"]  # as it was stored then
+    del spec["finalists_of"]["divisions"]  # the stored format of that version
     chosen.set_attr(SPEC, spec)
     again, made = create_or_join(study, top=2, seeds=2)
     assert (again.study_id, made) == (chosen.study_id, False)

@@ -24,7 +24,7 @@ def test_the_error_of_two_finalists_is_that_of_paired_differences() -> None:
 
 
 def test_a_common_effect_of_a_seed_is_not_part_of_the_spread() -> None:
-    """A lucky seed lifts all: the difference of 0.01 stands out although each finalist spreads by 0.1."""
+    """A good seed raises all values: the difference of 0.01 is significant although each finalist spreads by 0.1."""
     assert select_winner({0: [0.81, 0.91, 0.711], 1: [0.80, 0.90, 0.70]}, maximize=True).tie == ()
 
 
@@ -36,7 +36,7 @@ def test_a_difference_within_the_error_is_a_tie() -> None:
 
 
 def test_the_error_is_pooled_over_all_finalists() -> None:
-    """Two alone, with equal differences by chance, would call any difference certain."""
+    """Two finalists alone, with equal differences by chance, would make any difference significant."""
     pair = {0: [0.90, 0.80], 1: [0.89, 0.79]}
     assert select_winner(pair, maximize=True).tie == ()
     assert select_winner({**pair, 2: [0.70, 0.75], 3: [0.80, 0.60]}, maximize=True).tie == (1,)

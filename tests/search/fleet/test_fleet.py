@@ -20,16 +20,16 @@ from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
 from hpsearch.search.fleet.fork import ForkedProcess, can_fork, start_fork_server
 from hpsearch.search.worker.options import WorkerOptions
 
-# Of those who fork, one process of pytest-xdist loads what workers need.
+# One pytest-xdist process runs the tests that fork, so that the libraries of workers are loaded once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked")]
 
-MANY = 1000  # workers: each is to have one thread
+MANY = 1000  # number of workers, so large that each gets one thread
 ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """One worker, which aborts as soon as it is started."""
+    """Return a fleet of one worker that aborts at its start."""
     monkeypatch.setattr(fleets, "_MAX_RESTART_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(fleets, "can_fork", lambda: False)
     monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(ABORTING))
@@ -82,7 +82,7 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_forked_command_equals_a_new_process(tmp_path: Path) -> None:
-    """Its environment, its output, its session, its exit code; the next takes no interpreter's start."""
+    """Environment, output, session and exit code are equal. The next command needs no interpreter start."""
     start_fork_server(MANY)
     log = tmp_path / "log"
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
@@ -160,7 +160,7 @@ def test_the_fork_server_has_one_thread(tmp_path: Path) -> None:
     start_fork_server(MANY)
     forked = ForkedProcess(
         partial(main, ["--help"]), ["--help"], dict(os.environ), tmp_path / "log"
-    )  # it answers when all is loaded
+    )  # it runs when all libraries are loaded
     assert ended(forked) == 0
     (server,) = [
         one for one in psutil.Process().children() if "hpsearch.search.fleet.preload" in "".join(one.cmdline())

@@ -30,7 +30,7 @@ with make_private_folder() as folder:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where folders of this kind are made."""
+    """Return the parent of private folders."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def launcher() -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process that has a folder and a child, and holds both until its input ends."""
+    """Start another process with a private folder and a child, which keeps both until its input ends."""
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -55,7 +55,7 @@ def test_a_private_folder_is_removed_with_its_process(place: Path) -> None:
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(place: Path) -> None:
-    """And not what one that lives has, nor while a process of a killed one does, nor anything else."""
+    """It keeps folders of live launchers, folders in use by processes of a killed launcher, and all other files."""
     (place / "hpsearch-ranks-file").touch()
     (place / "hpsearch-ranks-link").symlink_to(place, target_is_directory=True)
     others = {place / "hpsearch-ranks-file", place / "hpsearch-ranks-link"}

@@ -12,7 +12,7 @@ EPOCHS = 9
 
 
 def curve(x: float, epochs: int = EPOCHS) -> dict[int, float]:
-    """Losses that fall towards their end, which is best at 0.7."""
+    """Return decreasing losses; the final loss is best at x = 0.7."""
     return {epoch: (x - 0.7) ** 2 + 1 / (epoch + 1) for epoch in range(epochs)}
 
 

@@ -60,10 +60,10 @@ def test_the_expected_gain_is_limited_by_the_bound_of_the_metric(
     ("metric", "best", "maximize", "least"),
     [
         ("accuracy", -0.9, True, -1.0),
-        ("accuracy", -93.0, True, -math.inf),  # in per cent
+        ("accuracy", -93.0, True, -math.inf),  # a percentage
         ("accuracy", 0.1, False, -math.inf),
         ("rmse", 0.1, False, 0.0),
-        ("loss", -3.0, False, -math.inf),  # as a negative log likelihood may be
+        ("loss", -3.0, False, -math.inf),  # for example a negative log likelihood
         ("psnr", -20.0, True, -math.inf),
     ],
 )
@@ -99,7 +99,7 @@ def test_an_interval_ends_at_the_bound_of_the_metric() -> None:
         (Forecast(0.5, 0.25, 0.75), "0.5 (0.25 to 0.75)"),
         (Forecast(0.99997, 0.99996, 1.0), "0.99997 (0.99996 to 1)"),
         (Forecast(1.0, 1.0, 1.0), "1 (all at 1)"),
-        (Forecast(0.1 + 0.2, 0.3, 0.4), "0.3 (0.3 to 0.4)"),  # apart by rounding alone
+        (Forecast(0.1 + 0.2, 0.3, 0.4), "0.3 (0.3 to 0.4)"),  # different only by rounding
     ],
 )
 def test_forecasts_are_printed_with_enough_digits_to_differ(found: Forecast, words: str) -> None:

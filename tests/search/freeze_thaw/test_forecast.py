@@ -26,7 +26,7 @@ def trial(number: int, params: dict[str, float], values: list[float], state: Tri
 
 
 def family(seed: int, count: int) -> tuple[list[dict[str, float]], np.ndarray]:
-    """Configurations, and noisy losses that fall to ends and at speeds that they decide on [count, epochs]."""
+    """Return configurations, and noisy losses [count, epochs] whose limits and speeds depend on them."""
     random = np.random.default_rng(seed)
     x = random.random((count, 3))
     end = 0.1 + 2 * (x[:, 0] - 0.6) ** 2 + (x[:, 1] - 0.3) ** 2 + 0.02 * random.standard_normal(count)
@@ -43,7 +43,7 @@ def promoted(params: list[dict[str, float]], losses: np.ndarray) -> list[FrozenT
         there = np.flatnonzero(done == rung)
         best = there[np.argsort(losses[there, :rung].min(1))][: math.ceil(len(there) / 3)]
         done[best] = following
-        done[best[2::4]] = (rung + following) // 2  # runs, on its way to the next rung
+        done[best[2::4]] = (rung + following) // 2  # runs between two rungs
     return [trial(i, params[i], losses[i, :n].tolist(), state_after(int(n))) for i, n in enumerate(done)]
 
 
@@ -58,7 +58,7 @@ def forecasts(seeds: int) -> Iterator[tuple[float, float, float, float, float]]:
     for seed in range(seeds):
         params, losses = family(seed, 60)
         trials = promoted(params, losses)
-        for i in range(10):  # full ones, as of the beginning of a study
+        for i in range(10):  # complete trials, as at the start of a study
             trials[i] = trial(i, params[i], losses[i].tolist(), TrialState.COMPLETE)
         for number, found in forecast_final_values(trials, epochs=EPOCHS, maximize=False).items():
             now = min(trials[number].intermediate_values.values())
@@ -72,7 +72,7 @@ def test_forecast_intervals_have_their_coverage_and_beat_the_current_value():
     assert np.median(abs(value - end)) < 0.3 * np.median(abs(now - end))
     assert (low <= value).all()
     assert (value <= high).all()
-    assert (high <= now).all()  # the best value so far stays
+    assert (high <= now).all()  # the best value so far is a bound
 
 
 def test_forecasts_are_symmetric_in_the_direction():

@@ -32,7 +32,7 @@ MAXIMIZE = [True, False]
 
 
 class Search:
-    """A search for accurate and small ones: `x` costs size, and pays only where `y` is right; waits after an epoch."""
+    """A search for accurate, small models: `x` raises the size, and helps only at the right `y`."""
 
     def __init__(self, *, trials: int = 0, broken_above: float = math.inf) -> None:
         self.kept: dict[int, dict[int, list[float]]] = {}
@@ -43,7 +43,7 @@ class Search:
             self.run(RandomSampler, number)
 
     def run(self, sampler: Callable[[int], BaseSampler], number: int) -> tuple[float, float]:
-        """A trial, and its configuration; every third comes to its end."""
+        """Run a trial and return its configuration; every third trial completes."""
         self.study.sampler = sampler(number)
         self.study._thread_local.cached_all_trials = None
         trial_id = self.study._storage.create_new_trial(self.study._study_id)
@@ -61,7 +61,7 @@ class Search:
         return x, y
 
     def worth(self, configurations: Sequence[tuple[float, float]]) -> float:
-        """The hypervolume that configurations would have when trained to their end."""
+        """Return the hypervolume of configurations after their last epoch."""
         losses = [(-math.sqrt(x) * math.exp(-30 * (y - 0.3) ** 2), x) for x, y in configurations]
         return compute_hypervolume(np.array(losses), (0.0, 1.0))
 
@@ -146,7 +146,7 @@ def test_samples_represent_the_volume_that_no_trial_dominates(name):
     assert np.all((vectors >= low) & (vectors <= high))
     volume = 1 - (compute_hypervolume(np.maximum(best, 0.0), high) if len(best) else 0.0)
     assert np.exp(weights).sum() / 6_000 == pytest.approx(volume, rel=0.05)
-    middle = 0.5 * (low + high)  # of those below it: the volume of a smaller box
+    middle = 0.5 * (low + high)  # samples below it represent the volume of a smaller box
     within = np.exp(weights)[(vectors <= middle).all(1)].sum() / 6_000
     left = np.prod(middle) - (compute_hypervolume(np.maximum(best, 0.0), middle) if len(best) else 0.0)
     assert within == pytest.approx(left, rel=0.15, abs=1e-3)

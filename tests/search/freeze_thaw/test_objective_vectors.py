@@ -18,7 +18,7 @@ def test_secondary_metrics_are_those_of_the_best_epoch_so_far():
         1: [-0.5, 3.0],
         2: [-0.9, 7.0],
         3: [-0.9, 7.0],
-        4: [-0.9, 7.0],  # of equal ones the earlier
+        4: [-0.9, 7.0],  # the earlier of equal epochs
     }
 
 
@@ -36,7 +36,7 @@ def test_the_objective_vector_equals_the_shown_values():
     shown = trial(system_attrs={VALUES: {"0": [0.2, 5.0]}})
     found = read_values_by_epoch(shown, 2)
     assert found[1] == [0.2, 5.0]
-    assert found[2] == pytest.approx([0.4, math.nan], nan_ok=True)  # reported since
+    assert found[2] == pytest.approx([0.4, math.nan], nan_ok=True)  # reported later
     assert get_objective_vector(shown, MAXIMIZE).tolist() == [-0.4, np.inf]
 
 

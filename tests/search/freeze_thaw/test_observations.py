@@ -17,7 +17,7 @@ def test_observations_are_the_best_values_at_the_last_two_grid_epochs():
     found = select_observations([{epoch: abs(epoch - 8) / 10 for epoch in range(1, 11)}, {1: 5.0}], 27, RANDOM)
     assert list(found.trial) == [0, 0, 1]
     assert np.exp(found.s * math.log(27)) == pytest.approx([9, 10, 1])  # 1, 2, 3, 4, 6, 9 and 10 itself
-    assert found.loss.tolist() == [0.0, 0.0, 5.0]  # that of epoch 8, which is not on the grid, counts from there on
+    assert found.loss.tolist() == [0.0, 0.0, 5.0]  # the value of epoch 8, which is not on the grid, counts from then on
 
 
 def test_the_epoch_scale_is_logarithmic():

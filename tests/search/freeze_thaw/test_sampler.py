@@ -58,7 +58,7 @@ def test_running_configurations_are_not_suggested_again():
 
 
 def test_suggestions_avoid_diverged_configurations():
-    """They have no values, or an infinite one, and are worse than all that have."""
+    """They have no values, or an infinite one, and rank below all others."""
     values = [{0: float("inf")}, {}, {0: float("nan")}]
     study = study_of([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     for x, found in zip(np.linspace(0.6, 1.0, 9), values * 3, strict=True):
@@ -129,7 +129,7 @@ def test_a_parameter_with_one_value_is_ignored():
         study.add_trial(pruned({"x": x, "fixed": 3.0}, shape, curve(x)))
     assert suggestion(study) == pytest.approx(0.7, abs=0.06)
     trial = study.ask()
-    trial.suggest_float("fixed", 3.0, 3.0)  # asked for first, which is no choice
+    trial.suggest_float("fixed", 3.0, 3.0)  # sampled first, a constant
     trial.suggest_float("x", 0.0, 1.0)
     assert SUGGESTION_REASON_KEY in study.trials[-1].system_attrs
 
@@ -156,7 +156,7 @@ def test_partly_fixed_configurations_have_no_stored_reason():
     study.sampler = FreezeThawSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
     for given in (True, False):
         trial = study.ask()
-        trial.suggest_float("lr", 1e-4, 1.0, log=True)  # chosen, before what is given is asked for
+        trial.suggest_float("lr", 1e-4, 1.0, log=True)  # the sampler chooses it before the fixed parameter
         assert (trial.suggest_float("x", 0.0, 1.0) == 0.25) == given
         assert (SUGGESTION_REASON_KEY in study.trials[trial.number].system_attrs) != given
 
@@ -183,7 +183,7 @@ print(two_suggestions(sys.argv[1]))
 
 
 def two_suggestions(url: str) -> list[float]:
-    """The second finds in the study the process that the first fitted."""
+    """The second suggestion reads the fitted hyperparameters from the study."""
     studies = [optuna.load_study(study_name="s", storage=url) for _ in range(2)]
     return [suggestion(study, 5) for study in studies]
 

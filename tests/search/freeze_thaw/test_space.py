@@ -25,7 +25,7 @@ ALL = {
 
 
 def drawn(distributions: dict, seed: int) -> dict:
-    """A configuration, drawn by Optuna."""
+    """Return a configuration sampled by Optuna."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
     return study.ask(distributions).params
 
@@ -89,7 +89,7 @@ def test_conditional_parameters_are_learnt_from_trials():
     for row in np.concatenate([rows, space.perturb(random, rows[:10], 20)]):
         params = space.to_params(row)
         asked = optuna.trial.FixedTrial(params)
-        nested(asked)  # raises where one is missing
+        nested(asked)  # raises if a parameter is missing
         assert asked.params.keys() == params.keys()
 
 

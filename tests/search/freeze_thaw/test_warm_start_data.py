@@ -23,7 +23,7 @@ SPACE = {"x": X}
 
 
 def make_data(*studies: list, space: dict = SPACE, epochs: int = EPOCHS) -> WarmStartData:
-    """What studies of such trials tell, written and read as it is kept."""
+    """Return the warm-start data of studies of such trials, after a round trip through JSON."""
     named = {f"s{place}": trials for place, trials in enumerate(studies, 1)}
     drawn = [{"x": x} for x in np.linspace(0, 1, 5)]
     kind = {"distributions": space, "sampled": drawn, "direction": StudyDirection.MINIMIZE, "epochs": epochs}

@@ -15,7 +15,7 @@ from tests.faults.scripted import Scripted
 class Slow(nn.CrossEntropyLoss):
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))  # what a step takes
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))  # seconds per step
         return super().forward(output, target)
 
 

@@ -51,7 +51,7 @@ class Site:
         return {t.number: (t.params, t.intermediate_values, t.value) for t in study.get_trials(deepcopy=False)}
 
     def undisturbed(self, trials: int) -> dict[int, tuple[dict[str, object], dict[int, float], float | None]]:
-        """The same of a search that one worker ran, without any engine."""
+        """Return the same for a search with one worker, without an engine."""
         self.create("undisturbed", trials)
         self("worker", "--study", "undisturbed", STEP_SECONDS="0")
         return self.values("undisturbed")

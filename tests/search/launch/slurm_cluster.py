@@ -50,13 +50,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> list[str]:
-    """What of Slurm this machine has not."""
+    """Return the Slurm programs that this machine lacks."""
     return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
 
 
 @dataclass
 class Cluster:
-    """A running one."""
+    """A running cluster."""
 
     folder: Path
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -80,12 +80,12 @@ class Cluster:
         return done.stdout.strip()
 
     def states(self, job: str) -> dict[str, str]:
-        """The state of each task of an array that is not over."""
+        """Return the state of each unfinished task of an array."""
         lines = self.run("squeue", "-h", "-r", "-j", job, "-o", "%K %T").splitlines()
         return dict(line.split() for line in lines)
 
     def logs(self, name: str = "*") -> str:
-        """What the tasks of a study said."""
+        """Return the logs of a study's tasks."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"hpsearch-{name}-*.log")))
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
@@ -107,7 +107,7 @@ def _free_ports(number: int) -> list[int]:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start one in a folder; end all that it started."""
+    """Run a cluster in a folder during the block; end all its processes after it."""
     cluster = Cluster(folder)
     controller, *ports = _free_ports(1 + len(NODES))
     host = socket.gethostname().split(".")[0]

@@ -7,7 +7,7 @@ from typing import Any
 from hpsearch.search.launch.launch import LaunchConfig, render_manifest
 
 AWAY = "postgresql://user@127.0.0.1:1/optuna"
-# Each is a name that somebody may have: none may reach a shell, YAML, Python or systemd but as it is.
+# Valid names with special characters of shells, YAML, Python and systemd, which must be passed unchanged.
 URL = 'postgresql://user@host/it\'s%20"a"$HOME`x`$(x)#db?options=-c%20a\\b'
 HOME = '/srv/it\'s "a" $HOME %i `x` $(x) #home\\'
 

@@ -22,7 +22,7 @@ def manifest(**changed: Any) -> Any:
 
 
 def paths(value: Any, at: str = "") -> set[str]:
-    """Every field of a manifest, by its path; items of a list are one."""
+    """Return every field of a manifest by its path; the items of a list share a path."""
     if isinstance(value, dict):
         return set().union({at}, *(paths(below, f"{at}.{name}") for name, below in value.items()))
     if isinstance(value, list):
@@ -31,7 +31,7 @@ def paths(value: Any, at: str = "") -> set[str]:
 
 
 def test_the_manifest_equals_the_expected_one() -> None:
-    """Field by field: a misspelt one is taken for none by a server that does not validate."""
+    """Compare field by field: a server without validation ignores a misspelt field."""
     labels = {"app.kubernetes.io/name": "hpsearch", "app.kubernetes.io/component": "worker"}
     worker = {
         "name": "worker",
@@ -148,7 +148,7 @@ def test_different_studies_have_different_jobs() -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on this machine")
 @pytest.mark.parametrize("changed", [{"gpus": 1.0}, {"storage_url": None}, {"storage_url": URL}])
 def test_kubectl_accepts_every_field(changed: dict[str, Any]) -> None:
-    """It reads the manifest into the real types, without a cluster, and writes what they held: no more, no less."""
+    """kubectl parses the manifest into the real types without a cluster. Its output must have the same fields."""
     given = text(engine="kubernetes", image=IMAGE, **changed)
     assert paths(yaml.safe_load(given)) - paths(_typed(given)) == set()
     misspelt = given.replace("completionMode", "completionsMode")

@@ -14,7 +14,7 @@ from tests.search.launch.support import HOME, URL, text
 
 
 def constants(program: str) -> dict[str, Any]:
-    """What it sets to plain values."""
+    """Return the constants that the program assigns."""
     found = {}
     for node in ast.parse(program).body:
         if (
@@ -27,7 +27,7 @@ def constants(program: str) -> dict[str, Any]:
 
 
 def actor(program: str) -> dict[str, Any]:
-    """What Ray is asked for each worker."""
+    """Return the resources that each worker requests from Ray."""
     (made,) = [node for node in ast.parse(program).body if isinstance(node, ast.ClassDef)]
     (call,) = made.decorator_list
     assert isinstance(call, ast.Call)

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 class Driver:
-    """The printed program, running; without an address Ray starts a cluster of its own for it on this machine."""
+    """The running program. Without an address, Ray starts a cluster for it on this machine."""
 
     def __init__(self, site: Site, name: str, trials: int, log: Path, *, workers: int = 2, address: str = "") -> None:
         site.create(name, trials)
@@ -66,7 +66,7 @@ class Driver:
         return self.process.poll() is not None
 
     def close(self) -> None:
-        """End it, and the cluster that is its child."""
+        """End it and its cluster, which is a child process."""
         below = psutil.Process(self.process.pid).children(recursive=True) if not self.ended() else []
         for one in below:
             one.kill()
@@ -97,13 +97,13 @@ def test_killed_workers_restart_and_stopped_workers_save(site: Site, tmp_path: P
 
 @pytest.fixture
 def nodes(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without cores, and three nodes of one core each, in the environment that workers there need."""
+    """Start a head without cores and three nodes with one core each, in the environment for workers."""
     from ray.cluster_utils import Cluster
 
     for name, value in {**site.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("STEP_SECONDS", "0.5")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # of a machine with other work
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # for busy machines
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         for _ in range(3):
@@ -114,7 +114,7 @@ def nodes(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def workers_of(node: Any) -> list[psutil.Process]:
-    """The workers that a node runs."""
+    """Return the workers on a node."""
     [raylet] = [info.process.pid for info in node.all_processes["raylet"]]
     below = psutil.Process(raylet).children(recursive=True)
     return [one for one in below if "ray::Worker" in " ".join(one.cmdline())]
@@ -125,7 +125,7 @@ def test_a_lost_node_costs_no_trial(site: Site, tmp_path: Path, nodes: Any) -> N
     try:
         driver.wait(lambda: site.states("nodes").count("RUNNING") == 3, "all workers to train")
         lost = next(node for node in nodes.worker_nodes if workers_of(node))
-        for process in workers_of(lost):  # with its node, as where the machine is gone
+        for process in workers_of(lost):  # kill it with its node, as if the machine were lost
             process.kill()
         nodes.remove_node(lost, allow_graceful=False)
         driver.wait(driver.ended, "the program to end")

@@ -38,7 +38,7 @@ _SCONTROL = '#!/bin/bash\necho "$@" >> "$TMP_/scontrol"\n'
 
 
 class Node:
-    """A folder with the stand-ins, and the script."""
+    """A folder with fake commands and the script."""
 
     def __init__(self, folder: Path, **changed: object) -> None:
         self.folder, self.noted = folder, folder / "noted"
@@ -76,7 +76,7 @@ class Node:
 
 
 def options(script: str) -> dict[str, str]:
-    """The #SBATCH lines."""
+    """Return the #SBATCH options."""
     return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))
 
 

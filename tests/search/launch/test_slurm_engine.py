@@ -37,7 +37,7 @@ def test_a_preemption_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site
     job = submit(cluster, site, "slurm", 12, step="0.5")
     cluster.wait(lambda: set(cluster.states(job).values()) == {"RUNNING"}, "all tasks to run")
     cluster.wait(lambda: site.states("slurm").count("RUNNING") == 3, "all workers to train")
-    cluster.run("scancel", "--signal=TERM", "--batch", f"{job}_1")  # the notice, as --signal=B:TERM@ gives it
+    cluster.run("scancel", "--signal=TERM", "--batch", f"{job}_1")  # the signal as --signal=B:TERM@ sends it
     cluster.wait(lambda: "requeued after exit code 143" in cluster.logs(), "the first task to be queued again")
     (lost,) = [name for name in ("n1", "n2", "n3") if cluster.run("squeue", "-h", "-j", f"{job}_3", "-o", "%N") == name]
     cluster.daemons[lost].kill()

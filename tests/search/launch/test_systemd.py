@@ -52,7 +52,7 @@ def test_an_instance_has_its_own_gpu_or_a_share_of_one(gpus: float, devices: lis
     (line,) = settings(text(engine="systemd", gpus=gpus, command=("echo",)))["ExecStart"]
     found = []
     for instance in range(4):
-        # As systemd reads it: %i is the instance, $$ a $.
+        # Parse like systemd: %i is the instance, $$ a $.
         shown = line.replace("%i", str(instance)).replace("$$", "$").replace("exec ", "exec env ")
         shown = shown.replace('"echo"', '"printenv" "CUDA_VISIBLE_DEVICES" #')
         found.append(subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True).stdout.strip())

@@ -20,7 +20,7 @@ from tests.factories import spec_of
 
 @dataclass(frozen=True)
 class Tracked:
-    """The study, the MLflow server, and a name that no other test gives to a registered model."""
+    """The study, the MLflow server, and a unique name for a registered model."""
 
     stored: StoredStudy
     tracking: Tracking
@@ -56,7 +56,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Left:
-    """What a search of such values left on the MLflow server: its run, and one for each trial."""
+    """The runs of a search on the MLflow server: the parent run, and one for each trial."""
 
     values: list[float | None]
     parent: str
@@ -64,7 +64,7 @@ class Left:
 
 
 def leave(tracking: Tracking, files: Path, *, values: list[float | None]) -> Left:
-    """Make the runs of a search and the models of its trials; those of None are without one."""
+    """Create the runs of a search and the models of its trials; a trial with value None has no model."""
     name = f"s-{secrets.token_hex(4)}"
     parent = tracking.ensure_study_run(name, 1, params={}, known_run_id=None)
     runs = [tracking.create_trial_run(name, number, parent=parent, tags={}) for number in range(len(values))]
@@ -75,7 +75,7 @@ def leave(tracking: Tracking, files: Path, *, values: list[float | None]) -> Lef
 
 
 def track(storage: PostgresStorage, tracking: Tracking, left: Left) -> Tracked:
-    """Make a study of COMPLETE trials, and a PRUNED one for each None, that left this."""
+    """Create a study with these runs: COMPLETE trials, and a PRUNED one for each None."""
     name = f"s-{secrets.token_hex(4)}"
     study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
     spec = {**spec_of(name="median").model_dump(), "name": name, "n_trials": len(left.values)}
@@ -90,7 +90,7 @@ def track(storage: PostgresStorage, tracking: Tracking, left: Left) -> Tracked:
 
 
 def unregister(tracking: Tracking, left: Left) -> None:
-    """Remove the registered models of these runs: to the next study of theirs they would be promotions."""
+    """Remove the registered models of these runs, which would be promotions of the next study with these runs."""
     runs = ", ".join(f"'{run}'" for run in left.runs)
     for name in {version.name for version in tracking.client.search_model_versions(f"run_id IN ({runs})")}:
         tracking.client.delete_registered_model(name)
@@ -112,7 +112,7 @@ def _leave(tracking: Tracking, run_id: str, name: str, files: Path) -> None:
 
 
 def train_finalists(tracked: Tracked, trials: list[int], *, winner: int) -> None:
-    """Make the study of two finalists, trained on two seeds."""
+    """Create the study of two finalists, trained on two seeds."""
     study_id = tracked.stored.study_id
     of = {"study": tracked.name, "study_id": study_id, "top": 2, "trials": trials, "seeds": [11, 12]}
     held = optuna.create_study(study_name=f"{tracked.name}-f", direction="maximize", storage=tracked.storage)

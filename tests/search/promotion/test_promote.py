@@ -152,11 +152,11 @@ def test_an_unreachable_server_is_an_error_of_one_line(tracked: Tracked, monkeyp
     assert "\n" not in str(error.value)
 
 
-# What happens in the UI
+# Promotions in the MLflow UI
 
 
 def register(tracked: Tracked, trial: int, *, model: str | None = None) -> str:
-    """Register a trial's model as the UI's button does: by the place of its files."""
+    """Register a trial's model by its artifact URI, as the UI's button does."""
     name = model or tracked.name
     if not tracked.client.search_registered_models(f"name = '{name}'"):
         tracked.client.create_registered_model(name)
@@ -197,7 +197,7 @@ def test_moving_or_deleting_the_alias_ends_the_promotion(tracked: Tracked) -> No
         (0, "MLflow UI", True),
     ]
     with pytest.raises(Exception, match=r"previous"):
-        tracked.version("previous")  # the UI's user moved one alias, and no other moves by that
+        tracked.version("previous")  # the user moved one alias in the UI, and other aliases do not change
     tracked.client.set_registered_model_alias(tracked.name, "champion", "1")
     sync_promotions(tracked.storage, tracked.tracking)
     assert tracked.promotion_rows()[-1][:5] == (1, tracked.name, 1, "champion", "MLflow UI"), "as tagged first"

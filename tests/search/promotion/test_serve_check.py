@@ -61,7 +61,7 @@ def test_versions_are_found_by_alias_and_number(tracked: Tracked) -> None:
 
 
 def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Tracked) -> None:
-    """Not with the first alone: one that the objective does not have is reported."""
+    """A metric of the study that the objective lacks is an error, also if it is not the first one."""
     version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
     spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
     tracked.stored.set_attr(SPEC, spec.model_dump())
@@ -70,7 +70,7 @@ def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Trac
 
 
 class Twice(Objective):
-    """A step that a served model's outputs cannot be put into."""
+    """A step that cannot be evaluated from a served model's outputs."""
 
     def suggest(self, trial: Any) -> TrainConfig:
         return TrainConfig()

@@ -26,17 +26,17 @@ from hpsearch.storage.trials.history import read_finalist_studies
 from tests.factories import WAYS
 from tests.search.promotion.support import Left, Tracked, unregister
 
-pytestmark = pytest.mark.xdist_group("several promoted")  # one registry, in which the model has one name
+pytestmark = pytest.mark.xdist_group("several promoted")  # the tests share a registry and a model name
 
 OUT = "latency_ms 20, not <= 10"
 
-# Trials 0 and 1 are the front; 2 is better than both in one, and out of bounds; 3 was pruned.
+# Trials 0 and 1 are the Pareto front; 2 is better than both in one metric, but infeasible; 3 was pruned.
 VALUES = [[0.9, 5.0], [0.95, 9.0], [0.99, 20.0], None]
 
 
 @pytest.fixture
 def several(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Tracked]:
-    """A finished search of two metrics: its runs and models are those of all tests."""
+    """Create a finished search of two metrics; all tests share its runs and models."""
     storage, name = open_storage(database_url, application_name="test"), "several-promoted"
     study = optuna.create_study(study_name=name, directions=list(WAYS.values()), storage=storage)
     base = {"name": name, "objective": "digits", "n_trials": len(VALUES), "epochs": 4}
@@ -54,7 +54,7 @@ def several(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Trac
 
 
 def confirm(several: Tracked, means: dict[int, list[float]]) -> None:
-    """Make the study of the finalists, trained on two seeds."""
+    """Create the study of the finalists, trained on two seeds."""
     stored, trials = several.stored, list(means)
     of = {"study": several.name, "study_id": stored.study_id, "top": 2, "trials": trials, "seeds": [11, 12]}
     name = f"{several.name}-f"

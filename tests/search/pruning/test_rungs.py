@@ -21,7 +21,7 @@ HYPERBAND = {"name": "hyperband", "reduction_factor": 2, "min_resource": 1}
 
 
 class Search:
-    """A study on Postgres that our judge prunes, and its twin in memory that Optuna's pruner prunes."""
+    """A study on Postgres that hpsearch's pruner prunes, and a copy in memory that Optuna's pruner prunes."""
 
     def __init__(self, url: str, spec: StudySpec) -> None:
         self.storage = open_storage(url, application_name="test")

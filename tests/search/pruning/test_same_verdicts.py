@@ -19,7 +19,7 @@ from hpsearch.search.spec.spec import StudySpec, parse_spec
 from tests.search.pruning.optunas import optunas_pruner
 
 EPOCHS = 12
-# Few distinct numbers make ties, at the cut-off and elsewhere.
+# Few distinct numbers cause ties, at the cutoff and elsewhere.
 values = st.one_of(
     st.integers(-2, 3).map(float),
     st.sampled_from([math.nan, math.inf, -math.inf, 0.1, 1e-300]),
@@ -94,7 +94,7 @@ def study_of(spec: StudySpec, history: list[dict[int, float]]) -> optuna.Study:
 
 @contextmanager
 def without_numpys_warnings() -> Iterator[None]:
-    """Optuna takes the best and the percentile of nothing but NaN."""
+    """Ignore warnings: Optuna computes the best and the percentile of NaN only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -146,7 +146,7 @@ def test_a_trial_without_a_value_continues() -> None:
 
 
 class JudgeInMemory(StudyPruner):
-    """Reads the rungs of Optuna's storage in memory instead of Postgres, and writes none, so that Optuna's can."""
+    """Reads the rungs from Optuna's storage in memory instead of Postgres, and writes none, because Optuna does."""
 
     def __call__(self, trial: FrozenTrial, values: Mapping[int, float], **named: Any) -> Decision:
         self.noted: dict[str, float] = {}

@@ -28,7 +28,7 @@ class Search:
         self.judge = StudyPruner(made, self.storage, self.study._study_id)
 
     def ask(self) -> int:
-        """A new trial; returns its number."""
+        """Create a trial and return its number."""
         return int(self.study.ask().number)
 
     def report(self, number: int, step: int, vector: list[float], **measured: float) -> Decision:

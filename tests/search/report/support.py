@@ -44,7 +44,7 @@ def study_of(
     constraints: Mapping[str, str] | None = None,
     name: str = "s",
 ) -> StoredStudy:
-    """A study of such trials; of their first epochs other metrics were twice what they ended with."""
+    """Create a study of such trials; in their first epochs the other metrics are twice the final values."""
     made = optuna.create_study(study_name=name, directions=list(ways.values()), storage=storage)
     spec = {"name": name, "objective": "digits", "n_trials": len(trials), "epochs": 2, "directions": dict(ways)}
     spec |= {"metric": next(iter(ways)), "direction": next(iter(ways.values()))} if len(ways) == 1 else {}
@@ -65,7 +65,7 @@ def study_of(
     return study
 
 
-# Of two metrics: 0 and 1 are the front, 2 is dominated, 3 better than all and out of bounds, 4 was pruned.
+# Two metrics: 0 and 1 are the Pareto front, 2 is dominated, 3 is better than all but infeasible, 4 was pruned.
 BOUNDS = {"latency_ms": "<= 5", "model_mb": "<= 10"}
 TRIALS = (
     trial(0, (0.9, 4.0)),

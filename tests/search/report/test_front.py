@@ -72,7 +72,7 @@ def test_the_hypervolume_history_ends_at_that_of_the_pareto_front(study: StoredS
 
 
 def test_the_hypervolume_decreases_if_a_best_epoch_worsens_another_metric(storage: PostgresStorage) -> None:
-    better = {"accuracy": "maximize", "speed": "maximize"}  # whose first epoch had twice of it
+    better = {"accuracy": "maximize", "speed": "maximize"}  # in the first epoch it was twice the final value
     made = study_of(storage, [trial(0, (0.8, 2.0)), trial(1, (0.3, 5.0)), trial(2, (0.9, 1.0))], ways=better)
     found = compute_hypervolume_history(made, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
     assert found is not None
@@ -89,7 +89,7 @@ def test_identical_trials_have_no_hypervolume(storage: PostgresStorage, tmp_path
 
 
 def test_each_metric_has_its_own_importances(storage: PostgresStorage) -> None:
-    """The learning rate, which grows with the number, makes the one; the kind, which alternates, the other."""
+    """One metric depends on the learning rate, which grows with the number; the other on the kind, which alternates."""
     trials = [trial(n, (n / 99, float(n % 2))) for n in range(99)]
     made = study_of(storage, trials)
     first, second = (compute_importances(made, place) for place in range(2))

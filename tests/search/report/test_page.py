@@ -111,6 +111,6 @@ def test_a_single_parameter_has_no_importance(database_url: str) -> None:
 
 
 def test_equal_values_give_no_importances(database_url: str) -> None:
-    """Optuna's evaluator gives each the same share."""
+    """Optuna's evaluator assigns equal importances."""
     study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(3)])
     assert compute_importances(study) == "Not available: all 3 complete trials have the same value."

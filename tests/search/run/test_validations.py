@@ -37,7 +37,7 @@ def validations(*arguments: str, cwd: Path, stack: StackInfo, zygote: Zygote) ->
 
 
 def test_a_run_validates_its_spec_twice_before_any_worker(tmp_path: Path, stack: StackInfo, zygote: Zygote) -> None:
-    """Once before anything is loaded, and once with the objective's defaults; stored settings are one more to join."""
+    """Once before libraries are loaded, once with the objective's defaults, and once more for a joined study."""
     given = ("--pruner", "hyperband", "--trials", "2", "--epochs", "3", "--workers", "1")
     assert validations(*given, cwd=tmp_path, stack=stack, zygote=zygote) <= 2
     assert validations(*given, cwd=tmp_path, stack=stack, zygote=zygote) <= 3, "joined"

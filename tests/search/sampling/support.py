@@ -18,7 +18,7 @@ Space = Callable[[optuna.Trial], object]
 
 
 class Small(Objective):
-    """An objective that is only asked for configurations."""
+    """An objective that only suggests configurations."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -40,7 +40,7 @@ def nine(trial: optuna.Trial) -> None:
 
 
 def branches(trial: optuna.Trial) -> None:
-    """Five configurations, or one with a number that hardly ever comes twice."""
+    """Suggest one of five configurations, or one with a number that is almost never equal twice."""
     kind = trial.suggest_categorical("kind", ["tree", "line", "curve"])
     if kind == "tree":
         trial.suggest_int("depth", 1, 3)
@@ -51,7 +51,7 @@ def branches(trial: optuna.Trial) -> None:
 
 
 class Worker:
-    """What a worker has of a study, with connections of its own."""
+    """A worker's view of a study, with its own connections."""
 
     def __init__(self, url: str, space: Space = nine, *, name: str = "s", **settings: object) -> None:
         values = {"objective": "x", "metric": "accuracy", "direction": "maximize", "n_trials": 100, "epochs": 2}

@@ -28,7 +28,7 @@ class Half(RandomSampler):
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package as OptunaHub keeps it once it was fetched."""
+    """Write a package into OptunaHub's cache."""
     monkeypatch.setenv("OPTUNAHUB_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "github.com/optuna/optunahub-registry" / REF / "package/samplers/half"
     folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_an_unavailable_package_is_an_error(cached: Path) -> None:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A registry with the package, which git fetches from in place of GitHub's."""
+    """Create a registry with the package, from which git fetches instead of GitHub."""
     folder = tmp_path / "github/optuna/optunahub-registry"
     package = folder / "package/samplers/half"
     package.mkdir(parents=True)
@@ -87,7 +87,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Let git find GitHub there."""
+    """Redirect git from GitHub to this folder."""
     monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
     monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{url}.insteadOf")
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")

@@ -17,7 +17,7 @@ LR = optuna.distributions.FloatDistribution(1e-4, 1.0, log=True)
 
 
 def study_with(storage: PostgresStorage, name: str, state: TrialState) -> optuna.Study:
-    """A study of twelve trials that reported an epoch each, and one that is only enqueued."""
+    """Create a study of twelve trials that reported one epoch each, and an enqueued one."""
     study = optuna.create_study(storage=storage, study_name=name)
     for number in range(12):
         study.add_trial(
@@ -33,7 +33,7 @@ def study_with(storage: PostgresStorage, name: str, state: TrialState) -> optuna
 
 
 def suggested(study: optuna.Study) -> float:
-    """What TPE suggests next."""
+    """Return TPE's next suggestion."""
     study.sampler = TPESampler(seed=3, n_startup_trials=10)
     trial = optuna.Trial(study, study._storage.create_new_trial(study._study_id))
     return trial.suggest_float("lr", 1e-4, 1.0, log=True)

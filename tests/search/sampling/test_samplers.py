@@ -98,7 +98,7 @@ def two_of_each(url: str, name: str) -> list[list[dict[str, object]]]:
 
 @pytest.mark.slow
 def test_all_processes_suggest_the_same(database_url: str) -> None:
-    """Of studies in the same state, with a categorical parameter besides."""
+    """The studies have the same state and a categorical parameter."""
     for key in KEYS:
         before = [goes_on(database_url, f"{key}-{name}", key, 6) for name in "ab"]
         assert before[0] == before[1]
@@ -170,7 +170,7 @@ def test_an_enqueued_configuration_is_not_a_sample_of_cmaes(database_url: str) -
 
 @pytest.mark.parametrize("state", ["pruned", "paused", "diverged"])
 def test_cmaes_can_use_pruned_trials(database_url: str, state: str) -> None:
-    """From the trials of two generations of which none has run to its end, one excepted."""
+    """It uses trials of two generations, of which only one is complete."""
 
     def generations(consider: bool) -> set[object]:
         name = f"{state}-{consider}"
@@ -216,7 +216,7 @@ def of_grid(params: dict[str, object]) -> tuple[object, object]:
 
 
 def test_killed_workers_leave_no_gap_in_a_grid(database_url: str) -> None:
-    """Four workers at once; one trial in three loses two of them, before and after it has a suggestion."""
+    """Four concurrent workers; every third trial loses two of them, before and after its suggestion."""
     settings = {"sampler": sampler("grid"), "n_trials": 12}
     Worker(database_url, plane, **settings)
     died = Counter[int]()
@@ -273,7 +273,7 @@ def test_brute_force_runs_no_configuration_twice(database_url: str) -> None:
     kept = [worker.suggest(claim) for claim in waiting]
     for claim in waiting:
         worker.claims.finish_attempt(claim, Outcome.RELEASED)
-    # New trials, which no worker is given while others wait.
+    # New trials, which no worker claims while other trials wait.
     for _ in range(2):
         trial_id = worker.storage.create_new_trial(worker.study._study_id)
         number = worker.storage.get_trial(trial_id).number

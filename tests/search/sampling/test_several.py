@@ -30,7 +30,7 @@ def quiet() -> Iterator[None]:
 
 
 class Made:
-    """A study of two metrics, the second of which is nowhere but in `kept`."""
+    """A study of two metrics; only `kept` has the values of the second one."""
 
     def __init__(self) -> None:
         self.study, self.kept = optuna.create_study(directions=DIRECTIONS), Kept()
@@ -65,7 +65,7 @@ class Made:
         return make_sampled_study(self.study, lambda: self.kept)
 
     def tpe_order(self) -> list[int]:
-        """Numbers of trials in the order in which they come into TPE's good part."""
+        """Return the numbers of trials in the order in which TPE counts them as good."""
         study = self.sampled()
         trials = study._get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
         found: list[int] = []
@@ -76,7 +76,7 @@ class Made:
 
 
 def whole() -> Made:
-    """Trials in every state, with and without a constraint that is broken."""
+    """Create trials in every state, with and without a violated constraint."""
     made = Made()
     for number in range(12):
         x = number / 12
@@ -108,7 +108,7 @@ def test_multi_objective_samplers_accept_trials_in_every_state(name: str) -> Non
     for _ in range(3):
         trial = optuna.Trial(study, study._storage.create_new_trial(study._study_id))
         assert 0.0 <= trial.suggest_float("x", 0.0, 1.0) <= 1.0
-        trial.set_constraint("latency", -1.0)  # Optuna's GP wants one of each complete trial
+        trial.set_constraint("latency", -1.0)  # Optuna's GP needs one of each complete trial
         made.study.tell(trial.number, [0.5, 0.5])
 
 
@@ -119,7 +119,7 @@ def test_tpe_ranks_pruned_trials_between_complete_and_infeasible_ones() -> None:
     dominated = made.add(PRUNED, [(0.4, 3.0), (0.5, 3.0)])
     breaks_much, breaks_little = (made.add(COMPLETE, [(9.0, 0.0), (9.0, 0.0)], breaks=much) for much in (2.0, 1e-9))
     accurate = made.add(WAITING, [(0.8, 2.0), (0.9, 2.0)])
-    fast = made.add(PRUNED, [(0.6, 1.0), (0.1, 0.0)])  # worth what it was at its best epoch
+    fast = made.add(PRUNED, [(0.6, 1.0), (0.1, 0.0)])  # has the value of its best epoch
     pruned_and_breaks = made.add(PRUNED, [(0.9, 0.0)], breaks=1.0)
     diverged = made.add(PRUNED, [(0.9, 0.0), (math.nan, 0.0)], diverged=True)
     silent = made.add(PRUNED, [])

@@ -43,7 +43,7 @@ def one(trial: optuna.Trial) -> None:
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])
 def test_a_worker_uses_all_trials_that_ended_since_it_started(database_url: str, sampler: str) -> None:
-    """What one that has run them all suggests is what one that has just joined does."""
+    """A worker that ran all trials suggests the same as a new one."""
     options = {"sampler": {"name": sampler, "n_startup_trials": 5}}
 
     def run(worker: Worker) -> float:
@@ -132,7 +132,7 @@ def test_suggestions_see_concurrent_writes_of_other_workers(database_url: str) -
 
 
 def await_waiting_lock(worker: Worker) -> None:
-    """Return when somebody waits for an advisory lock in this database."""
+    """Return when a process waits for an advisory lock in this database."""
     statement = sa.text(
         "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database "
         "WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()"

@@ -140,7 +140,7 @@ def test_hyperband_stores_its_maximum_resource() -> None:
     assert spec.model_dump()["pruner"]["max_resource"] == 12
 
 
-# What a sampler cannot be without, so that it suggests for 24 trials of `x`.
+# The required options of samplers for 24 trials of `x`.
 NEEDED: dict[str, dict[str, Any]] = {
     "grid": {"search_space": {"x": [number / 24 for number in range(24)]}},
     "nsga2": {"population_size": 10},
@@ -158,7 +158,7 @@ def test_a_wrapped_pruner_is_stored_with_options_and_can_be_given_by_name() -> N
 
 @pytest.mark.parametrize(
     "name", [name for name in SamplerSpec.kinds if name != "optunahub"]
-)  # fetched: a test of its own
+)  # needs a download; it has a separate test
 def test_every_sampler_suggests(name: str) -> None:
     spec = parse_spec({**BASE, "sampler": {"name": name, **NEEDED.get(name, {})}})
     step = 1 / 128 if name == "brute_force" else None
@@ -210,7 +210,7 @@ def test_a_trial_of_one_epoch_is_never_paused() -> None:
 
 
 def test_the_sampler_knows_the_hyperband_brackets_before_any_decision() -> None:
-    """It is to learn from the trials of its own bracket alone, and our judge leaves Optuna's pruner unused."""
+    """It must use only the trials of its bracket, and hpsearch's pruner does not call Optuna's."""
     pruner = parse_spec({**BASE, "pruner": {"name": "hyperband"}}).pruner.build()
     study = optuna.create_study(study_name="night", pruner=pruner)
     for _ in range(30):

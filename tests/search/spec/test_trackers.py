@@ -69,7 +69,7 @@ def test_a_missing_package_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPat
 
 
 class OtherTracker(BaseModel):
-    """A spec with another folder."""
+    """A spec with an additional folder setting."""
 
     csv: Annotated[str | None, BeforeValidator(_resolve_folder)] = None
 

@@ -42,7 +42,7 @@ def has_model(tracked: Tracked, trial: int) -> bool:
 
 
 def files_of(stack: StackInfo, tracked: Tracked, trial: int) -> set[str]:
-    """The files of a trial on the server's own disk: its model's and its run's."""
+    """Return the files of a trial's model and run on the server's disk."""
     folders = [*(stack.home / "artifacts").glob(f"*/models/{tracked.model_of(trial)}")]
     folders += (stack.home / "artifacts").glob(f"*/{tracked.run_of(trial)}")
     return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
@@ -117,7 +117,7 @@ def test_an_interrupted_removal_is_completed(own_tracked: Tracked, tmp_path: Pat
 
 @pytest.fixture
 def runs(tracked: Tracked, tmp_path: Path) -> Path:
-    """Directories here of trials 0 to 2, the first of them after an attempt that came to nothing."""
+    """Create local run directories of trials 0 to 2, also of a failed attempt of the first one."""
     folder = get_runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0000-1", "0001-1", "0002-1", "notes"):
         (folder / name).mkdir(parents=True)

@@ -23,7 +23,7 @@ def url(empty_database_url: str) -> str:
     connection = psycopg2.connect(empty_database_url.replace("+psycopg2", ""))
     with connection, connection.cursor() as cursor:
         cursor.execute(DUMP.read_text())
-        # Leases only end while the server is up, and that of the tests may be younger than these are long.
+        # Leases expire only while the server is up, and the uptime of the test server may be shorter than these leases.
         cursor.execute("UPDATE hpsearch_attempts SET lease = 0")
     connection.close()
     migrate(empty_database_url)

@@ -13,7 +13,7 @@ from hpsearch.storage.attributes import VIOLATIONS
 
 @pytest.mark.parametrize("maximize", [True, False])
 def test_the_final_best_were_among_the_best_when_they_ended(maximize: bool) -> None:
-    """With ties, in whatever order trials end, and though a trial may not see those that end just then."""
+    """With ties, for any order of ends, and although a trial may not see others that end at the same time."""
     rng = random.Random(0)
     for _ in range(300):
         top, count = rng.randint(1, 4), rng.randint(1, 12)
@@ -33,12 +33,12 @@ def test_a_tie_is_won_by_the_earlier_trial(number: int, value: float, among: boo
 
 
 def test_the_ranked_trial_is_not_counted_twice() -> None:
-    """A trial whose model is made again, long after its end, is among those that have ended."""
+    """If a trial's model is rebuilt long after its end, the trial itself is in the list of ended trials."""
     assert is_among_best(1, 0.8, {1: 0.8, 2: 0.9}, top=2, maximize=True)
 
 
 def several(*vectors: list[float], broken: tuple[int, ...] = ()) -> list[FrozenTrial]:
-    """COMPLETE trials of two metrics, of which some break a constraint."""
+    """Return COMPLETE trials of two metrics, some of which violate a constraint."""
     trials = []
     for number, values in enumerate(vectors):
         attrs = {VIOLATIONS: ["it is"]} if number in broken else {}

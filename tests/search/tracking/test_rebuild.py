@@ -24,10 +24,10 @@ PENDING = "pending: on its way from host"
 
 @pytest.fixture
 def study(tracked: Tracked, database_url: str) -> StoredStudy:
-    """Two of its trials are on their way to MLflow, by a sender of another process; their checkpoints are gone."""
+    """Create a study with two trials that another process is sending to MLflow and whose checkpoints are lost."""
     trials = [tracked.stored.trials()[number]._trial_id for number in (0, 2)]
     RunLinks(tracked.stored.engine).set_attr_of_trials(trials, TRACKING, PENDING)
-    # Another process's: finished trials are read once.
+    # From another process, because finished trials are read once.
     study = load_study(open_storage(database_url, application_name="test"), tracked.stored.spec.name)
     with study.engine.begin() as connection:
         statement = "INSERT INTO hpsearch_checkpoints VALUES (:trial, 0, 1, 'gone/0000-1.pt', repeat('0', 64), 1)"
@@ -41,7 +41,7 @@ def send(tracked: Tracked, study: StoredStudy, home: Path, tell: Callable[[str],
 
 
 def deliver(tracked: Tracked, home: Path, number: int) -> None:
-    """What the other process does once MLflow has all of a trial."""
+    """Do as the other process does when MLflow has all records of a trial."""
     RunLinks(tracked.stored.engine).record_delivery(tracked.stored.trials()[number]._trial_id, None)
     open_checkpoints(tracked.stored, home, None).delete_trial(number)
 
@@ -55,7 +55,7 @@ def test_a_lost_checkpoint_is_reported_for_each_trial(tracked: Tracked, study: S
 
 
 def test_a_model_is_rebuilt_with_all_metrics_of_the_study(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
-    """Not with the first alone: one that the objective does not have is reported."""
+    """A metric of the study that the objective lacks is an error, also if it is not the first one."""
     bounded = replace(study, spec=parse_spec({**study.spec.model_dump(), "constraints": "sparsity<=1"}))
     problems = send(tracked, bounded, tmp_path, lambda _: None)
     assert [problem.partition(" is not reported with")[0] for problem in problems] == [
@@ -67,7 +67,7 @@ def test_a_model_is_rebuilt_with_all_metrics_of_the_study(tracked: Tracked, stud
 def test_a_trial_that_arrives_during_the_check_is_not_missing(
     tracked: Tracked, study: StoredStudy, tmp_path: Path
 ) -> None:
-    """Between the look at what is on its way and that at the checkpoints."""
+    """It arrives between the query for pending trials and the check of checkpoints."""
     messages: list[str] = []
 
     def tell(what: str) -> None:

@@ -12,7 +12,7 @@ from hpsearch.storage.mlflow.client import Tracking
 from tests.search.promotion.support import Tracked
 
 
-@pytest.mark.timeout(50)  # after which the server takes the lock away
+@pytest.mark.timeout(50)  # after this time the server releases the lock
 def test_a_frozen_creator_of_the_parent_run_blocks_only_workers_without_one(
     tracked: Tracked, tracking: Tracking
 ) -> None:

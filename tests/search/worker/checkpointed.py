@@ -24,7 +24,7 @@ LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 
 
 def state_after(epoch: int) -> dict[str, object]:
-    """What a run's state looks like after an epoch, the best so far at even epochs."""
+    """Return the state of a run after an epoch; even epochs are the best so far."""
     best = epoch - epoch % 2
     weights = {"w": torch.full((3,), float(best))}
     return {
@@ -37,7 +37,7 @@ def state_after(epoch: int) -> dict[str, object]:
 
 
 def written_in_parts(place: Path, epoch: int) -> dict[str, object]:
-    """What two ranks wrote after an epoch, as the manifest has it."""
+    """Write the shards of two ranks after an epoch and return their entry in the checkpoint."""
     folder = place / uuid.uuid4().hex
     folder.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
@@ -59,7 +59,7 @@ class Study:
         self.checkpoints = StudyCheckpoints(CheckpointStore(url), self.engine, self.study_id, folder="s-1-abcd")
 
     def attempt(self, number: int, *, machine: str = "a") -> Attempt:
-        """The next attempt, after the one before has given its trial back."""
+        """Start the next attempt, after the previous one released its trial."""
         if number > 1:
             self.claims.finish_attempt(self.last, Outcome.LOST, retry=True)
         claim = self.claims.claim()
@@ -83,7 +83,7 @@ class Study:
 
 
 class Attempt:
-    """One attempt at a trial, in a run directory on some machine."""
+    """An attempt of a trial in a run directory on a simulated machine."""
 
     def __init__(self, study: Study, claim: Claim, run_dir: Path) -> None:
         self.study = study

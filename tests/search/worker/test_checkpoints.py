@@ -29,7 +29,7 @@ def test_two_checkpoints_are_kept_with_a_pointer_each(study: Study) -> None:
 
 @pytest.mark.parametrize("machine", ["a", "b"])
 def test_an_attempt_resumes_after_the_last_committed_epoch(study: Study, machine: str) -> None:
-    """On the same machine and on another; an epoch that was saved but never reported is trained again."""
+    """On the same machine and on another. An epoch that was saved but not reported is trained again."""
     study.attempt(1).epochs(0, 1, 2).save(3)
     second = study.attempt(2, machine=machine)
     assert second.restore() == 2
@@ -166,7 +166,7 @@ def test_a_completed_trial_keeps_only_its_best_checkpoint(study: Study) -> None:
 )
 def test_files_of_dead_workers_are_removed(study: Study, state: TrialState, files: list[str], resumable: bool) -> None:
     first = study.attempt(1).epochs(0, 1)
-    first.save(2)  # and there it died, or right after it settled
+    first.save(2)  # and died here, or right after the trial completed
     half_written = first.local.run_dir / ".previous.pt.4711.tmp"
     half_written.write_bytes(b"PK")
     if state != TrialState.RUNNING:
@@ -185,7 +185,7 @@ def test_files_of_a_deleted_study_are_removed(study: Study) -> None:
 
 
 def test_a_lost_best_checkpoint_is_written_again(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:
-    """The disk was full when the best epoch was saved: an older best must not pass for it."""
+    """The disk was full when the best epoch was saved. An older best checkpoint must not replace it."""
 
     def full(_state: object) -> None:
         raise OSError(28, "No space left on device")
@@ -220,7 +220,7 @@ except OSError as error:
 
 
 def test_a_full_disk_is_reported_and_keeps_the_old_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
-    """Torch itself speaks of an unexpected position."""
+    """Torch's own error is about an unexpected position."""
     said, _ = zygote.python(FULL, tmp_path / "x.pt").communicate()
     assert said.strip() == "File too large 10 ['x.pt']"
 

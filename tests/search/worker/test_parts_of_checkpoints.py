@@ -16,7 +16,7 @@ PARTS = ("", ".0_0.distcp", ".1_0.distcp", ".metadata")
 
 
 def in_parts(*checkpoints: str) -> list[str]:
-    """The files of checkpoints that two ranks wrote."""
+    """Return the files of checkpoints that two ranks wrote."""
     return [f"0000/{name}.pt{part}" for name in checkpoints for part in PARTS]
 
 

@@ -22,7 +22,7 @@ from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.trials.history import read_epoch_values, read_progress
 from tests.factories import spec
 
-# All of them have the run of a study s in MLflow, by their number.
+# They share the MLflow run of a study `s`, so one pytest process runs them.
 pytestmark = pytest.mark.xdist_group("several workers")
 
 OBJECTIVE = """

@@ -39,7 +39,7 @@ def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
 
 @pytest.fixture
 def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run a verb on the study and return what it prints; with `code` 2, its one line of complaint."""
+    """Return a function that runs a command on the study and returns its output, or its error line for `code` 2."""
 
     def run(*arguments: str, code: int = 0) -> str:
         assert run_command([*arguments, "--storage-url", database_url]) == code

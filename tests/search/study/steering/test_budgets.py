@@ -41,7 +41,7 @@ def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
 
 
 def cut(claims: Claims) -> PrunedTrial:
-    """Spend the budget, and return the trial that it cuts."""
+    """Spend the budget, and return the trial that it ends."""
     claim = take(claims)
     assert claims.report(claim, 0, 0.5).has_room
     assert not claims.report(claim, 1, 0.6).has_room

@@ -56,7 +56,7 @@ def test_a_wrong_budget_is_rejected_and_changes_nothing(
     say: Say, claims: Claims, storage: PostgresStorage, trials: str, words: list[str]
 ) -> None:
     take(claims)
-    claims.finish_attempt(take(claims), Outcome.RELEASED)  # it waits, and was started
+    claims.finish_attempt(take(claims), Outcome.RELEASED)  # it waits, but was started
     message = say("extend", "s", "--trials", trials, code=2)
     for word in words:
         assert word in message
@@ -70,7 +70,7 @@ def test_an_enqueued_trial_does_not_count_as_started(study: optuna.Study, stored
 
 @contextmanager
 def locked_study(url: str, waiter: threading.Thread) -> Iterator[psycopg2.extensions.cursor]:
-    """Lock the study as a claim does, start a thread that has to wait for it, and yield once it waits."""
+    """Lock the study as a claim does, start a thread that needs the lock, and yield once it waits."""
     connection = psycopg2.connect(url.replace("+psycopg2", ""))
     try:
         with connection, connection.cursor() as cursor:

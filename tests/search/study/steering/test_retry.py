@@ -22,7 +22,7 @@ from tests.search.study.steering.support import Say, rows, take
 
 
 def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, state: str = "FAIL") -> Claim:
-    """Run a trial that fails, or is infeasible, after some epochs; `checkpoint` is the last one that has one."""
+    """Run a trial that fails, or is infeasible, after some epochs; `checkpoint` is the last epoch with a checkpoint."""
     claim = take(claims)
     for epoch in range(epochs):
         kept = StoredFile(f"{epoch}.pt", "0" * 64, 1) if checkpoint is not None and epoch <= checkpoint else None
@@ -79,7 +79,7 @@ def test_retrying_an_infeasible_trial_deletes_nan_value_and_mark(
     say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
 ) -> None:
     claim = failed(claims, epochs=2, checkpoint=1, state="PRUNED")
-    storage.get_all_trials(study._study_id)  # known as finished in this process
+    storage.get_all_trials(study._study_id)  # this process has it in its cache as finished
     say("retry", "s", "--trial", "0")
     trial = study.trials[0]
     assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.WAITING, None, {0: 0.0, 1: 0.1})
@@ -114,7 +114,7 @@ def test_retry_resets_the_count_of_retries(say: Say, claims: Claims, database_ur
 
 
 def bury_workers(url: str) -> None:
-    """Make the workers of live attempts ones of this machine that are gone."""
+    """Make the workers of live attempts look like dead ones of this machine."""
     machine, pid, _ = current_process().rsplit("/", 2)
     rows(url, f"UPDATE hpsearch_attempts SET process = '{machine}/{pid}/1' RETURNING 1")
 

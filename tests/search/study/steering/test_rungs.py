@@ -125,7 +125,7 @@ def test_show_has_forecasts_for_running_and_waiting_trials(say: Say, paused: Sto
 def test_a_trial_that_ends_during_the_forecast_is_shown_with_it(
     paused: StoredStudy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trials are read once: a state of a later moment has no word in the table."""
+    """The trials are read once, so that a later state does not appear in the table."""
 
     def end_meanwhile(*arguments: Any, **settings: Any) -> dict[int, Forecast]:
         found = forecast_final_values(*arguments, **settings)
@@ -143,7 +143,7 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_with_it(
 
 
 def test_the_time_of_epochs_is_estimated_from_their_trials() -> None:
-    """An attempt before a pause had the epochs to that rung; others are as long as each other."""
+    """An attempt before a pause trained the epochs to that rung. Other epochs have equal durations."""
     stretches = [(0, 10, None), (20, 30, 0), (100, 140, None)]
     found = [RunInterval(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
     trial = create_trial(value=1.0, intermediate_values=dict.fromkeys(range(4), 1.0))

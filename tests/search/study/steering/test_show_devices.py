@@ -20,7 +20,7 @@ HOST = "ip-172-31-22-11.eu-central-1"
 
 
 def worker(stored: StoredStudy, pid: int, device: str) -> Claims:
-    """What a worker that trains on `device` claims by."""
+    """Return the claims of a worker that trains on `device`."""
     identity = WorkerIdentity(f"{HOST}:{pid}", HOST, pid, None, None, device, "1")
     WorkerRegistration(stored.engine, stored.study_id, identity).register()
     return Claims(stored.engine, stored.study_id, worker=identity.name)
@@ -35,7 +35,7 @@ def train(claims: Claims, *epochs: dict[str, float]) -> None:
 
 
 def pages(say: Say, stored: StoredStudy, folder: Path) -> list[str]:
-    """The study on the terminal and in its report."""
+    """Return the study's output in the terminal and in its report."""
     return [say("show", "s"), write_report(stored, folder / "report.html", dashboard_url=None).read_text()]
 
 

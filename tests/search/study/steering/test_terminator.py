@@ -47,7 +47,7 @@ def study(storage: PostgresStorage) -> optuna.Study:
 
 
 def ran(study: optuna.Study, xs: np.ndarray, best: float = 0.8) -> None:
-    """Trials that came to a value which is best at 0.7."""
+    """Add trials whose value is best at x = 0.7."""
     for x in xs:
         value = best - (x - 0.7) ** 2
         kind = {"params": {"x": x}, "distributions": {"x": X}, "state": TrialState.COMPLETE, "value": value}
@@ -138,7 +138,7 @@ def test_a_study_started_by_the_user_continues(
     ran(study, np.linspace(1, 0, FIRST))
     assert rest(stored).stop_early() is not None
     assert isinstance(claims.claim(), NoTrialAvailable)
-    ran(study, np.linspace(0.9, 0.1, 5))  # as trials do that ran, or waited at a rung, when it was given up
+    ran(study, np.linspace(0.9, 0.1, 5))  # like trials that ran or waited at a rung at the early termination
     assert "the rest of the budget was expected to gain" in say(*verb)
     assert stored.given_up is None
     assert stored.budget == (150 if verb[0] == "extend" else 100)
