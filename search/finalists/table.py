@@ -179,9 +179,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
         return chosen, trial
     if found.winner is None and found.front:
         front = ", ".join(map(str, found.front))
-        raise SearchError(
-            f"no finalist of {name!r} dominates all others; choose one of trials {front} with --trial or --prefer"
-        )
+        raise SearchError(f"no finalist of {name!r} dominates all others; choose from {front} with --trial or --prefer")
     if found.winner is None:
         raise SearchError(f"the finalists of {name!r} have no winner; see the reasons with {command}")
     if trial not in {None, found.winner}:

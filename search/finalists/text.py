@@ -166,8 +166,7 @@ def describe_method(found: Finalists) -> str:
 
 def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None = None) -> str:
     """Return a line with the test score, and whether it is within the prediction interval of the finalists."""
-    confirmation = "" if evaluation.finalists else ", unconfirmed by finalists"
-    origin = f"evaluated {evaluation.description}{confirmation}"
+    origin = f"evaluated {evaluation.description}{'' if evaluation.finalists else ', unconfirmed by finalists'}"
     if evaluation.scores is None:
         return f"test set: {origin}; its scores are not written yet"
     metric = study.spec.metric

@@ -136,9 +136,7 @@ class Confirmation:
             if self.evaluation.finalists is None:
                 return "it was evaluated on the test set without finalists"
         elif not self.is_evaluated(trial):
-            return (
-                f"the test set was evaluated with the model of {self.evaluation.model_description}, not with this refit"
-            )
+            return f"the test set was evaluated with {self.evaluation.model_description}, not with this refit"
         return "" if self.evaluation.scores is not None else "the test evaluation has no scores"
 
     def _why_not_winner(self, trial: int) -> str:
@@ -149,7 +147,7 @@ class Confirmation:
             return "no finalists were trained"
         if not found.is_decided:
             reason = (
-                f"{found.pending} of their runs have not ended" if found.pending else "none has a value for all seeds"
+                f"{found.pending} of their runs have not ended" if found.pending else "none has values for all seeds"
             )
             return f"the finalists have no winner: {reason}"
         winner = found.winner if found.winner is not None else " or ".join(map(str, found.front))
@@ -193,9 +191,8 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
     )
 
 
-def _make_record(evaluation: TestEvaluation) -> dict[str, Any]:
-    opened_at = evaluation.opened_at.isoformat()
-    return {"scores": evaluation.scores, "opened_at": opened_at, "opened_by": evaluation.opened_by}
+def _make_record(test: TestEvaluation) -> dict[str, Any]:
+    return {"scores": test.scores, "opened_at": test.opened_at.isoformat(), "opened_by": test.opened_by}
 
 
 def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
@@ -255,22 +252,21 @@ def _format_card(evidence: Evidence, address: str) -> list[str]:
         *(_format_refit(evidence.refit) if evidence.refit is not None else ()),
         *_format_confirmation(evidence),
         "",
-        *_format_table(("", ""), _list_facts(evidence)),
+        *_make_table(("", ""), _list_facts(evidence)),
     ]
     if evidence.finalists is not None:
         lines += ["", *_format_finalists(evidence.finalists, evidence.metric)]
     lines += ["", _format_loading(evidence, address), ""]
-    params = [(key, format_value(value)) for key, value in evidence.params.items()]
-    return [*lines, *_format_table(("parameter", "value"), params)]
+    lines += _make_table(("parameter", "value"), [(key, format_value(value)) for key, value in evidence.params.items()])
+    return lines
 
 
 def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
         return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
     return (
-        f"The model could not be exported ({evidence.weights_only}). Its files contain the checkpoint `{CHECKPOINT}`, "
-        "which needs the objective's code: "
-        "`hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
+        f"The model could not be exported ({evidence.weights_only}). Load its checkpoint `{CHECKPOINT}` with the "
+        "objective's code: `hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
     )
 
 
@@ -285,7 +281,7 @@ def _format_refit(refit: dict[str, Any]) -> list[str]:
         f"validation data together for {pluralize(refit['epochs'], 'epoch')}, the number that its runs on new seeds "
         "selected. The run with the median training loss was selected.",
         "",
-        *_format_table(("run", "seed", "training loss"), runs),
+        *_make_table(("run", "seed", "training loss"), runs),
         "",
     ]
 
@@ -337,14 +333,14 @@ def _format_finalists(finalists: dict[str, Any], metric: str) -> list[str]:
     tie = f", tied with trials {', '.join(map(str, finalists['tie']))}" if finalists["tie"] else ""
     winner = "no winner yet" if finalists["winner"] is None else f"winner trial {finalists['winner']}{tie}"
     varied = "seeds and splits" if finalists.get("expected") else "seeds"
-    return [f"Finalists by val {metric}, retrained on new {varied}: {winner}.", "", *_format_table(columns, rows)]
+    return [f"Finalists by val {metric}, retrained on new {varied}: {winner}.", "", *_make_table(columns, rows)]
 
 
 def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _format_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+def _make_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     head = list(columns)
     return [_format_row(head), _format_row(["---"] * len(head)), *map(_format_row, rows)]
 

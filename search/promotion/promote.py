@@ -187,7 +187,7 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = list(_list_candidates(study, finalists, infeasible=infeasible))
+    front = list(_read_front(study, finalists, infeasible=infeasible))
     if not front:
         raise SearchError(f"study {study.spec.name!r} has no trial to promote: {describe_no_candidate(study)}")
     if len(front) > 1:
@@ -313,20 +313,17 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     if not spec.is_multi_objective:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; remove it, or give --trial")
     conditions, then = parse_preference(text, list(spec.direction_by_metric))
-    found = _list_candidates(study, read_finalists(study), infeasible=infeasible)
+    found = _read_front(study, read_finalists(study), infeasible=infeasible)
     if not found:
         raise SearchError(f"study {spec.name!r} has no trial to select: {describe_no_candidate(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
     if not kept:
-        nearest = _describe_nearest(found, conditions)
-        raise SearchError(f"--prefer {text!r}: no trial of the Pareto front satisfies it; the nearest are {nearest}")
+        raise SearchError(f"--prefer {text!r}: no trial of the front matches; {_describe_nearest(found, conditions)}")
     signs = {name: -1 if direction == "maximize" else 1 for name, direction in spec.direction_by_metric.items()}
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
-def _list_candidates(
-    study: StoredStudy, finalists: Finalists | None, *, infeasible: bool
-) -> dict[int, dict[str, float]]:
+def _read_front(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
     """Return the trials of the Pareto front with their values, with finalists the means on new seeds."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
@@ -344,4 +341,4 @@ def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequ
 
     nearest = sorted(found, key=lambda trial: (sum_violations(trial), trial))[:_MAX_NEAREST]
     lines = (f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in nearest)
-    return ", ".join(lines)
+    return f"the nearest are {', '.join(lines)}"

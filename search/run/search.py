@@ -98,9 +98,7 @@ def run_search(
         given_up = study.given_up
         again = ("extend", spec.name, *_make_extend_options(study, begin)) if given_up is None else ("start", spec.name)
         reason = "the budget is spent" if given_up is None else given_up.reason
-        console.print(
-            f"{reason}; more trials with: {format_command(*again)}; or start a new search with another --name"
-        )
+        console.print(f"{reason}; more trials with: {format_command(*again)}; or use another --name for a new search")
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 

@@ -303,10 +303,7 @@ class StudySpec(Options):
             self.sampler.check_multi_objective()
             self.pruner.check_multi_objective()
             if self.min_expected_gain is not None:
-                raise ValueError(
-                    f"--min-expected-gain {self.min_expected_gain:g} is not available for multi-objective studies; "
-                    "remove the option"
-                )
+                raise ValueError("--min-expected-gain is not available for multi-objective studies; remove the option")
         known = [self.metric, *self.reported_metrics]
         if (named := self.pruner.get_metric_name()) is not None and named not in known:
             raise ValueError(

@@ -101,11 +101,7 @@ class StudyCheckpoints:
                 for path, size in found.items()
                 if (number := _parse_number(path)) in ended and get_checkpoint_path(path) not in ended[number]
             },
-            {
-                path: size
-                for path in local
-                if _parse_number(str(path)) in ended and (size := _get_size(path)) is not None
-            },
+            {path: size for path in local if _parse_number(str(path)) in ended and (size := _size(path)) is not None},
         )
 
     def delete_trial(self, number: int) -> None:
@@ -129,7 +125,7 @@ class StudyCheckpoints:
         self.files.remove_folder(self.folder)
 
 
-def _get_size(path: Path) -> int | None:
+def _size(path: Path) -> int | None:
     """Return the bytes of a file or folder; None if another worker has removed it meanwhile."""
     try:
         return compute_folder_bytes(path) if path.is_dir() else path.stat().st_size

@@ -35,10 +35,8 @@ class Devices:
 
 def summarize_devices(study: StoredStudy) -> Devices | None:
     """Return the devices of the trials of a study; None if each trial used one device."""
-    found = {
-        number: [_strip_index(name) for name in names]
-        for number, names in read_devices(study.engine, study.study_id).items()
-    }
+    attempts = read_devices(study.engine, study.study_id)
+    found = {number: [_strip_index(name) for name in names] for number, names in attempts.items()}
     if not any(_count_devices(device) > 1 for devices in found.values() for device in devices):
         return None
     speeds = [trial.user_attrs[DEVICE_SPEED] for trial in study.trials() if DEVICE_SPEED in trial.user_attrs]

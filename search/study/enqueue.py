@@ -184,12 +184,10 @@ def check_budget(spec: StudySpec, trials: int) -> None:
         SearchError: the trials are rejected.
     """
     if spec.sampler.is_indexed_by_trial:
-        raise SearchError(
-            f"--enqueue is not available with the sampler {spec.sampler.name}; add the values to its search_space"
-        )
+        raise SearchError(f"--enqueue is not available with {spec.sampler.name}; add the values to its search_space")
     if trials > spec.n_trials:
         raise SearchError(
-            f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise --trials, or remove some lines"
+            f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise --trials, or remove some"
         )
 
 

@@ -52,9 +52,7 @@ class Attempt:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)
         except OSError as error:  # a full disk does not count as a failed attempt
             context.claims.finish_attempt(claim, Outcome.RELEASED)
-            raise CheckpointStoreError(
-                f"{context.runs_dir}: cannot create a run directory: {error.strerror}"
-            ) from error
+            raise CheckpointStoreError(f"{context.runs_dir}: cannot make a run directory: {error.strerror}") from error
 
     def run(self) -> TrialEnd | None:
         """Run the trial; return its end, or None if another attempt continues it.
@@ -103,9 +101,8 @@ class Attempt:
             return self._finish(result)
         if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
             self._tracked.leave()
-            log.info(
-                "trial %d: paused at rung %d, rank %d of %d", self._claim.number, rank.rung, rank.rank, rank.reached
-            )
+            place = (rank.rung, rank.rank, rank.reached)
+            log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
             return None
         self._release(Outcome.RELEASED)
         assert self._session is not None

@@ -178,10 +178,8 @@ class TrialCheckpoints:
             found = self._study.files.find(self._folder)
             known = {stored.path for stored in self._known.values()}
             self._parts = {file: [p for p in found if p != file and get_checkpoint_path(p) == file] for file in known}
-            left = [
-                p for p in found if get_checkpoint_path(p) not in known and _parse_attempt(p) <= self._claim.attempt
-            ]
-            self._study.files.remove(left)
+            left = [p for p in found if get_checkpoint_path(p) not in known]
+            self._study.files.remove([p for p in left if _parse_attempt(p) <= self._claim.attempt])
         except CheckpointStoreError as error:
             log.warning("trial %d: files of earlier attempts not removed: %s", self._claim.number, error)
 
@@ -214,8 +212,7 @@ def _list_parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
     """Return the part files of the checkpoint at `path`, by their local path in the shards folder."""
     manifest = state.get("shards", {"folder": "", "files": {}})
     folder = PurePosixPath(manifest["folder"]).name
-    files = manifest["files"].items()
-    return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **fields) for name, fields in files}
+    return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **f) for name, f in manifest["files"].items()}
 
 
 def _parse_attempt(path: str) -> int:

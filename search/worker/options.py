@@ -145,10 +145,8 @@ class WorkerOptions(Options):
     def environment(self) -> dict[str, str]:
         """Return the options as environment variables, in which passwords are not visible to other users."""
         given = self.model_dump(exclude=PER_WORKER_OPTIONS, exclude_none=True)
-        needed = {
-            name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)
-        }
-        return {format_variable(name): "1" if value is True else str(value) for name, value in needed.items()}
+        used = {name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)}
+        return {format_variable(name): "1" if value is True else str(value) for name, value in used.items()}
 
 
 def format_flag(name: str) -> str:

@@ -152,16 +152,14 @@ def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy)
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
     assert (found.front, found.winner, found.is_decided) == ((), None, False)
     assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 new seeds"]
-    assert why(study, 0) == "the finalists have no winner: none has a value for all seeds"
+    assert why(study, 0) == "the finalists have no winner: none has values for all seeds"
 
 
 def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(
-        SearchError, match="no finalist of 's' dominates all others; choose one of trials 0, 2 with --trial"
-    ):
+    with pytest.raises(SearchError, match="no finalist of 's' dominates all others; choose from 0, 2 with --trial"):
         choose_candidate(study, trial=None, unconfirmed=False)
-    with pytest.raises(SearchError, match="choose one of trials 0, 2"):
+    with pytest.raises(SearchError, match="choose from 0, 2"):
         choose_candidate(study, trial=1, unconfirmed=False)
     for trial in (0, 2):
         candidate = choose_candidate(study, trial=trial, unconfirmed=False)
@@ -188,11 +186,9 @@ def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
 
 def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(
-        SearchError, match=r"no finalist of 's' dominates all others; choose one of trials 0, 2 with --trial"
-    ):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; choose from 0, 2 with --trial"):
         make_or_join_refit(study, seeds=None)
-    with pytest.raises(SearchError, match="choose one of trials 0, 2"):
+    with pytest.raises(SearchError, match="choose from 0, 2"):
         make_or_join_refit(study, seeds=None, trial=1)
     made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
@@ -230,8 +226,8 @@ def test_prefer_uses_the_means_of_finalists(study: StoredStudy, say: Say) -> Non
     with pytest.raises(SearchError) as error:
         select_preferred(study, "accuracy >= 0.95")
     assert str(error.value) == (
-        "--prefer 'accuracy >= 0.95': no trial of the Pareto front satisfies it; the nearest are trial 0 (accuracy "
-        "0.91, latency_ms 5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
+        "--prefer 'accuracy >= 0.95': no trial of the front matches; the nearest are trial 0 (accuracy 0.91, "
+        "latency_ms 5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
     )
     assert say("promote", "s", "--prefer", "latency_ms < 1", code=2).endswith(
         "trial 0 (accuracy 0.91, latency_ms 5.1)\n"
