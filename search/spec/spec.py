@@ -99,7 +99,7 @@ class FinalistsOf(Options):
         study_id: its id in the database, because another study may get the name of a deleted one.
         top: requested number of finalists; there may be fewer trials.
         trials: numbers of the finalists in the search, best first.
-        seeds: training seeds, the same for all finalists; the search uses none of them.
+        seeds: training seeds, the same for all finalists; different from those of the search.
         divisions: whether each seed has a new train/validation split and a cross-fitted score; False for sets of
             finalists from versions without new splits.
         refit: number of epochs of a refit; None for finalists.

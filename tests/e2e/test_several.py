@@ -63,7 +63,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
 
     output = cli("finalists", NAME, "--seeds", "1")
     assert "retrained" in output
-    assert re.search("^(front on 1 new split|winner: trial)", output, re.MULTILINE), output
+    assert re.search("^(Pareto front on 1 new split|winner: trial)", output, re.MULTILINE), output
     refused = cli("promote", NAME, code=2)
     assert re.fullmatch(
         rf"hpsearch: the Pareto front of study '{NAME}' has \d trials \([\d, ]+\); choose one with --trial, or with a "
