@@ -25,7 +25,7 @@ RULES = {
     r"for ever": "forever, permanently",
     r"midst": "the middle of",
     r"thereof|therein|whence|whither|lest|ere|aught|naught|thus|hence|shall": "a modern word",
-    r"whoever|whomever|nobody|no one|none of them": "the noun: the process, the worker, no user",
+    r"whoever|whomever|nobody|no one": "the noun: the process, the worker, no user",
     rf"(?!(?:{_PEOPLE})\b)\w+,? who": "that, which",
     r"(go|goes|went|gone|going) on": "continue",
     r"hears?|told|tells|knows|notices|says": "return, log, send, have, detect",
@@ -33,7 +33,8 @@ RULES = {
     r"(of|by|from|than|with|to|for|in|on) what": "the noun",
     r"foresee|foresees|foreseen": "predict",
 }
-_PATTERN = re.compile("|".join(rf"(?P<r{n}>\b(?:{rule})\b)" for n, rule in enumerate(RULES)), re.IGNORECASE)
+_ALL = "|".join(rf"(?P<r{n}>\b(?:{rule})\b)" for n, rule in enumerate(RULES))
+_PATTERN = re.compile(_ALL.replace(" ", r"\s+"), re.IGNORECASE)
 _CODE = re.compile(r"``.+?``|`[^`]+`|https?://\S+", re.DOTALL)
 
 

@@ -21,7 +21,7 @@ Status = Literal["completed", "pruned", "stopped"]
 
 
 def derive_status(verdict: Verdict, *, finished: bool) -> Status:
-    """Return the status of a run that ended with a verdict; `finished` says whether training is complete."""
+    """Return the status of a run that ended with a verdict; `finished`: training is complete."""
     if verdict == Verdict.PRUNE:
         return "pruned"
     if verdict == Verdict.PAUSE:  # also after the last epoch; the caller decides whether the trial is complete

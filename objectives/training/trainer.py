@@ -82,7 +82,7 @@ class BaseTrainer:
         return verdict
 
     def _shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
-        """Return the fields of a `RunResult`; `finished` says whether training is complete."""
+        """Return the fields of a `RunResult`; `finished`: training is complete."""
         return {
             "status": derive_status(verdict, finished=finished),
             "verdict": verdict,

@@ -45,7 +45,7 @@ def test_repeatedly_lost_connections_lose_nothing(
             pause = time.monotonic() + 0.1
 
     arena.work(2, meanwhile=meanwhile, PACE="0.1")
-    arena.run("sync", arena.name)  # the MLflow server does not tolerate so many lost connections
+    arena.run("sync", arena.name)  # the MLflow server does not tolerate this number of lost connections
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert [t.outcomes for t in trials] == [["complete"]] * 4
     assert cut > 8, "two for each trial, at the least"
