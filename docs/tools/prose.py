@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = ("*.md", "*.py", "hpsearch")
+FILES = ("*.md", "*.py", "hpsearch", ":!tests/docs/test_prose.py")
 
 _PEOPLE = "users?|people|person|developers?|colleagues?|readers?|anyone|someone|everyone|those"
 
