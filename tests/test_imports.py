@@ -20,15 +20,15 @@ FORBIDDEN = {
     "storage": {"search", "objectives"},
     "search": set[str](),
 }
-# Where a model is written for MLflow, and there alone, storage may know torch.
+# Only the code that writes a model for MLflow may import torch in `storage`.
 KNOW_TORCH = {"storage/mlflow/model.py"}
 TORCH = {"torch", "torchmetrics"}
-# What runs only on the machine with the services may import packages of the extra `server`.
+# Only code for the machine with the services may import packages of the extra `server`.
 ON_SERVERS = {"storage/dashboard.py"}
 
 
 def violations(source: str, path: Path) -> list[str]:
-    """What a source at ``path``, relative to the root, imports although its package may not."""
+    """Return the forbidden imports of a source at ``path``, relative to the root."""
     forbidden = set(FORBIDDEN[path.parts[0]])
     if path.parts[0] == "storage" and path.as_posix() not in KNOW_TORCH:
         forbidden |= TORCH
@@ -87,7 +87,7 @@ def test_every_kill_point_is_one_step_and_tested() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What tests share is in `tests/factories.py` and in the module `support` of a folder."""
+    """Shared helpers of tests are in `tests/factories.py` and in the module `support` of a folder."""
     found = [
         f"{path}:{line} imports {name}"
         for path in sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
@@ -121,14 +121,14 @@ def test_allowed_imports_are_accepted() -> None:
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    """An import that only happens to be there, as a dependency of a dependency, breaks with its next release."""
+    """An import of an undeclared, transitive dependency can break with any release."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {_required(line) for line in project["dependencies"]}
     extras = {name: {_required(line) for line in lines} for name, lines in project["optional-dependencies"].items()}
     providers = importlib.metadata.packages_distributions()
     missing = set()
     for path in sources():
-        # An adapter, an objective or a reader of journals is for those who have its library, in an extra of its name.
+        # Adapters, objectives and readers of journals may import an optional library, which is an extra of its name.
         declared = needed | extras.get(path.stem, set()) | extras.get(path.parent.name.removesuffix("_runs"), set())
         if path.as_posix() in ON_SERVERS:
             declared |= extras["server"]

@@ -20,16 +20,19 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's: the wrapper makes its own
+PYTHON = os.path.realpath(sys.executable)  # not that of the virtual environment, because the wrapper creates one
 PUBLIC_PYTHON = shutil.which("python3.11", path="/usr/local/bin:/usr/bin")
 UNPRIVILEGED = 65534  # the user `nobody`
 OTHER_USER: dict[str, Any] = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": [], "cwd": "/"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wrapper")]  # one process has the clone that is shared
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("wrapper"),
+]  # one pytest process runs the tests of the shared clone
 
 
 class Clone:
-    """A clone of the tiny project with the real wrapper in it, and the environment it is called from."""
+    """A clone of the tiny project with the real wrapper, and the environment of its calls."""
 
     def __init__(self, root: Path, python: str = PYTHON) -> None:
         shutil.copytree(REPOSITORY / "tests" / "wrapper_clone", root, ignore=shutil.ignore_patterns("__pycache__"))
@@ -85,7 +88,7 @@ def clone(tmp_path: Path) -> Clone:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone that was called once, for the tests that leave it as it is."""
+    """Return a clone that was called once, for tests that do not change it."""
     folder = tmp_path_factory.mktemp("installed")
     clone = Clone(folder / "a clone")
     first = clone.run("show", "a b", "--flag", cwd=folder)
@@ -99,14 +102,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600  # an installation takes what the machine gives it
+    deadline = time.monotonic() + 600  # an installation can be slow
     while not condition():
         assert time.monotonic() < deadline, "this never came about"
         time.sleep(0.02)
 
 
 def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") -> None:
-    """A wheel with one module, which only an installer that looks into ``folder`` can find."""
+    """Build a wheel with one module in ``folder``, where only a configured installer finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -174,7 +177,7 @@ def test_a_killed_installation_is_detected_and_repeated(clone: Clone) -> None:
     killed.wait()
     torn = clone.site_packages() / "half_a_package.py"
     torn.touch()
-    after = clone.start("x")  # the killed call's uv is still at work, and has the lock
+    after = clone.start("x")  # uv of the killed call still runs and holds the lock
     assert after.stderr is not None
     assert "waiting for another" in after.stderr.readline()
     (clone.root / "hold").unlink()
@@ -285,7 +288,7 @@ def test_pip_installs_if_uv_is_unavailable(clone: Clone, tmp_path: Path) -> None
 
 @pytest.fixture
 def shop(clone: Clone, tmp_path: Path) -> Clone:
-    """A clone whose one index is a folder of wheels: a torch, which it needs, and packages to add."""
+    """Return a clone whose only index is a folder of wheels: torch, which it requires, and packages to add."""
     folder = tmp_path / "wheels"
     for version in ("2.12.0", "2.13.0"):
         make_wheel(folder, "torch", version)
@@ -309,7 +312,7 @@ def test_added_packages_are_recorded_and_installed_again(shop: Clone, tmp_path: 
     assert "no packages were added" in nothing.stderr
     assert not shop.venv.exists(), "to list is not to install"
 
-    added = shop.run("add", "plain<2", "rich-one[all]")  # the first call of all installs the clone too
+    added = shop.run("add", "plain<2", "rich-one[all]")  # the very first call also installs the clone
     assert added.returncode == 0, added.stderr
     assert "added plain<2, rich-one[all] in" in added.stderr
     assert there(shop) == {"tiny-1.0", "torch-2.13.0", "plain-1.0", "rich_one-1.0", "deeper-1.0"}
@@ -343,7 +346,9 @@ def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Cl
         ("", "not the name of a package", "name packages"),
     ):
         refused = shop.run("add", "deeper", package)
-        lines = [line for line in refused.stderr.splitlines() if not re.search(r"\[ *\d+ s\]", line)]  # of progress
+        lines = [
+            line for line in refused.stderr.splitlines() if not re.search(r"\[ *\d+ s\]", line)
+        ]  # lines of progress
         assert (refused.returncode, len(lines), refused.stdout) == (2, 1, ""), (package, refused.stderr)
         assert all(part in lines[0] for part in ("error: cannot add", package, why, remedy)), lines
         assert (there(shop), (shop.venv / "hpsearch.stamp").read_text()) == before
@@ -353,7 +358,7 @@ def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Cl
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Iterator[Clone]:
-    """A clone of root's, for another user whose home is root's: where pytest's own folders are closed to others."""
+    """Return a clone of root for calls of another user, outside of pytest's folders, which other users cannot enter."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     if not PUBLIC_PYTHON:
@@ -374,7 +379,7 @@ def test_a_clone_of_another_user_is_rejected_in_one_line(foreign: Clone) -> None
 
 def test_a_python_without_access_for_others_is_an_error_of_one_line(foreign: Clone, tmp_path: Path) -> None:
     (foreign.venv / "bin").mkdir(parents=True)
-    (foreign.venv / "bin" / "python").symlink_to(tmp_path / "python3")  # as where it is root's pyenv's
+    (foreign.venv / "bin" / "python").symlink_to(tmp_path / "python3")  # as for the Python of root's pyenv
     refused = foreign.run("x", **OTHER_USER)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
@@ -387,7 +392,7 @@ def test_an_unprivileged_user_installs_without_a_home(foreign: Clone) -> None:
     done = foreign.run("x", **OTHER_USER)
     assert done.returncode == 0, done.stderr
     assert "with pip" not in done.stderr
-    assert foreign.run("x").stderr == ""  # and what it made serves everybody
+    assert foreign.run("x").stderr == ""  # all users can run its installation
 
 
 def test_an_old_python_can_read_the_wrapper() -> None:

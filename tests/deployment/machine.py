@@ -44,19 +44,19 @@ def kept(*names: str) -> dict[str, str]:
 
 
 def compose(*files: str, **environment: str) -> dict[str, Any]:
-    """The files as Docker Compose understands them, with every profile on and no .env of the developer's."""
+    """Return the files as Docker Compose resolves them, with all profiles and without the developer's .env."""
     which = [word for file in files or ("docker-compose.yml",) for word in ("--file", file)]
     done = tool(
         *("docker-compose", "--env-file", os.devnull, *which, "--profile", "*", "config", "--format", "json"),
         **environment,
     )
     assert done.stdout, done.stderr  # the packaged binary's exit code is always 0
-    model: dict[str, Any] = json.loads(done.stdout.replace("$$", "$"))  # it writes a file of its kind again
+    model: dict[str, Any] = json.loads(done.stdout.replace("$$", "$"))  # `config` prints a Compose file
     return model
 
 
 def granted(service: dict[str, Any]) -> set[str]:
-    """The secrets that a service is given, each under its own name."""
+    """Return the secrets of a service by name."""
     secrets = service.get("secrets", [])
     assert all(secret["target"] == f"/run/secrets/{secret['source']}" for secret in secrets)
     return {secret["source"] for secret in secrets}
@@ -71,13 +71,13 @@ def free_port() -> int:
 class Machine:
     """The services' commands on this machine, with a separate Postgres."""
 
-    folder: Path  # that every user can enter
+    folder: Path  # every user can enter it
     server: EmbeddedPostgres
     model: dict[str, Any]
     secrets: dict[str, str]
-    ports: dict[int, int]  # of the file -> free ones here
+    ports: dict[int, int]  # ports of the file -> free ports on this machine
     zygote: Zygote
-    replaced: dict[str, str] = field(default_factory=dict)  # what else is another here
+    replaced: dict[str, str] = field(default_factory=dict)  # other replacements on this machine
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -93,7 +93,7 @@ class Machine:
         return re.sub(r"(?<=[@=])postgres(?=:| )|(?<=http://)(mlflow|dashboard)(?=:)", "127.0.0.1", text)
 
     def placed(self, name: str, text: str) -> str:
-        """A text with the files of one service where they are here: its secrets and its configurations."""
+        """Replace the paths of a service's secrets and configurations in a text by those on this machine."""
         secrets = self.folder / name / "secrets"
         secrets.mkdir(parents=True, exist_ok=True)
         for secret in granted(self.services[name]):
@@ -124,7 +124,7 @@ class Machine:
         }
 
     def start(self, name: str, *, user: str | None = None) -> subprocess.Popen[bytes]:
-        """Start a service: the image's entry point, or the file's, and the file's command."""
+        """Start a service with the entry point of the image or the file, and the command of the file."""
         environment = self.environment(name)
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -143,7 +143,7 @@ class Machine:
         return (self.folder / f"{name}.log").read_text()
 
     def finish(self, name: str) -> str:
-        """Run a one-shot service of ours to its end and return what it said."""
+        """Run a one-shot service to its end and return its output."""
         log = self.folder / f"{name}.log"
         command, environment = self.command(name)[1:], self.environment(name)
         pid = self.zygote.start(command, environment, log, puppet=False, cwd=self.folder, alone=True)
@@ -152,7 +152,7 @@ class Machine:
         return self.log(name)
 
     def until_healthy(self, name: str) -> None:
-        """Start a service and wait for its own health check."""
+        """Start a service and wait until its health check succeeds."""
         process = self.start(name)
         kind, *command = map(self.local, self.services[name]["healthcheck"]["test"])
         assert kind == "CMD"
@@ -160,14 +160,14 @@ class Machine:
         while subprocess.run(command, env=self.environment(name), capture_output=True, check=False).returncode:
             assert process.poll() is None, self.log(name)
             assert time.monotonic() < deadline, self.log(name)
-            time.sleep(1.0)  # each look is an interpreter's start
+            time.sleep(1.0)  # each check starts an interpreter
 
     def until_listening(self, name: str, port: int, *, user: str | None = None) -> None:
-        """Start a service and wait until it takes connections at a port of the file's."""
+        """Start a service and wait until it accepts connections at a port of the file."""
         self.wait_for(port, self.start(name, user=user), name)
 
     def wait_for(self, port: int, process: subprocess.Popen[bytes], name: str) -> None:
-        """Wait until a process takes connections at a port of the file's."""
+        """Wait until a process accepts connections at a port of the file."""
         while True:
             try:
                 return socket.create_connection(("127.0.0.1", self.ports[port])).close()

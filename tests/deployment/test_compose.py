@@ -74,7 +74,7 @@ def test_services_have_restart_policies_limits_and_health_checks(services: dict[
 
 
 def test_each_service_receives_only_its_own_passwords() -> None:
-    """Each service is given files of the secrets that it needs, and no password stands anywhere else."""
+    """Each service has the secret files that it needs, and passwords are nowhere else."""
     given = {name: f"{name}-value" for name in (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD")}
     model = compose(**given)
     assert not [name for name, value in given.items() if value in json.dumps(model)]
@@ -145,7 +145,7 @@ def test_the_commands_of_the_services_run_a_search(machine: Machine) -> None:
 
 
 def test_the_image_builds_from_the_files_that_the_dockerfile_copies() -> None:
-    """Everything the build needs passes .dockerignore, and nothing else does."""
+    """.dockerignore includes all files that the build needs, and no others."""
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert {name for names in copied for name in names.split()} == kept

@@ -79,7 +79,7 @@ PROJECT = {
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel from a copy of the files that it consists of, and return its path in `folder`."""
+    """Build the wheel from a copy of its files, and return its path in `folder`."""
     build = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
     source = folder / "source"
     for name in ("pyproject.toml", "README.md", "LICENSE", *tracked()):
@@ -90,14 +90,14 @@ def build_wheel(folder: Path) -> Path:
 
 
 def tracked() -> set[str]:
-    """The files of the package, as a clone has them: behind the links of src/hpsearch too."""
+    """Return the files of the package in a clone, including those behind the links of src/hpsearch."""
     root = ROOT / "src" / "hpsearch"
     paths = [path for folder in (root, *(root / name for name in FOLDERS)) for path in folder.rglob("*")]
     return {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
 
 class Installed:
-    """A virtual environment with hpsearch's wheel and the packages that it requires, and a user's project."""
+    """A virtual environment with hpsearch's wheel and its requirements, and a user's project."""
 
     def __init__(self, folder: Path, stack: StackInfo) -> None:
         self.project = folder / "project"
@@ -134,7 +134,7 @@ def installed(stack: StackInfo, tmp_path_factory: pytest.TempPathFactory) -> Ins
 
 
 def required(root: str) -> set[str]:
-    """The distributions that `pip install` of a distribution without extras brings."""
+    """Return the distributions that `pip install` of a distribution without extras installs."""
     found, left = set[str](), [(root, "")]
     while left:
         name, extra = left.pop()
@@ -162,7 +162,7 @@ OWNERS = Counter(top for each in importlib.metadata.distributions() for top in {
 
 
 def link(name: str, site: Path) -> None:
-    """Install a distribution by symbolic links to that of this environment: file by file where folders are shared."""
+    """Install a distribution as symbolic links to this environment; in shared folders, link each file."""
     distribution = importlib.metadata.distribution(name)
     for path in recorded(distribution):
         if OWNERS[path.parts[0]] == 1:

@@ -33,7 +33,7 @@ def test_a_search_runs_through_pgbouncer(machine: Machine) -> None:
     (machine.folder / "users").chmod(0o777)
 
     machine.finish("migrate")
-    user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None  # it refuses to be root
+    user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None  # it does not run as root
     machine.until_listening("pgbouncer", 6432, user=user)
     wrong = f"postgresql://hpsearch_worker:wrong@127.0.0.1:{port}/optuna"
     with pytest.raises(psycopg2.OperationalError, match="authentication failed"):

@@ -46,7 +46,7 @@ def older_than(version: tuple[int, int]) -> bool:
 
 
 def until_certified(machine: Machine, port: int) -> None:
-    """Wait until Caddy, which listens before it has signed its certificates, has one to show."""
+    """Wait until Caddy has signed a certificate; it listens before that."""
     any_authority = ssl.create_default_context()
     any_authority.check_hostname, any_authority.verify_mode = False, ssl.CERT_NONE
     while True:
@@ -59,9 +59,9 @@ def until_certified(machine: Machine, port: int) -> None:
 
 @pytest.fixture
 def proxied(machine: Machine) -> Iterator[Machine]:
-    """The deployment behind its proxy."""
+    """Start the deployment with its proxy."""
     if older_than((2, 8)):
-        machine.replaced["basic_auth {"] = "basicauth {"  # its name before
+        machine.replaced["basic_auth {"] = "basicauth {"  # its former name
     machine.finish("migrate")
     for name in ("mlflow", "dashboard"):
         machine.until_healthy(name)
@@ -132,7 +132,7 @@ def test_services_require_the_login_and_work_behind_the_proxy(
 
 
 def look(dashboard: int, mlflow: int, password: str) -> None:
-    """What a browser shows, without the login and with it."""
+    """The pages in a browser, without the login and with it."""
     folder = os.environ.get("SCREENSHOTS")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)

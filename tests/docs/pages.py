@@ -24,6 +24,6 @@ def commands(path: Path) -> Iterator[list[str]]:
 
 @functools.cache
 def names_in(path: str) -> set[str]:
-    """The tests and classes of a file."""
+    """Return the names of tests and classes in a file."""
     nodes = ast.walk(ast.parse((ROOT / path).read_text()))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -8,7 +8,7 @@ from docs.packages import ROOT
 
 
 def blocks(page: str, language: str) -> dict[str, str]:
-    """What is written in a language on a how-to page, by the titles of its sections."""
+    """Return the code blocks of a language on a how-to page, by the titles of its sections."""
     sections = _sections(page)
     found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in sections}
     return {title: "\n".join(parts) for title, parts in found.items() if parts}
@@ -19,10 +19,10 @@ def _sections(page: str) -> list[str]:
 
 
 RECIPES = blocks("recipes", "python")
-DIFFS = blocks("recipes", "diff")  # what it took to make one of a script
+DIFFS = blocks("recipes", "diff")  # the changes that convert a script
 assert len(RECIPES) == len(_sections("recipes"))
 
 
 def name_in(recipe: str) -> str:
-    """The class, or the function, that is the objective."""
+    """Return the name of the objective class or function."""
     return "".join(re.findall(r"^class (\w+)\(\w*Objective\)|^def (main)", recipe, re.M)[0])

@@ -28,7 +28,7 @@ assert _STAGE in EXAMPLES["DeepSpeed"]
 
 @pytest.fixture(scope="module")
 def imported() -> None:
-    """What takes seconds to import is there before processes are forked, and not in each of them."""
+    """Import slow libraries before processes are forked, instead of in each process."""
     for name in (
         "accelerate",
         "matplotlib.pyplot",

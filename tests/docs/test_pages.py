@@ -12,10 +12,10 @@ from tests.docs.pages import PAGES, commands, names_in
 
 TEXT = "\n".join(path.read_text() for path in PAGES)
 SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
-# Between the processes of one command, not for people.
+# Internal variables between the processes of a command.
 INTERNAL = {"HPSEARCH_COMMAND", "HPSEARCH_FLEET_FAILED", "HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-WRAPPERS = {"add", "test", "lint", "docs"}  # verbs of ./hpsearch alone
+WRAPPERS = {"add", "test", "lint", "docs"}  # commands of the wrapper ./hpsearch
 
 
 def test_every_setting_is_documented() -> None:

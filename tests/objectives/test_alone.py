@@ -67,7 +67,7 @@ print(result.best_value, sorted(path.name for path in Path(sys.argv[1]).iterdir(
 
 
 def _modules_of(*distributions: str) -> set[str]:
-    """The top-level modules of distributions and of all that they require."""
+    """Return the top-level modules of distributions and their requirements."""
     providers: dict[str, set[str]] = {}
     for module, names in importlib.metadata.packages_distributions().items():
         for name in names:
@@ -90,7 +90,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.soak  # an environment of its own
+@pytest.mark.soak  # uses a separate environment
 @pytest.mark.slow
 def test_objectives_need_only_torch_numpy_scikit_learn_and_pydantic(tmp_path: Path) -> None:
     allowed = _modules_of("torch", "numpy", "scikit-learn", "pydantic") | {"hpsearch"}

@@ -109,7 +109,7 @@ def test_smoothed_and_weighted_binary_cross_entropy():
 
 @pytest.mark.slow
 def test_the_default_configuration_of_breast_cancer_is_good():
-    """That of digits: by `hpsearch train`, in tests of its command line."""
+    """Tests of `hpsearch train` cover the default configuration of digits."""
     objective = load_objective("breast_cancer")
     result = Trainer(objective, objective.default_config(), epochs=objective.epochs, seed=0).fit()
     assert result.best_value >= 0.98
@@ -150,7 +150,7 @@ def test_the_exported_model_reproduces_the_score_from_raw_inputs(tmp_path, name,
     for rows in (1, 2, 7, len(result.val)):
         torch.testing.assert_close(loaded(result.val.x[:rows]), result.model(result.val.x[:rows]))
 
-    class Served(torch.nn.Module):  # an exported module has no evaluation mode to switch to
+    class Served(torch.nn.Module):  # an exported module has no evaluation mode
         def forward(self, x):
             return loaded(x)
 
@@ -161,7 +161,7 @@ def test_the_exported_model_reproduces_the_score_from_raw_inputs(tmp_path, name,
 
 @pytest.mark.parametrize(("name", "kind"), [("digits", "cnn"), ("digits", "mlp"), ("breast_cancer", None)])
 def test_a_model_has_an_explicit_initialisation_and_no_loss_inside(name, kind):
-    """He's scale before a ReLU, even odds at the start, and not a default of torch's layers."""
+    """He initialisation before a ReLU, and equal class probabilities at the start, unlike torch's defaults."""
     objective = load_objective(name)
     train = objective.data(0).train
     settings = {"layers": 2, "width": 64} | ({"kind": kind} if kind else {})

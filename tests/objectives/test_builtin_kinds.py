@@ -35,7 +35,7 @@ def _splits(name, seed=0):
 
 
 def _with_splits(name):
-    """The objective, whose data are made once."""
+    """Return the objective with cached data."""
     objective = load_objective(name)
     objective.data = lambda seed: _splits(name, seed)
     return objective
@@ -115,12 +115,12 @@ def test_the_validation_noise_is_the_same_for_every_trial():
     assert float((one.val.x - one.val.y).std()) == pytest.approx(4.0, rel=0.02)
 
 
-# Epochs that are enough to be clearly better than a baseline, and that: see the table of built-in objectives.
+# Epochs that suffice to beat a baseline clearly, and this baseline: see the table of built-in objectives.
 LEARNED = {
     "text": (3, 0.25),  # the largest topic
-    "molecules": (4, 12.6),  # a linear model of how many atoms there are of each element
-    "language": (1, 3.65),  # the character before alone
-    "series": (4, 0.58),  # last year's weeks, and by how much this year is above it
+    "molecules": (4, 12.6),  # a linear model of the atom counts per element
+    "language": (1, 3.65),  # the previous character only
+    "series": (4, 0.58),  # last year's weeks plus this year's offset
     "denoise": (12, 17.5),  # the linear autoencoder
 }
 
@@ -166,7 +166,7 @@ def test_the_frechet_distance_is_exact_for_normal_features():
 
 
 class _Stops(LocalSession):
-    """Ends the run after its fourth epoch, as a worker that is sent home."""
+    """Stops the run after its fourth epoch, like a worker that shuts down."""
 
     def report(self, record):
         return Verdict.STOP if record.epoch == 3 else Verdict.CONTINUE
@@ -196,7 +196,7 @@ def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
 
 @pytest.mark.parametrize(("name", "package"), [("molecules", "rdkit"), ("series", "statsmodels")])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(name, package, monkeypatch):
-    if name == "molecules":  # not what was read before
+    if name == "molecules":  # not the cached data
         monkeypatch.setattr(module_of_molecules, "load_molecules", module_of_molecules.load_molecules.__wrapped__)
     for module in [module for module in sys.modules if module.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)

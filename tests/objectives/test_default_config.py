@@ -26,7 +26,7 @@ def test_the_default_is_the_middle_of_the_search_space(objective_with):
 
 
 def test_every_middle_is_in_its_range():
-    """Optuna, asked to take what the middle gives, finds it in the distribution."""
+    """Optuna accepts each default as a value of its distribution."""
     study = optuna.create_study()
     for low, high, step in ((1, 1, 1), (0, 6, 3), (3, 100, 1), (2, 9, 7)):
         middle = FixedTrial({}).suggest_int("n", low, high, step=step)

@@ -20,7 +20,7 @@ class {name}(Objective):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes a module into a directory of its own, which is the current one."""
+    """Return a function that writes a module into a new current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
@@ -192,7 +192,7 @@ def test_a_module_that_is_not_installed_is_reported_with_its_package(write, monk
         monkeypatch.setenv("HPSEARCH_COMMAND", wrapper)
     else:
         monkeypatch.delenv("HPSEARCH_COMMAND", raising=False)
-    monkeypatch.setitem(sys.modules, "cv2", None)  # not here, whatever is installed
+    monkeypatch.setitem(sys.modules, "cv2", None)  # not in this folder, even if it is installed
     write("mine.py", text)
     error = _refused("mine.py")
     assert error.startswith("mine.py:1: ")
@@ -203,7 +203,7 @@ def test_a_module_that_is_not_installed_is_reported_with_its_package(write, monk
 @pytest.mark.parametrize("in_clone", [True, False])
 @pytest.mark.parametrize("name", ["search", "objectives", "storage"])
 def test_a_package_with_a_name_of_hpsearch_is_reported_with_both_remedies(write, monkeypatch, in_clone, name):
-    """It may be meant as hpsearch's, or as one of the user's project."""
+    """The import can mean hpsearch's package or one of the user's project."""
     path = write("project/mine.py", f"import {name}\n" + GOOD.format(name="Mine"))
     clone = Path(__file__).parents[2]
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(clone))])

@@ -16,7 +16,7 @@ def trained(objective, session, *, epochs=5):
 
 
 def assert_resumed_exactly(objective, folder, *, after=(0, 1, 3), epochs=5):
-    """A run that is left after each of these epochs is the undisturbed one, to the last bit."""
+    """Assert that a run that is stopped after each of these epochs is bit-identical to an uninterrupted one."""
     whole = trained(objective, LocalSession(folder / "whole"), epochs=epochs)
     for epoch in after:
         stopped = trained(objective, Stopped(folder / "parts", epoch), epochs=epochs)
@@ -28,7 +28,7 @@ def assert_resumed_exactly(objective, folder, *, after=(0, 1, 3), epochs=5):
 
 
 def assert_one_model(model):
-    """Both ranks have the same weights."""
+    """Assert that both ranks have the same weights."""
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     first, second = current_ranks().all_gather_object(weights)
     assert torch.equal(first, second)

@@ -24,7 +24,7 @@ from tests.objectives.training.support import Memory
 
 
 class Noisy(Dataset):
-    """Wines, each time a little different, by torch's generator of the process that loads them."""
+    """Wine samples with noise from torch's generator in the loading process."""
 
     def __init__(self, rows):
         x, y = load_wine(return_X_y=True)
@@ -52,7 +52,7 @@ class Net(LightningModule):
         return loss
 
     def on_train_epoch_start(self):
-        torch.rand(3)  # draws of the user's own
+        torch.rand(3)  # the user's own random numbers
 
     def validation_step(self, batch, _):
         scores = self.net(batch[0])
@@ -129,7 +129,7 @@ def test_a_loop_that_lightning_ends_early_is_complete():
 
 
 def test_lightning_does_not_handle_sigterm(monkeypatch):
-    """Lightning would leave the epoch in its middle."""
+    """Lightning would stop in the middle of the epoch."""
     received = []
 
     def validation_step(self, batch, _):

@@ -17,7 +17,7 @@ from tests.objectives.training.support import Memory
 
 
 class Net(nn.Module):
-    """What a `Trainer` takes: the loss comes with the outputs."""
+    """A model for `Trainer`, which returns the loss with the outputs."""
 
     def __init__(self):
         super().__init__()

@@ -19,7 +19,7 @@ from tests.objectives.training.support import Memory
 
 
 class Drawn(LoopObjective):
-    """Judged by a number that is drawn in each epoch; the first weight is drawn before."""
+    """Its metric is a random number per epoch; the first weight is random too."""
 
     metric, direction = "drawn", "minimize"
 
@@ -190,7 +190,7 @@ def test_mistakes_end_all_ranks_with_clear_errors(tmp_path):
 
 
 class Folders(Drawn):
-    """Each rank's part of the state is a file of its own; one is empty."""
+    """Each rank writes a separate file of the state; one file is empty."""
 
     def run(self, trial):
         file, total = trial.checkpoint / "parts" / str(trial.rank), 0.0
@@ -268,7 +268,7 @@ def test_a_state_with_a_file_outside_its_folder_is_rejected(tmp_path):
 
 
 def _accelerated(ranks):
-    """Two trials in one process: the first wants another precision, and is ended by one rank."""
+    """Run two trials in one process: the first one sets another precision and fails on one rank."""
     from accelerate import Accelerator
 
     def run(_, trial):

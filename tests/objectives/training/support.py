@@ -29,7 +29,7 @@ from hpsearch.objectives.training.session import MidEpochAction
 
 
 class Wine(Objective):
-    """178 wines, 13 measurements, three growers; no dropout or batch norm, so that gradients can be compared."""
+    """178 wines, 13 features, three classes; without dropout and batch norm, so that gradients are comparable."""
 
     metric = "accuracy"
     epochs = 4
@@ -47,7 +47,7 @@ class Wine(Objective):
 
 
 def started(objective, config, *, epochs=3, seed=0):
-    """A run on the CPU, built and seeded as its first epoch is."""
+    """Return a run on the CPU, built and seeded as for its first epoch."""
     run, _ = build(objective, config, RunPlan(epochs, seed, 0), device=torch.device("cpu"))
     set_seed(seed, "epoch", 0)
     return run
@@ -57,12 +57,12 @@ TIMED = ("epoch_seconds", "samples_per_second")
 
 
 def exact(history):
-    """What of a history repeats to the last bit."""
+    """Return the parts of a history that are bit-identical in equal runs."""
     return [(r.epoch, {k: v for k, v in r.metrics.items() if k not in TIMED}) for r in history]
 
 
 def same_result(found, expected):
-    """Asserts that two runs came to the same numbers and the same weights, to the last bit."""
+    """Assert that two runs have bit-identical metrics and weights."""
     assert exact(found.history) == exact(expected.history)
     assert (found.best_epoch, found.best_value) == (expected.best_epoch, expected.best_value)
     weights = expected.model.state_dict()
@@ -73,21 +73,21 @@ POINT = StepPosition(epoch=0, step=0, batch=0, lr=0.1)
 
 
 def built(objective, epochs=3, **settings):
-    """A run on the CPU at a constant rate."""
+    """Return a run on the CPU with a constant rate."""
     settings = {"warmup_fraction": 0.0, "schedule": "constant", **settings}
     config = TrainConfig(**settings)
     return build(objective, config, RunPlan(epochs, 0, 0), device=torch.device("cpu"))[0]
 
 
 def take_step(run, *window):
-    """One optimizer step over the training rows of each micro-batch."""
+    """Take one optimizer step over the training rows of each micro-batch."""
     batches = [run.batch_source.batch(torch.tensor(rows)) for rows in window]
     step = train_step(run, batches, POINT, RunningMetrics(run.metrics))
     return step.loss, step.norm
 
 
 def weights_of(run):
-    """A copy of all trained parameters, flat."""
+    """Return a flat copy of all trained parameters."""
     return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
@@ -126,7 +126,7 @@ def fit(objective, config=None, **settings):
 
 
 class Stopped(LocalSession):
-    """Ends a run after an epoch; the epochs before it were reported in earlier runs."""
+    """Stops a run after the epoch `after`; earlier runs may have reported the epochs before it."""
 
     def __init__(self, folder, after):
         super().__init__(folder)
@@ -141,7 +141,7 @@ class DiedError(Exception):
 
 
 class Dying(LocalSession):
-    """Dies at a point of an epoch: before it is saved, between save and report, or after the report."""
+    """Dies at a point of an epoch: before the save, between save and report, or after the report."""
 
     def __init__(self, run_dir, epoch, point, die):
         super().__init__(run_dir)

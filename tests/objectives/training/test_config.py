@@ -113,7 +113,7 @@ def test_replacing_a_setting_validates_a_copy():
 
 
 def test_a_custom_setting_is_validated_and_described(monkeypatch):
-    """Type, range, default and words stand in one place; messages and `objective show` read them there."""
+    """One definition has type, range, default and description. Messages and `objective show` use it."""
 
     @pydantic.dataclasses.dataclass(frozen=True)
     class More(TrainConfig):

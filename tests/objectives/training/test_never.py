@@ -69,7 +69,7 @@ def test_a_checkpoint_contains_no_module(wine, tmp_path):
 
 
 def test_the_training_loss_cannot_select_the_best_epoch(objective_with):
-    """Validation labels are shuffled, so that fitting better on the training split helps nothing there."""
+    """Validation labels are shuffled, so that a better fit of the training split does not help there."""
     wine = objective_with()
 
     def data(_self, seed):

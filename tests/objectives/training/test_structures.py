@@ -28,7 +28,7 @@ VARIANTS = (
 
 
 class Text(Objective):
-    """Which of two kinds of ids are in the majority, in sequences of different lengths."""
+    """The task: which of two kinds of ids is the majority in sequences of different lengths."""
 
     def suggest(self, trial):
         return TrainConfig(lr=trial.suggest_float("lr", 1e-2, 1e-1, log=True), batch_size=16)
@@ -52,7 +52,7 @@ class _Bag(nn.Module):
 
 
 class Graphs(Objective):
-    """Graphs of different sizes as node values, edges, and the number of each node's graph: the sum over edges."""
+    """Graphs of different sizes as node values, edges and graph indices; the target is the sum over edges."""
 
     metric, direction = "rmse", "minimize"
 
@@ -97,7 +97,7 @@ class _Edges(nn.Module):
 
 
 class Vae(Objective):
-    """A tiny variational autoencoder of digits, by a step of its own."""
+    """A tiny variational autoencoder of digits with a custom step."""
 
     metric, direction, loss_floor = "bound", "minimize", None
 
@@ -227,7 +227,7 @@ def test_a_single_torchmetrics_metric_is_optimised(objective_with):
 
 
 def test_the_weight_of_a_step_applies_to_accumulation(objective_with):
-    """Two micro-batches that weigh 1 and 3 learn as their weighted mean."""
+    """Two micro-batches with weights 1 and 3 train like their weighted mean."""
 
     def weighted(weight):
         def step(_self, model, batch, config):

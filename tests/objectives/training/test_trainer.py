@@ -115,11 +115,11 @@ def test_a_model_is_always_trained_in_training_mode(objective_with):
 
     fit(objective_with(model=model), epochs=2)
     epoch = [(True, True)] * 3 + [(False, False)]
-    assert modes == [(False, False)] * 3 + epoch * 2  # three looks at it before training
+    assert modes == [(False, False)] * 3 + epoch * 2  # three checks before training
 
 
 def test_loss_and_metrics_receive_only_training_data(objective_with):
-    """Class weights and a number of classes are statistics too."""
+    """Class weights and the number of classes are statistics too."""
     seen = []
 
     def loss(_self, _config, train):
@@ -138,7 +138,7 @@ def test_loss_and_metrics_receive_only_training_data(objective_with):
 
 
 def test_a_run_is_not_stopped_early_by_default(wine):
-    """The pruner does that inside a study, and there curves have to stay comparable."""
+    """In a study the pruner does this, and curves have to stay comparable."""
     still = TrainConfig(lr=1e-9, weight_decay=0.0, batch_size=32)
     assert len(fit(wine, still, epochs=12).history) == 12
     asked = TrainConfig(lr=1e-9, weight_decay=0.0, batch_size=32, patience=2)

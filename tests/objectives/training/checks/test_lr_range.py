@@ -21,7 +21,7 @@ def test_the_rate_grows_geometrically_until_the_loss_diverges(wine):
 
 
 def test_the_rate_of_the_steepest_descent_is_suggested():
-    """A loss that falls fastest at a known place of the logarithm of the rate."""
+    """Return losses with the steepest descent at a known log learning rate."""
     rates = [10.0 ** (k / 10 - 5) for k in range(50)]
     losses = (2.0 - 1.0 / (1 + torch.exp(-(torch.arange(50.0) - 23)))).tolist()
     losses[40:] = [losses[39] + 0.1 * k for k in range(10)]
@@ -97,7 +97,7 @@ def test_a_loss_that_never_decreases_is_reported(objective_with):
 
 
 class _Even(nn.Module):
-    """Starts at the best there is: even odds."""
+    """Starts at the optimum: equal probabilities."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ def _line(*_):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_differences_between_batches_do_not_hide_the_descent(objective_with, seed):
-    """The loss of batches of four moves by its own size; the rate is right within half a decade or so."""
+    """The noise of the loss of small batches is as large as the loss. The rate is correct within half a decade."""
     objective = objective_with(data=_noisy, model=_line, metric="rmse", direction="minimize")
     found = run_lr_range_test(objective, TrainConfig(batch_size=4), seed=seed, steps=100)
     assert 3e-3 < found.suggestion < 1.0
@@ -128,7 +128,7 @@ def test_differences_between_batches_do_not_hide_the_descent(objective_with, see
 
 
 class _Density(nn.Module):
-    """Minus the log density of a normal distribution, whose width is learned: negative where it is narrow."""
+    """The negative log density of a normal distribution with a learned width, which is negative for small widths."""
 
     def forward(self, output, target):
         mean, log_width = output[:, 0], output[:, 1] - 3

@@ -95,7 +95,7 @@ def test_a_smoke_test_that_runs_out_of_time_fails_with_that_reason(objective_wit
 
 
 def test_the_curve_has_every_step(wine):
-    """By plain SGD, so that the last of it can be computed by hand."""
+    """With plain SGD, so that the last loss can be computed by hand."""
     config = TrainConfig(optimizer="sgd", momentum=0.0, lr=0.1, clip_grad_norm=None)
     found = run_smoke_test(wine, config, steps=30)
     assert len(found.losses) == 30
@@ -104,7 +104,7 @@ def test_the_curve_has_every_step(wine):
 
 
 class _Bound(nn.Module):
-    """A loss that cannot fall below 40, as the bound of a VAE cannot; or below -40."""
+    """A loss with a lower bound of 40 or -40, like the bound of a VAE."""
 
     def __init__(self, least):
         super().__init__()

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def _noise(x):
-    """Draws from all three generators, as augmentation in the wild does."""
+    """Draw from all three generators, as real augmentation does."""
     scale = float(np.random.uniform(0.9, 1.1))
     return x * scale + 0.1 * torch.randn_like(x)
 
@@ -49,7 +49,7 @@ def test_augmentation_depends_on_epoch_and_seed_and_skips_validation(objective_w
 
     objective = objective_with(augment=lambda *_: augment)
     _fit(objective, 0)
-    del seen[0]  # a look at it before training
+    del seen[0]  # the check before training
     assert len(seen) == 18, "six batches of three epochs: training alone"
     assert len({tuple(draw.tolist()) for draw in seen}) == 18
     first = [draw.tolist() for draw in seen]
@@ -101,7 +101,7 @@ def test_batches_are_pinned_for_a_gpu(monkeypatch):
 
 
 def test_each_batch_is_loaded_with_its_own_seed():
-    """`load` may draw, such as a random crop: the same however many processes load, and when run again."""
+    """`load` can be random, for example a crop. It is repeatable with any number of loader processes."""
 
     def drawn(seed, workers):
         data = Dataset(torch.arange(12), torch.zeros(12), load=lambda entry: entry + torch.rand(()))
@@ -118,7 +118,7 @@ def test_each_batch_is_loaded_with_its_own_seed():
 
 @pytest.fixture
 def filed(objective_with, tmp_path):
-    """Wine with each sample in a file of its own, read when it is needed."""
+    """Wine with each sample in a separate file, which is read on demand."""
 
     def make():
         class Filed(type(objective_with())):
@@ -186,7 +186,7 @@ def test_each_epoch_has_another_order(wine, workers):
 
 
 def test_batches_are_copied_to_the_device_asynchronously():
-    """Pinned memory only helps a copy that is asked for as non-blocking."""
+    """Pinned memory only helps non-blocking copies."""
 
     asked = []
 

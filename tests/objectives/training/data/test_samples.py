@@ -41,7 +41,7 @@ def test_the_hash_covers_the_content_of_samples():
 
 
 class _Folder(torch_data.Dataset):
-    """Numbers, each in a file of its own; those that end in 7 cannot be read."""
+    """Numbers in separate files; files whose number ends in 7 cannot be read."""
 
     def __init__(self, folder, broken=()):
         self.files = sorted(Path(folder).glob("*.npy"))

@@ -23,7 +23,7 @@ def _cross_fit(cut, samples, *, metric="accuracy", maximize=True):
 
 
 def _judge(found, epoch, right):
-    """An epoch in which the samples whose bit is set are classified rightly."""
+    """Return an epoch in which the samples with a set bit are classified correctly."""
     found.begin()
     right = torch.tensor(right)
     labels = torch.zeros(len(right), dtype=torch.int64)
@@ -40,14 +40,14 @@ def test_each_half_selects_the_epoch_for_the_score_of_the_other():
     _judge(found, 0, [1, 0, 1, 0, 0, 0])
     _judge(found, 1, [1, 1, 0, 0, 1, 0])  # the first half's best; the second scores 1/4
     _judge(found, 2, [0, 0, 1, 1, 1, 0])  # the second half's best; the first scores 0
-    _judge(found, 3, [1, 1, 1, 1, 0, 1])  # as good as their best, and later
+    _judge(found, 3, [1, 1, 1, 1, 0, 1])  # equal to their best, but later
     assert found.epochs == [1, 2]
     assert [choice["score"] for choice in found.choices] == [0.25, 0.0]
     assert found.score == 0.125
 
 
 def test_a_half_without_the_classes_that_the_metric_needs_has_no_score():
-    """As a class for AUROC: the run is scored by its best epoch."""
+    """For example a class for AUROC: the run is scored by its best epoch."""
     found = CrossFit(2, 4, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
     found.begin()
     for rows, labels in ((range(2), [0, 1]), (range(2, 4), [1, 1])):
@@ -124,7 +124,7 @@ def test_the_standard_error_of_a_share_is_binomial():
 
 
 def test_samples_of_a_group_are_resampled_together():
-    """Ten groups of forty that are all right or all wrong weigh as ten samples."""
+    """Ten groups of forty equal results have the standard error of ten samples."""
     right = torch.arange(400) // 40 % 2 == 0
     outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
     judge = bind_metric("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))

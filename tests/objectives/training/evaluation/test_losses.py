@@ -164,7 +164,7 @@ def test_a_loss_with_sum_reduction_is_unchanged():
 
 
 def test_accumulation_with_uneven_target_counts_equals_one_batch(objective_with):
-    """However the window is divided, the step is the same; a micro-batch in which nothing counts adds nothing."""
+    """The step does not depend on the micro-batches, and one without counted targets has no effect."""
 
     def data(self, seed):
         good = type(self).__mro__[1].data(self, seed)

@@ -108,7 +108,7 @@ def test_compatible_metrics_follow_from_targets_and_outputs():
 
 
 class _Score(nn.Module):
-    """Gives the input back; dropout shows whether it runs in evaluation mode."""
+    """Returns the input; dropout shows whether it runs in evaluation mode."""
 
     def __init__(self):
         super().__init__()

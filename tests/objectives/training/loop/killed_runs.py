@@ -19,7 +19,7 @@ from hpsearch.objectives.training.reports import run_dir as run_dir_module
 from tests.objectives.training.support import exact
 
 EPOCHS = 5
-# What a run imports when it needs it: once here, and not in each child.
+# Lazy imports of a run: once here instead of in each child.
 IMPORTED_LATE = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
@@ -33,7 +33,7 @@ IMPORTED_LATE = (
 )
 CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.3}
 MLP = {"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3}
-# Together: every kind of state there is, and 0 and 2 processes that load batches.
+# Together they cover every kind of state, with 0 and 2 loader processes.
 CONFIGS = {
     "loader": TrainConfig(
         lr=5e-3,
@@ -71,12 +71,12 @@ CONFIGS = {
 }
 
 
-DIVISIONS = {"sam": 3}  # whose validation samples are halved, and their outputs kept to be resampled
-REFITS = {"lookahead": EPOCHS}  # which end before the schedule does, and keep the last epoch's weights
+DIVISIONS = {"sam": 3}  # with halves of the validation samples, and stored outputs for resampling
+REFITS = {"lookahead": EPOCHS}  # end before the schedule, and keep the last epoch's weights
 
 
 class Augmented(Digits):
-    """Some digits, shifted by up to a pixel and blurred with noise: a draw from each generator."""
+    """Some digits, shifted by up to a pixel and with noise; each generator is used."""
 
     def data(self, seed):
         splits = super().data(seed)
@@ -94,14 +94,14 @@ class Augmented(Digits):
 
 
 class Steep(nn.CrossEntropyLoss):
-    """So steep that fp16 overflows until the scale of the loss has come down."""
+    """So steep that fp16 overflows until the loss scale is low enough."""
 
     def forward(self, output, target):
         return 1000 * super().forward(output, target)
 
 
 class Killed(LocalSession):
-    """Kills its process at the end of an epoch, by the signal that nothing can catch."""
+    """Kills its process with SIGKILL at the end of an epoch."""
 
     def __init__(self, run_dir, epoch):
         super().__init__(run_dir)
@@ -115,7 +115,7 @@ class Killed(LocalSession):
 
 
 def train(name, session, result_file):
-    """Trains to the end and leaves what a run comes to, to the last bit."""
+    """Train to the end and write the exact results."""
     resplit_seed, refit = DIVISIONS.get(name), REFITS.get(name)
     epochs = EPOCHS if refit is None else EPOCHS + 2
     trainer = Trainer(
@@ -141,7 +141,7 @@ def train(name, session, result_file):
 
 
 def in_a_process_of_its_own(name, session, result_file):
-    """Trains in a child; how the child ended."""
+    """Train in a child process and return its exit code."""
     child = os.fork()
     if child == 0:
         train(name, session, result_file)
@@ -150,7 +150,7 @@ def in_a_process_of_its_own(name, session, result_file):
 
 
 def main(name, folder):
-    """Prints a line of JSON: how the killed children ended, and whether the last one came to the same."""
+    """Print a line of JSON: the exit codes of the children, and whether the last one has the same results."""
     torch.set_num_threads(1)
     run_dir_module.plot_curves = run_dir_module.plot_gradient_norms = lambda *_args, **_kwargs: (
         None

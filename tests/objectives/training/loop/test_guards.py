@@ -14,7 +14,7 @@ from tests.objectives.training.support import Memory, built, fit, weights_of
 
 
 class _Poisoned(nn.Module):
-    """A loss that becomes NaN at one call, or whose gradient does."""
+    """A loss that is NaN, or has a NaN gradient, at one call."""
 
     def __init__(self, at, gradient=False):
         super().__init__()
@@ -56,7 +56,7 @@ def test_an_accelerator_checks_steps_in_groups_and_names_the_first_bad_one():
         guard.check(StepPosition(0, step, step, 0.1), loss, torch.tensor(2.0), scaled=False)
     with pytest.raises(NonFiniteError, match="loss is inf at epoch 1, step 1, batch 1"):
         guard.check(StepPosition(0, 3, 3, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
-    for step in range(9):  # loss scaling skips a step of an infinite gradient: no failure by itself
+    for step in range(9):  # loss scaling skips a step with an infinite gradient, which is no failure
         guard.check(StepPosition(0, step, step, 0.1), torch.tensor(1.0), torch.tensor(math.inf), scaled=True)
     guard.check(StepPosition(1, 4, 0, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
     with pytest.raises(NonFiniteError, match="loss is nan at epoch 2, step 4"):
@@ -101,7 +101,7 @@ def test_out_of_memory_is_an_error_of_its_own_with_the_configuration(objective_w
 
 
 def test_all_steps_of_an_epoch_are_checked_before_its_results_are_used(objective_with):
-    """As on an accelerator, where steps are checked many at a time: the last ones must not slip through."""
+    """As on an accelerator, where steps are checked in groups. The last group must be checked too."""
     run = built(objective_with(loss=lambda *_: _Poisoned(5)), batch_size=16)
     run.guard = FiniteGuard(torch.device("cuda"), every=1000)
     with pytest.raises(NonFiniteError, match="loss is nan at epoch 1, step 4, batch 4"):

@@ -10,7 +10,7 @@ from tests.objectives.training.support import built
 
 
 class _Reads:
-    """Counts the calls that read a tensor from the device, and so wait for it."""
+    """Counts the calls that read a tensor from the device, which synchronizes with it."""
 
     NAMES = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
 
@@ -30,7 +30,7 @@ class _Reads:
 
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"gradient_accumulation_steps": 2}, {"optimizer": "sgd"}])
 def test_an_epoch_synchronizes_with_the_device_a_fixed_number_of_times(objective_with, monkeypatch, settings):
-    """As many steps as there may be: the guard looks every 16, and the sums are read once."""
+    """For any number of steps, the guard reads once per 16 steps, and the sums are read once."""
 
     def data(_self, seed):
         torch.manual_seed(seed)

@@ -213,7 +213,7 @@ def test_a_non_finite_model_metric_ends_the_trial():
 
 
 class Sometimes:
-    """Gives more than its metric until it was asked twice."""
+    """Returns additional metrics in its first two calls."""
 
     def __init__(self, late):
         self.late, self.computed = late, 0

@@ -20,7 +20,7 @@ needs_headers = pytest.mark.skipif(
 
 
 def _without_cpp(monkeypatch):
-    """Leaves out what is torch's alone: a library made of the graphs, which takes a C++ compiler 15 s."""
+    """Skip the C++ compilation of the graphs, which takes 15 s and is torch's own work."""
     import torch._inductor.compile_fx
     from torch._dynamo.backends.debugging import aot_eager
 
@@ -182,7 +182,7 @@ def test_a_run_resumed_without_compilation_is_marked_not_exact(wine, monkeypatch
 
 
 def test_the_memory_of_a_device_is_recorded_and_reported(wine, monkeypatch, tmp_path):
-    """No GPU is needed to see where the number goes."""
+    """The path of the number can be tested without a GPU."""
     from hpsearch.objectives.training import trainer
     from hpsearch.objectives.training import trainer as conclude
 

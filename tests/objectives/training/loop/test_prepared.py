@@ -115,7 +115,7 @@ def test_metrics_that_cannot_be_copied_are_created_again(objective_with):
 def test_the_split_of_the_study_is_kept_if_the_test_split_would_change(objective_with, caplog):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
-        return Splits(splits.train, splits.test, splits.val)  # the wrong way round
+        return Splits(splits.train, splits.test, splits.val)  # in the wrong order
 
     objective = objective_with(data=data)
     own = prepare_splits(objective, 3)

@@ -21,7 +21,7 @@ def _rows(part):
 
 
 def _by_hand(sizes=(30, 60, 90), rows=True, **how):
-    """Parts of 90 samples that `data()` fixes."""
+    """Return fixed splits of 90 samples."""
 
     def data(self, seed):
         x = torch.randn(90, 13, generator=torch.Generator().manual_seed(0))

@@ -56,7 +56,7 @@ def undisturbed():
 def test_a_run_stopped_at_any_epoch_resumes_exactly(tmp_path, undisturbed, name, epoch, point):
     with pytest.raises(DiedError):
         _trainer(CONFIGS[name], session=Dying(tmp_path, epoch, point, raise_died)).fit()
-    torch.manual_seed(epoch)  # what the process does in between must not matter
+    torch.manual_seed(epoch)  # random numbers drawn in between must not matter
     torch.rand(7)
     result = _trainer(CONFIGS[name], run_dir=tmp_path).fit()
     assert result.status == "completed"

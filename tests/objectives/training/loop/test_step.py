@@ -121,7 +121,7 @@ def test_a_short_batch_is_kept_if_it_is_the_only_one(objective_with):
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_last_shorter_accumulation_window_is_handled_like_the_others(wine, precision):
-    """By plain SGD a clipped step is as long as rate times limit, so its length shows a gradient left as it was."""
+    """With plain SGD, a clipped step has the length rate times limit, which detects an unclipped gradient."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "drop_last": False}
     run = built(wine, precision=precision, batch_size=8, gradient_accumulation_steps=4, clip_grad_norm=1e-3, **plain)
     lengths, original = [], run.optimizer.step
@@ -148,7 +148,7 @@ def test_the_recorded_norm_is_the_mean_over_steps_before_clipping(wine):
 
 
 def test_an_epoch_equals_a_loop_written_by_hand(wine):
-    """Plain SGD, each step by the mean over its own samples: 32, 32, 32 and the 10 that are left."""
+    """Plain SGD; each step uses the mean over its own samples: 32, 32, 32 and the remaining 10."""
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip_grad_norm": None}
     run = built(wine, batch_size=8, gradient_accumulation_steps=4, drop_last=False, **plain)
     by_hand = copy.deepcopy(run.model)
@@ -176,7 +176,7 @@ def test_frozen_layers_keep_their_statistics(objective_with, affine):
     assert torch.equal(frozen.running_mean, before[0])
     assert not torch.equal(free.running_mean, before[1])
     run.model[0].requires_grad_(True)
-    if affine:  # a norm without parameters goes by the layer that it stands in
+    if affine:  # a norm without parameters follows the layer that contains it
         run.model[0][0].requires_grad_(False)
     train_epoch(run, 1)
     assert not torch.equal(frozen.running_mean, before[0]), "thawed"

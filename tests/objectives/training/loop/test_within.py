@@ -64,7 +64,7 @@ def test_a_stream_resumes_exactly_within_an_epoch(workers, tmp_path):
 
 
 class Pooled:
-    """Metrics as one may write them: sums, lists and counts in attributes, a metric within, and a constant."""
+    """A typical custom metric: sums, lists and counts in attributes, an inner metric, and a constant."""
 
     def __init__(self):
         self.auroc, self.of = binary(), torch.nn.functional.softmax
@@ -90,7 +90,7 @@ class Pooled:
 
 
 class Spread(nn.Module):
-    """A module that gathers in a buffer."""
+    """A metric module that accumulates in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def test_a_metric_collection_with_shared_states_is_saved_within_an_epoch():
 
 
 class Drawing:
-    """Metrics that hold what no checkpoint can."""
+    """Metrics with state that a checkpoint cannot store."""
 
     def __init__(self):
         self.lock = torch.Generator()
@@ -215,7 +215,7 @@ def test_mid_epoch_checkpoints_are_saved_periodically(tmp_path):
 
 
 def test_on_epoch_is_called_once_for_a_resumed_epoch(tmp_path):
-    """Its layers are thawed as they were before the state is put back."""
+    """Its layers are unfrozen as before, and then the state is restored."""
 
     begun = []
 

@@ -42,7 +42,7 @@ def test_a_layer_norm_over_images_is_recognized_by_its_type():
 
 
 def test_a_shared_parameter_is_in_one_group():
-    """The same layer used twice, and one weight in two layers, as a decoder that is tied to its embedding."""
+    """A layer that is used twice, and a weight in two layers, like a decoder that is tied to its embedding."""
     layer = nn.Linear(3, 3)
     (decay, plain) = parameter_groups(nn.Sequential(layer, nn.ReLU(), layer), TrainConfig())
     assert (len(decay["params"]), len(plain["params"])) == (1, 1)
@@ -53,7 +53,7 @@ def test_a_shared_parameter_is_in_one_group():
 
 
 def _steps(model, optimizer, x, y, count):
-    """The losses of steps as the training loop takes them: with SAM in two passes."""
+    """Return the losses of steps like those of the training loop, with two passes for SAM."""
     sharpness = SAM(optimizer) if hasattr(optimizer, "first_step") else None
     losses = []
 

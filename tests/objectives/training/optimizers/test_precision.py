@@ -55,10 +55,10 @@ def test_a_step_that_loss_scaling_skips_changes_no_state(wine):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "sam"])
 def test_a_skipped_first_step_leaves_no_optimizer_state(wine, optimizer):
-    """Optimizers make their state at the first step, and some by memory that only a step that runs fills."""
+    """Optimizers create their state at the first step, and some use uninitialized memory that a real step fills."""
     settings = {"optimizer": optimizer, "base_optimizer": "sgd", "precision": "fp16", "lr": 0.1}
     skipping, plain = (built(wine, **settings) for _ in range(2))
-    with torch.no_grad():  # what the allocator hands out again is not zero
+    with torch.no_grad():  # memory that the allocator reuses is not zero
         garbage = [torch.full_like(p, 1e30) for p in skipping.model.parameters()]
     del garbage
     handle = skipping.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
@@ -100,7 +100,7 @@ def test_fp16_learns(wine):
 
 
 def test_the_gradient_under_loss_scaling_is_unscaled(wine):
-    """AdamW would hide a wrong scale: its steps do not depend on it. The norm does not hide it."""
+    """AdamW's steps do not depend on the scale, so they would hide a wrong one. The norm shows it."""
     norms = [
         float(take_step(built(wine, precision=name, clip_grad_norm=None), range(40))[1]) for name in ("fp32", "fp16")
     ]

@@ -14,7 +14,7 @@ STEPS = 40
 
 
 def _rates(config, steps=STEPS, extra=0, epoch_steps=1):
-    """The rate that each optimizer step used, per group."""
+    """Return the rate of each optimizer step, per group."""
     weight, bias = nn.Linear(2, 2).parameters()
     groups = [{"params": [weight], "lr": config.lr}, {"params": [bias], "lr": config.lr / 10}]
     optimizer = torch.optim.SGD(groups, lr=config.lr)
@@ -28,7 +28,7 @@ def _rates(config, steps=STEPS, extra=0, epoch_steps=1):
 
 
 def _torchs(make, steps=STEPS):
-    """The rates of one of torch's own schedules."""
+    """Return the rates of one of torch's schedules."""
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     theirs = make(optimizer)
     rates = []
@@ -148,7 +148,7 @@ def test_a_cosine_warm_up_starts_above_zero():
 
 
 def _plateau(values, maximize, config, resume_at=None):
-    """The rate of each epoch of 4 steps, as the validation metric goes by `values`."""
+    """Return the rate of each epoch of 4 steps, for the validation metrics `values`."""
 
     def start():
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -185,7 +185,7 @@ def test_plateau_warms_up_first_and_has_a_minimum():
     config = TrainConfig(
         lr=0.1, schedule="plateau", decay_factor=0.1, plateau_patience=0, warmup_steps=8, min_lr_fraction=0.05
     )
-    # The rate after the fourth step of each epoch, for the step to come; nothing falls while it climbs.
+    # The rate after the fourth step of each epoch, for the next step. It does not decrease during the warm-up.
     assert _plateau([1] * 6, True, config) == pytest.approx([0.0625, 0.1, 0.1, 0.01, 0.005, 0.005])
 
 
@@ -256,7 +256,7 @@ def test_a_step_schedule_lowers_the_rate_between_epochs(wine):
 
 
 class _Count:
-    """A metric that gets better, or worse, by one each time it is computed."""
+    """A metric that improves, or worsens, by one at each computation."""
 
     def __init__(self, sign):
         self.sign, self.count = sign, 0

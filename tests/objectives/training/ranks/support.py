@@ -14,11 +14,11 @@ from hpsearch import Objective, Splits, TrainConfig
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.objectives.training.ranks import init_process_group
 
-WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy
+WAIT = 300.0  # time limit in seconds for all ranks, for busy machines
 
 
 def on_ranks(world, function, *arguments, timeout=120.0):
-    """What the function, called with the ranks and the arguments, returns on each rank."""
+    """Call the function with the ranks and the arguments on each rank, and return all results."""
     bind = make_parent_death_hook()
     context = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -67,14 +67,14 @@ def _rank(bind, rank, world, port, timeout, sent, function, arguments):
 
 
 def outcome(result):
-    """What a run came to, as plain values: each epoch's numbers without times, and the best weights."""
+    """Return the results of a run as plain values: each epoch's metrics without times, and the best weights."""
     times = ("epoch_seconds", "samples_per_second", "samples_per_second_per_device", "scaling_efficiency")
     history = [{k: v for k, v in r.metrics.items() if k not in times} for r in result.history]
     return history, {name: tensor.numpy() for name, tensor in result.model.state_dict().items()}
 
 
 def apart(found, expected):
-    """The largest differences between two outcomes: of their numbers, and of their weights."""
+    """Return the largest differences between two outcomes: of metrics, and of weights."""
     assert [list(a) for a in found[0]] == [list(b) for b in expected[0]]
     numbers = max(abs(a[name] - b[name]) for a, b in zip(found[0], expected[0], strict=True) for name in b)
     weights = max(abs(found[1][name] - weight).max() for name, weight in expected[1].items())
@@ -82,7 +82,7 @@ def apart(found, expected):
 
 
 class Sides(Objective):
-    """203 points on two sides of a line: neither samples nor batches can be divided evenly."""
+    """203 points on two sides of a line. Neither samples nor batches can be divided evenly."""
 
     metric = "accuracy"
 
@@ -102,7 +102,7 @@ UNEVEN = TrainConfig(batch_size=37, gradient_accumulation_steps=2, clip_grad_nor
 
 
 class WideSides(Sides):
-    """With weights that cannot be divided evenly either."""
+    """The same with weights that cannot be divided evenly."""
 
     def model(self, config, train):
         return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))

@@ -20,7 +20,7 @@ class Ranked(Sides):
 
 
 class Ignoring(Sides):
-    """Of some samples no label is known: a batch's mean is over the others, of which a rank may have more."""
+    """Some samples have no label. A batch's mean is over the others, whose number differs between ranks."""
 
     def data(self, seed):
         splits = super().data(seed)
@@ -51,7 +51,7 @@ class Largest:
 
 
 class CustomStep(Sides):
-    """A step that calls a method of the model, leaves out a layer, and measures a thing of its own."""
+    """A step that calls a method of the model, skips a layer, and returns a custom metric."""
 
     metric = "largest"
     direction = "minimize"
@@ -78,7 +78,7 @@ class Encoder(nn.Module):
 
 
 class Loaded(Sides):
-    """Samples that a DataLoader reads."""
+    """Samples from a DataLoader."""
 
     def data(self, seed):
         splits = super().data(seed)
@@ -111,7 +111,7 @@ def train(name):
 
 
 def score(name):
-    """Of a run on a fresh division, which judges halves; the first rank has it."""
+    """Return the score of a run on a new split, which evaluates halves; only rank 0 has it."""
     objective, config = RUNS[name]
     return Trainer(objective(), config, epochs=3, seed=0, resplit_seed=7).fit().resplit_score
 
@@ -138,7 +138,7 @@ def test_training_on_ranks_equals_one_process(name, alone, ranked):
         numbers, weights = apart(found[name], expected)
         assert numbers < 1e-6, numbers
         assert weights < 1e-5, weights
-    assert expected[0][0] != expected[0][-1]  # it learnt something
+    assert expected[0][0] != expected[0][-1]  # it learned
 
 
 @pytest.mark.parametrize("name", DIVIDED)

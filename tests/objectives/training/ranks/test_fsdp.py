@@ -57,7 +57,7 @@ class Thawing(WideSides):
 
 
 class Encoded(WideSides):
-    """A step that calls the model's layers, by a method and by themselves, and never the model."""
+    """A step that calls the model's layers, directly and with a method, but never the model."""
 
     def model(self, config, train):
         return Halves()
@@ -82,7 +82,7 @@ class Scalar(WideSides):
 
 
 class Reaching(WideSides):
-    """A step that calls a method which uses a weight."""
+    """A step that calls a method that uses a weight."""
 
     def model(self, config, train):
         return TiedLayers(torch.ones(1))
@@ -108,7 +108,7 @@ REFUSED = {"scalar": Scalar, "a weight outside its layer": Reaching}
 
 
 class Kept:
-    """A session that keeps only checkpoints, and leaves the run after its first epoch or within it."""
+    """A session that stores only checkpoints, and stops the run after or within its first epoch."""
 
     run_dir = shards = None
 
@@ -142,7 +142,7 @@ def trained(name):
 
 
 def served(result):
-    """What a run came to on rank 0; None on others, whose model has no weights."""
+    """Return the results of a run on rank 0; None on others, whose model has no weights."""
     if any(parameter.is_meta for parameter in result.model.parameters()):
         return None
     kinds = {type(module).__name__ for module in result.model.modules()}
@@ -164,7 +164,7 @@ def leave(folder):
 
 
 def resume(folder):
-    """The run that was left."""
+    """Resume the stopped run."""
     return served(fit(WideSides(), AVERAGED, Kept(folder)))
 
 
@@ -181,7 +181,7 @@ def refused(objective):
 
 
 def noted():
-    """What is noted of the steps of an epoch, and the run."""
+    """Return the step log of an epoch, and the run."""
     run = Trainer(WideSides(), SHARDED, epochs=1, seed=0)._build()
     train_epoch(run, 0)
     return run.steplog.drain(), run
@@ -189,7 +189,7 @@ def noted():
 
 def on_two(ranks, folder):
     refused(Scalar)
-    with contextlib.suppress(ObjectiveError), ranks.fail_together():  # what follows has new connections
+    with contextlib.suppress(ObjectiveError), ranks.fail_together():  # later runs have new connections
         raise ObjectiveError("both fail")
     found = {name: trained(name) for name in RUNS}
     found["muon"] = [served(fit(WideSides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
@@ -242,13 +242,13 @@ def test_fsdp_training_equals_one_process(name, world, alone, two, four):
     numbers, weights = apart(first[name], expected)
     assert numbers < 1e-6, numbers
     assert weights < 1e-5, weights
-    assert first[name][2:] == pytest.approx(expected[2:])  # what was switched, the best value, how many weights
+    assert first[name][2:] == pytest.approx(expected[2:])  # the changed settings, the best value, the number of weights
     assert all(other[name] is None for other in others)
-    assert expected[0][0] != expected[0][-1]  # it learnt something
+    assert expected[0][0] != expected[0][-1]  # it learned
 
 
 def test_muon_on_shards_equals_muon_on_full_gradients(two):
-    """Its bfloat16 enlarges how a sum over ranks is rounded: what it comes to is compared on as many of them."""
+    """bfloat16 increases the rounding of sums over ranks, so the comparison uses the same number of ranks."""
     numbers, weights = apart(*two[1][0]["muon"])
     assert numbers < 1e-6, numbers
     assert weights < 1e-5, weights
@@ -276,7 +276,7 @@ def test_layer_norms_of_gradients_are_those_of_full_gradients(alone, two):
 
 
 def form(value):
-    """What a state is made of, without its values."""
+    """Return the structure of a state without its values."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, type(value), value.untyped_storage().nbytes()
     if isinstance(value, dict):
@@ -298,7 +298,7 @@ def test_a_stopped_fsdp_run_resumes_on_any_number_of_ranks(of, where, world, alo
     found = resume(copied(two[0] / where, tmp_path / where)) if world == 1 else four[0][of, where]
     expected = alone[1]["ema"]
     for epoch, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
-        partly = where == "within" and epoch == 0  # its metrics of training are of the steps after the resume
+        partly = where == "within" and epoch == 0  # its training metrics cover only the steps after the resume
         for key in (key for key in other if not (partly and key.startswith("train_") and key != "train_loss")):
             assert one[key] == pytest.approx(other[key], abs=1e-6), (epoch, key)
     assert max(abs(found[1][key] - weight).max() for key, weight in expected[1].items()) < 1e-5

@@ -9,7 +9,7 @@ from tests.objectives.training.support import Stopped
 
 
 class Measured(Sides):
-    """With a measure for which the model is called: of a model in parts by all ranks together."""
+    """With a custom metric that calls the model; all ranks call a sharded model together."""
 
     name = "measured"
 

@@ -80,7 +80,7 @@ def failures(ranks):
 
 
 def wrapped(ranks):
-    """What somebody's code makes of a connection that broke."""
+    """Handle a broken connection as user code may do."""
     try:
         ranks.all_reduce_sum(torch.ones(3))
     except RuntimeError as error:
@@ -120,7 +120,7 @@ def test_a_lost_rank_ends_the_others():
 
 
 class Diverging(Sides):
-    """The loss of one sample becomes infinite, which one rank alone has."""
+    """The loss of one sample, on one rank, becomes infinite."""
 
     def loss(self, config, train):
         return Bad()
@@ -211,7 +211,7 @@ def fail_in_step(ranks):
 
 
 def test_a_rank_that_fails_in_its_step_blocks_no_other():
-    """Whatever the failed step held of its connections: they are closed long before a collective's time is up."""
+    """The connections of the failed step are closed long before the collective timeout."""
     first, second = on_ranks(2, fail_in_step, timeout=3600.0)
     assert first[:2] == ("RankError", "KeyError: 'no such layer' (on rank 1)")
     assert second[:2] == ("KeyError", "'no such layer'")

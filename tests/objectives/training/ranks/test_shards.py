@@ -131,7 +131,7 @@ def test_an_invalid_shard_invalidates_only_its_checkpoint(how, two, undisturbed,
 
 
 class Touch:
-    """What runs code where a pickle is loaded."""
+    """Runs code when a pickle is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -152,7 +152,7 @@ def test_the_metadata_of_a_sharded_checkpoint_cannot_run_code(two, tmp_path):
 
 
 def apart_at_first(ranks, folder, warned):
-    """As on two machines: rank 1 does not see what rank 0 writes."""
+    """As on two machines: rank 1 does not see the files of rank 0."""
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("hpsearch.objectives.training").addHandler(handler)

@@ -44,13 +44,13 @@ def test_plots_are_next_to_the_text_about_them(wine, tmp_path):
     assert _section(text, "Training and validation").endswith("\n\n![Learning curves](curves.png)")
     assert _section(text, "Instabilities").endswith("](gradients.png)")
     (tmp_path / "pruned").mkdir()
-    (tmp_path / "pruned" / "curves.png").touch()  # of the run before it was resumed
+    (tmp_path / "pruned" / "curves.png").touch()  # from before the resume
     _, pruned = _report(wine, tmp_path / "pruned", session=Memory({1: Verdict.PRUNE}))
     assert "](" not in pruned
 
 
 def test_training_and_validation_metrics_are_computed_alike(wine, tmp_path):
-    """By the same weights, in evaluation mode: the losses while training are those of other weights."""
+    """Both use the same weights in evaluation mode. The losses during training are those of other weights."""
     config = TrainConfig(lr=0.02, batch_size=16)
     result, text = _report(wine, tmp_path, config)
     train = wine.data(0).train
@@ -94,7 +94,7 @@ def test_underfitting_is_reported(wine, tmp_path):
 
 @pytest.mark.slow
 def test_a_converged_loss_is_not_reported_as_underfit(wine, tmp_path):
-    """A rate that fades out lowers the loss to the last epoch, by less and less."""
+    """A decaying rate lowers the loss less and less until the last epoch."""
     config = TrainConfig(optimizer="sgd", lr=0.1, batch_size=16, schedule="exponential", warmup_fraction=0.0)
     result, text = _report(wine, tmp_path, config, epochs=15)
     losses = [record.metrics["val_loss"] for record in result.history]
@@ -118,7 +118,7 @@ def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
 
 @pytest.mark.slow
 def test_a_validation_split_of_copies_is_detected_from_its_curve(objective_with, tmp_path):
-    """Each case is there ten times, with a noise that hides it from a comparison of bits."""
+    """Each sample exists ten times, with noise that hides it from an exact comparison."""
 
     def data(_self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -173,7 +173,7 @@ def _steps(*norms):
 @pytest.mark.parametrize(
     ("norms", "exploded"),
     [
-        ([5e3] * 20, False),  # a loss that sums over pixels, all along
+        ([5e3] * 20, False),  # large from the start, as with a loss that sums over pixels
         ([0.1] * 10 + [40.0] * 10, True),
         ([1.0] * 10 + [None] * 10, True),
         ([50.0] * 10 + [0.1] * 10, False),
@@ -187,7 +187,7 @@ def test_an_exploding_gradient_is_relative_to_earlier_ones_of_the_run(wine, norm
 
 
 def test_tiny_gradients_of_the_first_steps_do_not_flag_later_ones(wine):
-    """A net that begins with next to no gradient, as residual branches do, and then is calm."""
+    """A network with almost no gradient at first, like residual branches, and stable gradients later."""
     dense = [{"step": step, "grad_norm": 0.1, "layers": {"net": 1e-4}} for step in range(1, 20)]
     even = [{"step": 50 * step, "grad_norm": 9.0, "layers": {"net": 1.0}} for step in range(8)]
     found = list_instabilities(built(wine), fit(wine, epochs=1), dense + even)

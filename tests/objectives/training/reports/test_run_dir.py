@@ -46,7 +46,7 @@ def test_a_local_run_saves_checkpoints_in_its_run_dir(wine, tmp_path):
 
 @pytest.mark.slow
 def test_a_new_run_in_an_old_run_dir_replaces_its_metrics(wine, tmp_path):
-    for lr in (0.1, 0.001):  # these sessions restore nothing
+    for lr in (0.1, 0.001):  # these sessions have no checkpoint
         result = fit(wine, TrainConfig(lr=lr), session=Memory(), run_dir=tmp_path, epochs=2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["val_loss"] for line in lines] == [record.metrics["val_loss"] for record in result.history]
@@ -77,7 +77,7 @@ def test_curves_mark_the_best_epoch(wine, tmp_path):
 
 
 def test_a_plot_contains_nothing_of_the_previous_one(tmp_path, monkeypatch):
-    """A process draws on the same figures again: with other ranges, without a best epoch or a training curve."""
+    """A process reuses figures: with other ranges, without a best epoch or a training curve."""
 
     def drawn(name, epochs, scale, best):
         splits = ("train", "val") if best else ("val",)
@@ -93,7 +93,7 @@ def test_a_plot_contains_nothing_of_the_previous_one(tmp_path, monkeypatch):
 
 
 def test_a_run_without_matplotlib_completes_with_a_remark(wine, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "_figures", threading.local())  # where an earlier run of this process left figures
+    monkeypatch.setattr(plots, "_figures", threading.local())  # earlier runs of this process created figures
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     result = fit(wine, run_dir=tmp_path, epochs=2)

@@ -65,7 +65,7 @@ def test_a_torn_file_is_rejected(tmp_path):
         path.write_bytes(good[:size])
         with pytest.raises(CheckpointError):
             checkpoint.read(path)
-    torch.save(STATE, path)  # whole, but without a checksum
+    torch.save(STATE, path)  # complete, but without a checksum
     with pytest.raises(CheckpointError):
         checkpoint.read(path)
 
@@ -80,7 +80,7 @@ class _Code:
 
 def test_code_in_a_checkpoint_is_never_run(tmp_path):
     path, trap = tmp_path / "a.pt", tmp_path / "trap"
-    checkpoint.write(path, {"model": _Code(str(trap))})  # with a checksum that fits
+    checkpoint.write(path, {"model": _Code(str(trap))})  # with a correct checksum
     with pytest.raises(CheckpointError, match="contains other objects than plain values and tensors"):
         checkpoint.read(path)
     assert not trap.exists()
@@ -152,7 +152,7 @@ def test_a_session_falls_back_to_the_previous_state(tmp_path, caplog):
     session.files.last_path.write_bytes(session.files.last_path.read_bytes()[:-9])
     assert session.restore()["seed"] == 1
     assert "last.pt is truncated" in caplog.text
-    session.files.last_path.unlink()  # as after a death between the two renames
+    session.files.last_path.unlink()  # as after a kill between the two renames
     assert session.restore()["seed"] == 1
     session.files.previous_path.write_bytes(b"")
     assert session.restore() is None
@@ -185,7 +185,7 @@ def test_a_logged_file_is_kept(tmp_path):
 
 
 def test_a_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
-    """A crash of the machine must not leave the name on an empty file, nor lose the name."""
+    """After a crash of the machine, the file must exist and must not be empty."""
     done = []
     fsync, replace = os.fsync, Path.replace
 

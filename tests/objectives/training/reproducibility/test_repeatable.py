@@ -82,7 +82,7 @@ def test_an_operation_without_a_deterministic_kernel_is_an_error(objective_with)
     class Puts(nn.Linear):
         def forward(self, x):
             output = super().forward(x)
-            if self.training:  # evaluation runs first and would name it as well
+            if self.training:  # evaluation runs first and would raise the same error
                 output.clone().put_(torch.tensor([0]), torch.tensor([0.0]))
             return output
 
@@ -93,7 +93,7 @@ def test_an_operation_without_a_deterministic_kernel_is_an_error(objective_with)
 
 
 def test_cuda_is_configured_for_determinism_before_it_starts(objective_with, monkeypatch):
-    """cuDNN picks another kernel by its benchmark from run to run; cuBLAS reads its setting once, as CUDA starts."""
+    """cuDNN's benchmark can select other kernels in each run. cuBLAS reads its setting once, at the start of CUDA."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     at_first_use, seen = [], []
