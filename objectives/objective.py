@@ -281,7 +281,7 @@ class Objective(BaseObjective):
         A resumed run repeats the calls for the earlier epochs on the initial weights.
         """
 
-    def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - used by overrides
+    def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 used by overrides
         """Return a random augmentation of a batch of training inputs [n, ...]; None for no augmentation.
 
         Use the global generators of PyTorch, NumPy or Python, which are seeded so that runs are reproducible. With

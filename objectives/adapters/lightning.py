@@ -132,12 +132,12 @@ class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not type-chec
     def __init__(self, state: Any) -> None:
         self.checkpoint: dict[str, Any] = {} if state is None else state["checkpoint"]
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002 Lightning's
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002 part of Lightning's API
         """Keep a checkpoint without the hyperparameters: they come from the trial's configuration."""
         kept = {name: part for name, part in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
         self.checkpoint = map_tensors(lambda tensor: tensor, kept)  # converts other mappings to dictionaries
 
-    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:  # noqa: ARG002 Lightning's
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:  # noqa: ARG002 part of Lightning's API
         """Return the kept checkpoint."""
         return self.checkpoint
 
@@ -157,7 +157,7 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint 
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._first = True
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 part of Lightning's API
         """Restore the SIGTERM handler; in a resumed trial, step the metric-driven schedulers."""
         # Lightning's handler stops within the epoch; the handler of the worker lets the epoch end and saves it.
         if threading.current_thread() is threading.main_thread():
@@ -165,7 +165,7 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint 
         if self._trial.state is not None:
             _step_plateaus(trainer, self._trial.state["logged"])
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 part of Lightning's API
         """Start an epoch of the trial, which seeds the global generators, and seed those of the loaders."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:

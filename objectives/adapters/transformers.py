@@ -87,11 +87,11 @@ class _EpochReporter(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._epochs = trial.epochs()
         self._metrics: dict[str, float] = {}
 
-    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 a Trainer's
+    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 part of the Trainer's API
         """Start an epoch of the trial, which seeds the generators."""
         next(self._epochs, None)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **_: Any) -> None:  # noqa: ARG002 a Trainer's
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **_: Any) -> None:  # noqa: ARG002 part of the Trainer's API
         """Collect the metrics of an evaluation; it is called once per evaluation set."""
         self._metrics |= remove_prefixes(metrics, "eval")
 

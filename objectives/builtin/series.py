@@ -60,7 +60,7 @@ class Series(Objective):
             },
         )
 
-    def data(self, seed: int) -> Splits:  # noqa: ARG002 time decides
+    def data(self, seed: int) -> Splits:  # noqa: ARG002 the split is by time
         """Return windows [n, 104] and the weeks that follow [n, 13], in parts per million."""
         values = load_weekly_values()
         first, second = round(0.6 * len(values)), round(0.8 * len(values))

@@ -229,7 +229,7 @@ class LocalSession:
         if is_due:
             self._saved_at = now
 
-    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:  # noqa: ARG002 a session's
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:  # noqa: ARG002 part of the protocol
         """Return SAVE every `save_every` seconds."""
         return MidEpochAction.SAVE if self.files.is_due(self._save_every) else MidEpochAction.NONE
 
@@ -237,7 +237,7 @@ class LocalSession:
         """Write `last.pt`; keep the ones before it."""
         self.files.save_last(state)
 
-    def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 a session's
+    def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 part of the protocol
         """Return CONTINUE; the metrics are in the checkpoint and in the trainer's files."""
         return Verdict.CONTINUE
 

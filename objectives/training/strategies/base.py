@@ -37,7 +37,7 @@ class Strategy:
     def begin_epoch(self) -> None:
         """Prepare for an epoch, before which the objective may have frozen or unfrozen layers."""
 
-    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 of several
+    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 used by subclasses
         """Return the training step of a micro-batch; with `more`, others follow before the optimizer step."""
         return self._step_function(self._model, batch, autocast)
 
@@ -61,12 +61,12 @@ class Strategy:
         """Return a state dict with unsharded tensors, for use on rank 0. All ranks must call it."""
         return state
 
-    def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
+    def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 used by subclasses
         """Return this rank's part of a state dict with unsharded tensors; `like` has this rank's tensors by key."""
         return state
 
-    def checkpoint_state(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
-        """Return a state for a checkpoint: with unsharded tensors, or with a manifest of shards in `place`."""
+    def checkpoint_state(self, parts: dict[str, Any], shards_dir: Path | None) -> dict[str, Any]:  # noqa: ARG002 used by subclasses
+        """Return a state for a checkpoint: with unsharded tensors, or with a manifest of shards in `shards_dir`."""
         return self.full_state_dict(parts)
 
     def load_checkpoint_state(
@@ -115,7 +115,7 @@ class DDPStrategy(Strategy):
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 averages are not trained
         """Synchronize the statistics of batch norm over ranks on GPUs; PyTorch does not support it on CPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch names no types
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch declares no types
 
     def begin_epoch(self) -> None:
         """Wrap again if the trained layers have changed, because DDP registers them only at construction."""
@@ -135,7 +135,7 @@ class DDPStrategy(Strategy):
     def _wrap(self, batch: Batch, autocast: AbstractContextManager[None]) -> DistributedDataParallel:
         unused = self._has_unused_parameters(batch, autocast)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames an option
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames an option; 2.11 lacks the new name
             return DistributedDataParallel(
                 _StepModule(self._model, self._step_function),
                 broadcast_buffers=False,  # see `sync_buffers`

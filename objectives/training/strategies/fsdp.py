@@ -133,16 +133,18 @@ class FSDPStrategy(Strategy):
             return type(outline)(self._scatter(one, inner, like) for one, inner in zip(values, outline, strict=True))
         return outline
 
-    def checkpoint_state(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
-        """Return a state for a checkpoint; if it is large, each rank writes its shards to `place`."""
+    def checkpoint_state(self, parts: dict[str, Any], shards_dir: Path | None) -> dict[str, Any]:
+        """Return a state for a checkpoint; if it is large, each rank writes its shards to `shards_dir`."""
         from hpsearch.objectives.training.strategies import shards  # a slow import that few runs need
 
-        if place is not None and shards.sharded_bytes(parts) > self._config.shard_checkpoint_above_gib * 2**30:
-            written = shards.write_shards(parts, place, self._ranks)
+        if shards_dir is not None and shards.sharded_bytes(parts) > self._config.shard_checkpoint_above_gib * 2**30:
+            written = shards.write_shards(parts, shards_dir, self._ranks)
             if written is not None:
                 return written
             if self._ranks.is_rank_zero and not self._has_warned:
-                log.warning("checkpoints are not sharded, because not all ranks see %s; rank 0 gathers them", place)
+                log.warning(
+                    "checkpoints are not sharded, because not all ranks see %s; rank 0 gathers them", shards_dir
+                )
             self._has_warned = True
         return self.full_state_dict(parts)
 

@@ -46,7 +46,7 @@ def write_shards(parts: dict[str, Any], shards_dir: Path, ranks: Ranks) -> dict[
             folder.rmdir()
         return None
     sharded: dict[str, Tensor] = {}
-    left: dict[str, Any] = _extract_shards(parts, "", sharded)
+    state: dict[str, Any] = _extract_shards(parts, "", sharded)
     files: dict[str, dict[str, Any]] = {}
     if seen[0]:
         try:
@@ -61,7 +61,7 @@ def write_shards(parts: dict[str, Any], shards_dir: Path, ranks: Ranks) -> dict[
         manifest["failed"] = reasons[0]
         if ranks.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)  # the disk may be full
-    return {**left, "shards": manifest}
+    return {**state, "shards": manifest}
 
 
 def _make(folder: Path) -> str | None:
@@ -86,13 +86,13 @@ def _extract_shards(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
 
 
 def read_shards(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Read the tensors that `write` wrote, on any number of ranks.
+    """Read the tensors that `write_shards` wrote, on any number of ranks.
 
     Args:
-        parts: the state without them.
-        folder: of the files, which were checked against the manifest.
+        parts: the state with empty tensors instead of the sharded ones.
+        folder: folder of the files, which are already checked against the manifest.
         like: this rank's tensors, by the keys of the state. Other tensors are read whole.
-        ranks: the ranks that read together; None is this process alone.
+        ranks: ranks that read together; None for this process only.
 
     Raises:
         RuntimeError: the files lack a part of the state.
