@@ -98,7 +98,7 @@ class Trace:
 
 
 @dataclass
-class PruningContext:
+class SearchCase:
     """The objective, seed, limits and services of one search."""
 
     objective: BaseObjective
@@ -114,10 +114,10 @@ class PruningContext:
         return -1.0 if self.objective.direction == "maximize" else 1.0
 
 
-def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace]:
+def hpsearch(sampler: str, pruner: str) -> Callable[[SearchCase, str], Trace]:
     """Return a function that runs `hpsearch run` as a user would."""
 
-    def made(case: PruningContext, name: str) -> Trace:
+    def made(case: SearchCase, name: str) -> Trace:
         flags = {
             "name": name, "trials": NO_END, "epochs": EPOCHS, "timeout": case.seconds, "workers": case.workers,
             "seed": case.seed, "sampler": sampler, "pruner": pruner,
@@ -129,7 +129,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[PruningContext, str], Trace
     return made
 
 
-def plain_optuna(case: PruningContext, name: str) -> Trace:
+def plain_optuna(case: SearchCase, name: str) -> Trace:
     """Run Optuna's own loop in one process per worker, on the same Postgres."""
     optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
     script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
@@ -137,10 +137,10 @@ def plain_optuna(case: PruningContext, name: str) -> Trace:
     return watch_study(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
 
 
-def ray_tune(searcher: str) -> Callable[[PruningContext, str], Trace]:
+def ray_tune(searcher: str) -> Callable[[SearchCase, str], Trace]:
     """Return a function that runs Ray Tune's ASHA with the same number of concurrent trials."""
 
-    def made(case: PruningContext, name: str) -> Trace:
+    def made(case: SearchCase, name: str) -> Trace:
         script = [
             sys.executable,
             "-m",
@@ -164,7 +164,7 @@ def ray_tune(searcher: str) -> Callable[[PruningContext, str], Trace]:
     return made
 
 
-WAYS: dict[str, Callable[[PruningContext, str], Trace]] = {
+WAYS: dict[str, Callable[[SearchCase, str], Trace]] = {
     BASELINE: hpsearch("tpe", "median"),
     "hpsearch freeze_thaw + asha": hpsearch("freeze_thaw", "asha"),
     "hpsearch freeze_thaw + median": hpsearch("freeze_thaw", "median"),
@@ -176,7 +176,7 @@ WAYS: dict[str, Callable[[PruningContext, str], Trace]] = {
 }
 
 
-def watch_study(case: PruningContext, name: str, commands: list[list[str]]) -> Trace:
+def watch_study(case: SearchCase, name: str, commands: list[list[str]]) -> Trace:
     """Run commands and read the best so far from their study meanwhile."""
     trace, over = Trace(), threading.Event()
     engine = sa.create_engine(case.storage)
@@ -203,7 +203,7 @@ def watch_study(case: PruningContext, name: str, commands: list[list[str]]) -> T
     return trace
 
 
-def run(commands: list[list[str]], case: PruningContext, name: str) -> None:
+def run(commands: list[list[str]], case: SearchCase, name: str) -> None:
     """Run commands in parallel and wait for all; all must succeed."""
     environment = {
         **clean_environment(),
@@ -279,7 +279,7 @@ def main() -> None:
                 where = (given.seconds, given.workers, home, info.storage_url)
                 # The order alternates, so that other load on the machine affects all methods alike.
                 for place, way in enumerate(ways[:: -1 if seed % 2 else 1]):
-                    case = PruningContext(loaded, OBJECTIVES[objective], seed, *where)
+                    case = SearchCase(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
                     log_progress(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
             sign = -1.0 if loaded.direction == "maximize" else 1.0
