@@ -158,11 +158,9 @@ def forecast_final_values(
     posterior = process.posterior(dataset.points, dataset.scores)
     means, deviations = (found.numpy() for found in posterior.predict(dataset.final_epoch_points.select([*unfinished])))
     noise, ended = process.theta[5].exp().item(), sum(len(t.intermediate_values) >= epochs for t in observed)
-    margin = _INTERVAL_DEVIATIONS * np.sqrt(deviations**2 + noise + _HYPERPARAMETER_UNCERTAINTY**2 / (1 + ended))
+    half = _INTERVAL_DEVIATIONS * np.sqrt(deviations**2 + noise + _HYPERPARAMETER_UNCERTAINTY**2 / (1 + ended))
     bound = _get_lower_bound(dataset.observations, metric, maximize=maximize)
-    ends = [
-        _scores_to_losses(dataset.observations, scores, bound) for scores in (means, means - margin, means + margin)
-    ]
+    ends = [_scores_to_losses(dataset.observations, scores, bound) for scores in (means, means - half, means + half)]
     found = {}
     for (index, loss), values in zip(unfinished.items(), np.column_stack(ends), strict=True):
         # The final value is never worse than the best value so far.
