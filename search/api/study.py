@@ -391,8 +391,8 @@ class Study:
         from hpsearch.search.tracking.publish import reopen_study
 
         stored = self._stored
-        given_up, reason = stored.given_up, start_study(stored)
-        if given_up is not None:
+        early_stop, reason = stored.early_stop, start_study(stored)
+        if early_stop is not None:
             update_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
         return reason
 

@@ -71,13 +71,13 @@ def extend(
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    given_up = study._stored.given_up
+    early_stop = study._stored.early_stop
     budgets = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
     done = study._extend(budgets, enqueue)
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
-    if given_up is not None:
-        typer.echo(f"{name} resumes; it had stopped early: {given_up.reason}. More trials may stop it again")
+    if early_stop is not None:
+        typer.echo(f"{name} resumes; it had stopped early: {early_stop.reason}. More trials may stop it again")
     of = "of them" if done.unit == "trials" else "trials"
     if done.before == done.after:
         typer.echo(f"{name} already has a budget of {done.after:.12g} {done.unit}, {done.started} {of} are started")

@@ -174,7 +174,7 @@ def _join_bounds(study: StoredStudy) -> str:
 
 def _format_early_stop(study: StoredStudy) -> str:
     """Return a sentence with the reason if the study ended before its budget was spent, else an empty text."""
-    stop = study.given_up
+    stop = study.early_stop
     return "" if stop is None else f" Stopped after {stop.started} of {stop.budget} trials: {stop.reason}."
 
 

@@ -77,8 +77,8 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     shown_always = ("complete", "pruned", "failed")
     counts = [f"{count} {state}" for state, count in summary.by_state.items() if count or state in shown_always]
     lines = [f"study {spec.name}: {study.format_progress(summary.finished)} ({', '.join(counts)})"]
-    if (given_up := study.given_up) is not None:
-        lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.reason}")
+    if (early_stop := study.early_stop) is not None:
+        lines.append(f"stopped after {early_stop.started} of {early_stop.budget} trials: {early_stop.reason}")
     if spec.is_multi_objective and summary.front:
         lines += format_front(spec, summary.front)
     elif summary.best is not None:
@@ -222,7 +222,7 @@ def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
     attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
     enqueued = "enqueued: no worker has claimed it yet"
-    if waiting and study.given_up is not None:
+    if waiting and study.early_stop is not None:
         enqueued = f"enqueued: the study stopped early; resume it with {format_command('start', study.spec.name)}"
     found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
     return {trial.number: _format_waiting_reason(trial, past[-1]) if past else enqueued for trial, past in found}

@@ -95,9 +95,11 @@ def run_search(
     if not spent or (spec.has_epoch_or_time_budget and begin.waiting):  # workers end the waiting trials
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     else:
-        given_up = study.given_up
-        again = ("extend", spec.name, *_make_extend_options(study, begin)) if given_up is None else ("start", spec.name)
-        reason = "the budget is spent" if given_up is None else given_up.reason
+        early_stop = study.early_stop
+        again = (
+            ("extend", spec.name, *_make_extend_options(study, begin)) if early_stop is None else ("start", spec.name)
+        )
+        reason = "the budget is spent" if early_stop is None else early_stop.reason
         console.print(f"{reason}; more trials with: {format_command(*again)}; or use another --name for a new search")
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 

@@ -164,7 +164,7 @@ def _make_line_error(path: Path, line: int, fault: str) -> SearchError:
 
 def find_stopped_warning(study: StoredStudy) -> str | None:
     """Return a warning if enqueued trials wait in a study that stopped early, else None."""
-    if study.given_up is None:
+    if study.early_stop is None:
         return None
     waiting = [trial._trial_id for trial in study.trials(TrialState.WAITING)]
     count = len(waiting) - len(read_attempts(study.engine, waiting))

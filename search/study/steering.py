@@ -47,13 +47,13 @@ def start_study(study: StoredStudy) -> str | None:
         User and time of the stop, and the reason of an early termination; None if the study was not stopped.
     """
     attrs = study.attrs
-    stopped, given_up = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
+    stopped, early_stop = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
     if stopped:
         study.set_attr(STOPPED, None)
-    if given_up is not None:
+    if early_stop is not None:
         change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_restore_budget, study))
     reasons = [str(stopped)] if stopped else []
-    reasons += [f"as {given_up.reason}"] if given_up is not None else []
+    reasons += [f"as {early_stop.reason}"] if early_stop is not None else []
     return " and ".join(reasons) or None
 
 

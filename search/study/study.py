@@ -54,7 +54,7 @@ class StoredStudy:
         return int(self.attrs[SPEC]["n_trials"])
 
     @property
-    def given_up(self) -> EarlyStop | None:
+    def early_stop(self) -> EarlyStop | None:
         """The record of an early termination; None if there is none."""
         return EarlyStop.from_attrs(self.attrs)
 
@@ -66,8 +66,8 @@ class StoredStudy:
     def is_spent(self, finished: int) -> bool:
         """Return whether a budget is spent or the study terminated early, after `finished` trials."""
         attrs = self.attrs
-        budget, given_up = int(attrs[SPEC]["n_trials"]), EarlyStop.from_attrs(attrs)
-        last = budget if given_up is None else min(budget, given_up.started)
+        budget, early_stop = int(attrs[SPEC]["n_trials"]), EarlyStop.from_attrs(attrs)
+        last = budget if early_stop is None else min(budget, early_stop.started)
         return finished >= last or ((spending := self.spending) is not None and spending.is_exhausted)
 
     def format_progress(self, finished: int) -> str:

@@ -163,8 +163,8 @@ class Terminator:
         judged_now = {"gain": gain, "ended": ended}
         if gain is not None and gain < threshold:
             engine, study_id = self._study.engine, self._study.study_id
-            if given_up := stop_early(engine, study_id, gain=gain, threshold=threshold, estimate=judged_now):
-                return given_up
+            if early_stop := stop_early(engine, study_id, gain=gain, threshold=threshold, estimate=judged_now):
+                return early_stop
         self._study.set_attr(EXPECTED_GAIN, judged_now)
         return None
 

@@ -48,8 +48,8 @@ class Worker:
                 self._context.watchdog.beat()
                 self._context.registration.send_heartbeat()
                 end: TrialEnd | None
-                if self._terminator is not None and (given_up := self._terminator.stop_early()):
-                    log.info("no new trials: %s", given_up.reason)
+                if self._terminator is not None and (early_stop := self._terminator.stop_early()):
+                    log.info("no new trials: %s", early_stop.reason)
                 match self._context.claims.claim(open_new=not self._context.study.is_timed_out):
                     case StudyStopped(reason):
                         log.info("study stopped: %s", reason)

@@ -56,7 +56,7 @@ class AlreadyEvaluatedError(StorageError):
     """Test set that was evaluated before."""
 
     def __init__(self, evaluation: TestEvaluation) -> None:
-        super().__init__(f"the test set was opened {evaluation.description}; it can be evaluated only once")
+        super().__init__(f"the test set was evaluated {evaluation.description}; it can be evaluated only once")
         self.evaluation = evaluation
 
 

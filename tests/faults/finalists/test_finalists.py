@@ -142,7 +142,7 @@ def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> N
     assert "unconfirmed" not in said
     again = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
     assert re.search(
-        rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}; it can be evaluated only once", again
+        rf"was evaluated on \S+ at \S+ UTC by \S+ for trial {found.winner}; it can be evaluated only once", again
     )
     run_id = stored.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
     metrics = mlflow.MlflowClient(arena.tracking_uri).get_run(run_id).data.metrics
@@ -188,7 +188,7 @@ def test_an_evaluation_that_died_before_its_scores_can_be_completed(arena: Arena
     assert opening is not None
     assert opening.scores is None
     other = next(t.number for t in study.trials() if t.number != opening.trial_number)
-    assert "was opened" in arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
+    assert "was evaluated" in arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
     arena.run("evaluate-test", NAME, "--yes")
     again = read_test_evaluation(study.storage.engine, study.study_id)
     assert again is not None

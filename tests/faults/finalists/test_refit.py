@@ -128,7 +128,7 @@ def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     assert opening.scores is not None
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
     again = arena.run("evaluate-test", NAME, "--yes", code=2)
-    assert re.search(rf"opened on .* for the refit of trial {refit.of}; it can be evaluated only once", again)
+    assert re.search(rf"evaluated on .* for the refit of trial {refit.of}; it can be evaluated only once", again)
     client = mlflow.MlflowClient(arena.tracking_uri)
     version = client.get_model_version_by_alias(NAME, "champion")
     assert (version.tags["hpsearch.confirmed"], version.tags["hpsearch.unconfirmed"]) == ("true", "")

@@ -82,7 +82,7 @@ def test_an_opened_test_set_is_shown_but_not_evaluated_again(study: StoredStudy,
     opening = record_test_evaluation(
         engine, study.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
     )
-    assert "opened on" in say("evaluate-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
+    assert "evaluated on" in say("evaluate-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
     write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
     assert "test set: accuracy 0.8750, evaluated on " in say("show", "s")
     refused = say("evaluate-test", "s", "--yes", code=2)

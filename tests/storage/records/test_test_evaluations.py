@@ -67,7 +67,7 @@ def test_only_the_same_model_can_complete_an_interrupted_evaluation(storage: Pos
     made = opened(storage, study_id)
     for other in ({"trial": 4}, {"sha256": OTHER}):
         with pytest.raises(
-            AlreadyEvaluatedError, match=r"opened on \d{4}-\d\d-\d\d at \d\d:\d\d UTC by ann@host for trial 3"
+            AlreadyEvaluatedError, match=r"evaluated on \d{4}-\d\d-\d\d at \d\d:\d\d UTC by ann@host for trial 3"
         ):
             opened(storage, study_id, **other)
     assert opened(storage, study_id) == made

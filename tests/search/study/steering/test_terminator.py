@@ -66,10 +66,10 @@ def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     assert EXPECTED_GAIN not in stored.attrs, "before there are enough trials nothing is judged"
     ran(study, np.array([0.69]))
     running = take(claims)
-    given_up = rest(stored).stop_early()
-    assert given_up is not None
-    assert (given_up.started, given_up.budget) == (FIRST + 1, 100)
-    assert 0 <= given_up.gain < 0.01
+    early_stop = rest(stored).stop_early()
+    assert early_stop is not None
+    assert (early_stop.started, early_stop.budget) == (FIRST + 1, 100)
+    assert 0 <= early_stop.gain < 0.01
     assert rest(stored).stop_early() is None, "it is written once"
     assert isinstance(claims.claim(), NoTrialAvailable)
     assert claims.has_trials_left(), "one runs"
@@ -79,7 +79,7 @@ def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     assert load_study(stored.storage, "s").is_spent(FIRST + 1)
     standing = read_status(stored)
     assert (standing.progress.share, standing.eta) == (1.0, 0.0)
-    line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {given_up.gain:.2g} (< 0.01)"
+    line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {early_stop.gain:.2g} (< 0.01)"
     summary = summarise(stored)
     assert format_summary(stored, summary, dashboard_url=None)[:2] == [
         "study s: 21 of 100 trials (21 complete, 0 pruned, 0 failed)",
@@ -126,9 +126,9 @@ def test_a_study_that_improved_recently_is_not_stopped(study: optuna.Study, stor
 
 def test_a_study_near_its_bound_is_stopped_although_it_improved(study: optuna.Study, stored: StoredStudy) -> None:
     ran(study, np.linspace(0, 0.7, FIRST), best=0.995)
-    given_up = rest(stored).stop_early()
-    assert given_up is not None, "no accuracy is above 1"
-    assert given_up.gain == pytest.approx(0.005)
+    early_stop = rest(stored).stop_early()
+    assert early_stop is not None, "no accuracy is above 1"
+    assert early_stop.gain == pytest.approx(0.005)
 
 
 @pytest.mark.parametrize("verb", [["start", "s"], ["extend", "s", "--trials", "+50"]])
@@ -140,7 +140,7 @@ def test_a_study_started_by_the_user_continues(
     assert isinstance(claims.claim(), NoTrialAvailable)
     ran(study, np.linspace(0.9, 0.1, 5))  # like trials that ran or waited at a rung at the early termination
     assert "the rest of the budget was expected to gain" in say(*verb)
-    assert stored.given_up is None
+    assert stored.early_stop is None
     assert stored.budget == (150 if verb[0] == "extend" else 100)
     take(claims)
     assert rest(stored).stop_early() is None, "it is judged again after a tenth more"
@@ -169,8 +169,8 @@ def test_a_claim_that_waits_during_early_termination_starts_no_trial(
     with ThreadPoolExecutor(1) as pool:
         with stored.engine.begin() as connection:
             connection.execute(LOCK_STUDY, {"study": stored.study_id})
-            given_up = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
-            set_attrs_in(connection, stored.study_id, {EARLY_TERMINATION: given_up})
+            early_stop = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
+            set_attrs_in(connection, stored.study_id, {EARLY_TERMINATION: early_stop})
             claim = pool.submit(claims.claim)
             while not rows(database_url, waits):
                 assert not claim.done()
