@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,14 +24,14 @@ GENERATED = 2000  # images that are compared with the real ones
 
 @dataclass(frozen=True)
 class GanConfig:
-    """Hyperparameters of the generator (`drawing`) and the discriminator (`judging`)."""
+    """Hyperparameters of the generator and the discriminator."""
 
-    drawing_lr: float = 1e-3
-    judging_lr: float = 3e-3
-    width: int = 128
-    noise: int = 16
-    dropout: float = 0.3
-    batch_size: int = 32
+    generator_lr: float
+    discriminator_lr: float
+    width: int
+    noise: int
+    dropout: float
+    batch_size: int
 
 
 class Gan(LoopObjective):
@@ -46,13 +46,16 @@ class Gan(LoopObjective):
     metric = "frechet"
     direction = "minimize"
     epochs: ClassVar[int] = 60
-    defaults: ClassVar[Mapping[str, Any]] = asdict(GanConfig())
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **{"drawing_lr": 1e-3, "judging_lr": 3e-3},  # the stored names of the learning rates
+        **{"width": 128, "noise": 16, "dropout": 0.3, "batch_size": 32},
+    }
 
     def suggest(self, trial: TrialProtocol) -> GanConfig:
         """Suggest a learning rate for each network, and their sizes."""
         return GanConfig(
-            drawing_lr=trial.suggest_float("drawing_lr", 1e-4, 1e-2, log=True),
-            judging_lr=trial.suggest_float("judging_lr", 1e-4, 1e-2, log=True),
+            generator_lr=trial.suggest_float("drawing_lr", 1e-4, 1e-2, log=True),
+            discriminator_lr=trial.suggest_float("judging_lr", 1e-4, 1e-2, log=True),
             width=trial.suggest_int("width", 32, 256, log=True),
             noise=trial.suggest_int("noise", 4, 64, log=True),
             dropout=trial.suggest_float("dropout", 0.0, 0.5),
@@ -76,12 +79,12 @@ class Gan(LoopObjective):
             state = {name: part.state_dict() for name, part in parts.items()}
             trial.report(
                 {
-                    "frechet": frechet_distance(generate(parts["drawing"], config, device), splits.val.x, seed),
-                    "train_drawing_loss": generator_loss,
-                    "train_judging_loss": discriminator_loss,
+                    "frechet": frechet_distance(generate(parts["generator"], config, device), splits.val.x, seed),
+                    "train_generator_loss": generator_loss,
+                    "train_discriminator_loss": discriminator_loss,
                 },
                 state=state,
-                best=state["drawing"],
+                best=state["generator"],
             )
 
     def test(self, best: Any, config: GanConfig, device: torch.device, seed: int) -> Mapping[str, float]:
@@ -101,7 +104,7 @@ def load_images(seed: int) -> Splits:
 
 
 def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
-    """Return generator (`drawing`), discriminator (`judging`) and their optimizers (`draws`, `judges`)."""
+    """Return the networks and their optimizers by name."""
     width = config.width
     generator = nn.Sequential(
         *(nn.Linear(config.noise, width), nn.BatchNorm1d(width), nn.ReLU()),
@@ -114,10 +117,10 @@ def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
     ).to(device)
     betas = (0.5, 0.999)  # Radford et al. 2016
     return {
-        "drawing": generator,
-        "judging": discriminator,
-        "draws": torch.optim.Adam(generator.parameters(), config.drawing_lr, betas),
-        "judges": torch.optim.Adam(discriminator.parameters(), config.judging_lr, betas),
+        "generator": generator,
+        "discriminator": discriminator,
+        "generator_optimizer": torch.optim.Adam(generator.parameters(), config.generator_lr, betas),
+        "discriminator_optimizer": torch.optim.Adam(discriminator.parameters(), config.discriminator_lr, betas),
     }
 
 
@@ -148,7 +151,7 @@ def train_step(real: Tensor, config: GanConfig, parts: dict[str, Any]) -> tuple[
 
 def restore_generator(best: dict[str, Tensor], config: GanConfig) -> nn.Module:
     """Return the generator with the weights of the best epoch, in evaluation mode."""
-    generator: nn.Module = build_networks(config, torch.device("cpu"))["drawing"]
+    generator: nn.Module = build_networks(config, torch.device("cpu"))["generator"]
     generator.load_state_dict(best)
     return generator.eval()
 

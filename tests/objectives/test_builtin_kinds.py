@@ -49,7 +49,7 @@ def test_every_configuration_of_the_space_returns_finite_outputs(name):
     for _ in range(6):
         config = objective.configure(study.ask())
         if isinstance(objective, LoopObjective):
-            outputs = build_networks(config, torch.device("cpu"))["drawing"](torch.randn(5, config.noise))
+            outputs = build_networks(config, torch.device("cpu"))["generator"](torch.randn(5, config.noise))
         else:
             train = _splits(name).train
             x = train.inputs(torch.arange(5))
@@ -190,8 +190,8 @@ def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
     )
     tested = gan.test(whole.best, whole.config, torch.device("cpu"), 0)
     assert tested["frechet"] == pytest.approx(whole.best_value, rel=0.3)
-    drawing, noise = gan.export(whole.best, whole.config)
-    assert drawing(noise).shape == (4, 1, 8, 8)
+    generator, noise = gan.export(whole.best, whole.config)
+    assert generator(noise).shape == (4, 1, 8, 8)
 
 
 @pytest.mark.parametrize(("name", "package"), [("molecules", "rdkit"), ("series", "statsmodels")])

@@ -45,25 +45,27 @@ class Gan(LoopObjective):
             self.before(trial, epoch)
             loss = [self.step(**parts) for _ in range(5)][-1]
             with torch.no_grad():
-                distance = (parts["drawing"](torch.randn(200, 2)).norm(dim=1) - 1).abs().mean()
+                distance = (parts["generator"](torch.randn(200, 2)).norm(dim=1) - 1).abs().mean()
             state = {name: part.state_dict() for name, part in parts.items()}
-            trial.report({"distance": distance, "train_loss": loss}, state=state, best=state["drawing"])
+            trial.report({"distance": distance, "train_loss": loss}, state=state, best=state["generator"])
 
     def parts(self, config):
-        drawing, judging = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
-        adams = [torch.optim.Adam(net.parameters(), config["lr"]) for net in (drawing, judging)]
-        return {"drawing": drawing, "judging": judging, "first": adams[0], "second": adams[1]}
+        generator, discriminator = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        adams = [torch.optim.Adam(net.parameters(), config["lr"]) for net in (generator, discriminator)]
+        return {"generator": generator, "discriminator": discriminator, "first": adams[0], "second": adams[1]}
 
-    def step(self, drawing, judging, first, second):
+    def step(self, generator, discriminator, first, second):
         angle = torch.rand(32) * 2 * math.pi
-        real, fake = torch.stack([angle.cos(), angle.sin()], dim=1), drawing(torch.randn(32, 2))
+        real, fake = torch.stack([angle.cos(), angle.sin()], dim=1), generator(torch.randn(32, 2))
         entropy = nn.functional.binary_cross_entropy_with_logits
         second.zero_grad()
-        loss = entropy(judging(real), torch.ones(32, 1)) + entropy(judging(fake.detach()), torch.zeros(32, 1))
+        loss = entropy(discriminator(real), torch.ones(32, 1)) + entropy(
+            discriminator(fake.detach()), torch.zeros(32, 1)
+        )
         loss.backward()
         second.step()
         first.zero_grad()
-        entropy(judging(fake), torch.ones(32, 1)).backward()
+        entropy(discriminator(fake), torch.ones(32, 1)).backward()
         first.step()
         return loss.item() + np.random.rand()
 
@@ -71,15 +73,15 @@ class Gan(LoopObjective):
         pass
 
     def test(self, best, config, device, seed):
-        drawing = self.parts(config)["drawing"]
-        drawing.load_state_dict(best)
+        generator = self.parts(config)["generator"]
+        generator.load_state_dict(best)
         with torch.no_grad():
-            return {"distance": (drawing(torch.randn(500, 2)).norm(dim=1) - 1).abs().mean()}
+            return {"distance": (generator(torch.randn(500, 2)).norm(dim=1) - 1).abs().mean()}
 
     def export(self, best, config):
-        drawing = self.parts(config)["drawing"]
-        drawing.load_state_dict(best)
-        return drawing, torch.randn(4, 2)
+        generator = self.parts(config)["generator"]
+        generator.load_state_dict(best)
+        return generator, torch.randn(4, 2)
 
 
 class Killed(Gan):
