@@ -37,7 +37,7 @@ from torch import nn
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.search_space import TrialProtocol
-from hpsearch.objectives.training.checks.held_out import RestoredModel
+from hpsearch.objectives.training.checks.restore_best import RestoredModel
 from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepare import prepare_splits

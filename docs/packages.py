@@ -33,7 +33,7 @@ PACKAGES = (
     "storage.embedded",
     "storage.backup",
     # objectives: the training
-    *("objectives", "objectives.errors", "objectives.search_space", "objectives.model_metrics"),
+    *("objectives", "objectives.errors", "objectives.search_space", "objectives.model_metric_names"),
     "objectives.training",
     "objectives.training.ranks",
     "objectives.training.reproducibility",

@@ -11,7 +11,7 @@ from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, Restor
 from hpsearch.objectives.custom_loop.run import LoopResult, LoopRun
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective, Objective
-from hpsearch.objectives.training.checks.held_out import RestoredModel, restore_best
+from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.exportable import build_example
 from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments

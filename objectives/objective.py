@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
-from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.search_space import FixedTrial
 
 if TYPE_CHECKING:
@@ -107,9 +107,8 @@ class BaseObjective(ABC):
     def set_reported_metrics(self, names: Collection[str]) -> None:
         """Set the additional metrics that every epoch must report: those that the study optimizes or bounds.
 
-        Call it after `set_metric`. The record of each epoch contains them; see
-        `objectives.model_metrics.get_metric_value`. If a missing metric cannot be detected here, the first evaluation
-        detects it before training.
+        Call it after `set_metric`. The record of each epoch contains these metrics. If a missing metric cannot be
+        detected here, the first evaluation detects it before training.
 
         Raises:
             MetricError: the objective cannot report one of the metrics.

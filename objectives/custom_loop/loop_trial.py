@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.custom_loop.folder import choose_checkpoint_folder, list_files, pack_folder
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
-from hpsearch.objectives.model_metrics import get_metric_value
+from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
 from hpsearch.objectives.training.loop.guards import NonFiniteError
-from hpsearch.objectives.training.loop.measure import measure_model
+from hpsearch.objectives.training.loop.measure_model import measure_model
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict

@@ -19,17 +19,18 @@ from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_mid_epoch, train_epoch
 from hpsearch.objectives.training.loop.guards import NonFiniteError, translate_torch_errors
 from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
-from hpsearch.objectives.training.loop.measure import get_peak_memory, reset_peak_memory, unwrap_model
+from hpsearch.objectives.training.loop.measure_model import get_peak_memory, reset_peak_memory, unwrap_model
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.sanity_checks import list_config_warnings
 from hpsearch.objectives.training.loop.step_functions import get_forward_call
+from hpsearch.objectives.training.ranked_session import wrap_session
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reports.report import write_report
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import enable_repeatable_cublas, reproducible, set_seed
 from hpsearch.objectives.training.result import FitResult, derive_status
-from hpsearch.objectives.training.session import Curve, LocalSession, MidEpochAction, Session, Verdict, wrap_session
+from hpsearch.objectives.training.session import Curve, LocalSession, MidEpochAction, Session, Verdict
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective

@@ -84,7 +84,8 @@ class Study:
             assert Study.create(spec={"objective": "wine.py", "name": "example"}).name == study.name
         """
         from hpsearch.search.spec import spec as specs
-        from hpsearch.search.spec.settings import check_settings, expand_names, keys_in_errors, read_spec_file
+        from hpsearch.search.spec.resolve import check_settings
+        from hpsearch.search.spec.settings import expand_names, keys_in_errors, read_spec_file
 
         _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
@@ -603,7 +604,7 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
-        from hpsearch.search.promotion.promote import resolve_trial
+        from hpsearch.search.promotion.preference import resolve_trial
 
         trial = resolve_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:

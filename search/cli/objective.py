@@ -184,7 +184,7 @@ def _format_epoch(epoch: int, metrics: dict[str, float], metric: str) -> str:
 
 def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
     from hpsearch.objectives.fit import restore_model
-    from hpsearch.objectives.model_metrics import get_metric_value
+    from hpsearch.objectives.model_metric_names import get_metric_value
     from hpsearch.objectives.training.reproducibility import checkpoint
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"

@@ -32,7 +32,8 @@ def run(
     """Run a search until its budget is spent. Run it again to resume it."""
     from hpsearch.search.fleet.fork import count_gpu_workers, start_fork_server, visible_gpus
     from hpsearch.search.services import check_pair
-    from hpsearch.search.spec.settings import check_settings, keys_in_errors
+    from hpsearch.search.spec.resolve import check_settings
+    from hpsearch.search.spec.settings import keys_in_errors
 
     with keys_in_errors(settings.in_file):
         check_settings(settings.given)

@@ -258,7 +258,7 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
 
     from hpsearch.objectives.training.ranks import RankLostError, init_process_group
     from hpsearch.search.worker.join import join_study
-    from hpsearch.search.worker.ranks import run_follower_rank, stop_followers
+    from hpsearch.search.worker.rank_jobs import run_follower_rank, stop_followers
 
     exit_on_signals(signal.SIGTERM, signal.SIGINT)
     torch.set_num_threads(max(1, torch.get_num_threads() // options.devices))

@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.search.freeze_thaw.forecast import (
     SUGGESTION_REASON_KEY,
     build_score_table,

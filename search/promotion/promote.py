@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import operator
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists import Finalists, read_finalists
+from hpsearch.search.finalists import Finalists
 from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
+from hpsearch.search.promotion.preference import describe_no_candidate, read_front
 from hpsearch.search.promotion.weights import make_model_from_checkpoint
 from hpsearch.search.study.steering import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -187,7 +183,7 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = list(_read_front(study, finalists, infeasible=infeasible))
+    front = list(read_front(study, finalists, infeasible=infeasible))
     if not front:
         raise SearchError(f"study {study.spec.name!r} has no trial to promote: {describe_no_candidate(study)}")
     if len(front) > 1:
@@ -197,13 +193,6 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
             f"choose one with --trial, or with a preference such as --prefer {metric}"
         )
     return front[0]
-
-
-def describe_no_candidate(study: StoredStudy) -> str:
-    """Return why no trial of a study can be promoted, and the remedy."""
-    if study.best_trials(infeasible=True):
-        return "all complete trials violate a constraint; promote one with --infeasible"
-    return "none is complete"
 
 
 _NOT_PROMOTABLE = {
@@ -227,118 +216,3 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     best = summarise(study).best
     instead = f"promote a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
     raise SearchError(f"--trial {trial.number}: it {state}; {instead}")
-
-
-_CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
-_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-_MAX_NEAREST = 3  # trials in the message if no trial satisfies the preference
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Bound on a metric: ``accuracy >= 0.98``."""
-
-    metric: str
-    sign: str
-    limit: float
-
-    def holds(self, values: Mapping[str, float]) -> bool:
-        """Return whether the values satisfy the condition."""
-        return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
-
-    def violation(self, values: Mapping[str, float]) -> float:
-        """Return by how much the values violate the condition; 0 if they satisfy it."""
-        return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
-
-
-def parse_preference(text: str, metrics: Sequence[str]) -> tuple[list[Condition], list[str]]:
-    """Return the conditions of a preference, and the metrics that rank the trials that satisfy them.
-
-    Args:
-        text: such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
-        metrics: the metrics of the study.
-
-    Raises:
-        SearchError: the text has a syntax error or another metric.
-    """
-    conditions: list[Condition] = []
-    then: list[str] = []
-    for part in re.split(r"\s+then\s+|\s+and\s+|\s*,\s*", text.strip()):
-        match = _CONDITION.fullmatch(part.strip())
-        metric = match["metric"].strip() if match else part.strip()
-        if metric not in metrics:
-            raise SearchError(
-                f"--prefer {text!r}: {part.strip()!r} is not valid; write conditions, then metrics, such as "
-                f"'accuracy >= 0.98 and model_mb <= 10 then latency_ms', with the metrics {', '.join(metrics)}"
-            )
-        if match is None:
-            then.append(metric)
-            continue
-        conditions.append(Condition(metric, match["sign"], _parse_limit(text, match["limit"])))
-    return conditions, then or [metrics[0]]
-
-
-def _parse_limit(text: str, given: str) -> float:
-    with suppress(ValueError):
-        limit = float(given)
-        if not math.isnan(limit):
-            return limit
-    raise SearchError(f"--prefer {text!r}: {given!r} is not a number; write it as in 'accuracy >= 0.98'")
-
-
-def resolve_trial(
-    study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
-) -> int | None:
-    """Return the given trial, or the one that a preference selects; None if neither is given.
-
-    Raises:
-        SearchError: both are given, or no trial satisfies the preference.
-    """
-    if preference is None:
-        return trial
-    if trial is not None:
-        raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one")
-    return select_preferred(study, preference, infeasible=infeasible)
-
-
-def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
-    """Return the number of the trial of the Pareto front that a preference selects.
-
-    With finalists, the front is that of their means on new seeds.
-
-    Raises:
-        SearchError: the preference cannot be parsed, no trial satisfies it, or the study has one metric.
-    """
-    spec = study.spec
-    if not spec.is_multi_objective:
-        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; remove it, or give --trial")
-    conditions, then = parse_preference(text, list(spec.direction_by_metric))
-    found = _read_front(study, read_finalists(study), infeasible=infeasible)
-    if not found:
-        raise SearchError(f"study {spec.name!r} has no trial to select: {describe_no_candidate(study)}")
-    kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
-    if not kept:
-        raise SearchError(f"--prefer {text!r}: no trial of the front matches; {_describe_nearest(found, conditions)}")
-    signs = {name: -1 if direction == "maximize" else 1 for name, direction in spec.direction_by_metric.items()}
-    return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
-
-
-def _read_front(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
-    """Return the trials of the Pareto front with their values, with finalists the means on new seeds."""
-    names = list(study.spec.direction_by_metric)
-    if finalists is not None and finalists.front:
-        return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
-    return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}
-
-
-def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
-    """Return the trials with the smallest violations, relative to the range of each metric on the front."""
-    metrics = {each.metric for each in conditions}
-    span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
-
-    def sum_violations(trial: int) -> float:
-        return sum(each.violation(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
-
-    nearest = sorted(found, key=lambda trial: (sum_violations(trial), trial))[:_MAX_NEAREST]
-    lines = (f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in nearest)
-    return f"the nearest are {', '.join(lines)}"

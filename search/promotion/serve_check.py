@@ -21,7 +21,7 @@ from torch import nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import require_model_objective
 from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.training.checks.held_out import restore_best
+from hpsearch.objectives.training.checks.restore_best import restore_best
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import tensors

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_from_json
 from hpsearch.objectives.custom_loop.run import export_model
 from hpsearch.objectives.fit import require_model_objective
-from hpsearch.objectives.training.checks.held_out import RestoredModel, restore_best
+from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import ExportableModel

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, Va
 
 from hpsearch.former_names import current_spec
 from hpsearch.objectives.loading import normalize_reference
-from hpsearch.objectives.model_metrics import get_metric_value
+from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.stopping import Median

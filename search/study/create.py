@@ -24,7 +24,7 @@ from rich.console import Console
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import MetricError, wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
-from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.console import format_command, show_steps
@@ -32,7 +32,7 @@ from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.services import Services, find_services
-from hpsearch.search.spec.settings import resolve, resolve_metric_settings
+from hpsearch.search.spec.resolve import resolve_metric_settings, resolve_spec
 from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
@@ -156,7 +156,7 @@ def create_or_join(
                 f"--name {name!r} is reserved for the finalists of {searched!r}; train them with "
                 f"{format_command('finalists', searched)}, or choose another --name"
             )
-        spec = _fit_sampler(resolve(settings, objective), settings, objective)
+        spec = _fit_sampler(resolve_spec(settings, objective), settings, objective)
         if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
             raise SearchError(
                 f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs; raise it, "
@@ -175,7 +175,7 @@ def create_or_join(
                 return study, True
             study = load_study(storage, name)
             study.require_search("run them with {resume_command}, or choose another --name")
-            resolve(settings, objective, study.spec)
+            resolve_spec(settings, objective, study.spec)
             check(study.spec)
         if enqueued:
             enqueue_missing(study, enqueued)

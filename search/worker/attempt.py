@@ -23,7 +23,7 @@ from hpsearch.search.study.devices import summarize_throughput
 from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
-from hpsearch.search.worker.ranks import Job, fit_on_all_ranks
+from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
 from hpsearch.search.worker.session import TrialSession, measure_violations
 from hpsearch.storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError

@@ -32,7 +32,7 @@ from hpsearch.search.worker.watchdog import Watchdog
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.history import read_epoch_values
-from hpsearch.storage.trials.lease import LeaseKeeper
+from hpsearch.storage.trials.lease_thread import LeaseKeeper
 from hpsearch.storage.trials.register import WorkerRegistration
 
 log = logging.getLogger(__name__)

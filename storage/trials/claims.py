@@ -29,8 +29,7 @@ from hpsearch.storage.rungs.rungs import (
     record_promotion,
     record_rung_value,
 )
-from hpsearch.storage.trials import LEASE, finishing
-from hpsearch.storage.trials import claim_sql as sql
+from hpsearch.storage.trials import LEASE, claim_sql, finishing, report_sql
 from hpsearch.storage.trials.budget import Spending, read_spending_in
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
@@ -137,7 +136,7 @@ class Claims:
         self.lease = lease
         self._rungs = rungs
         self._metered_epochs = metered_epochs
-        self._candidates = sql.SELECT_CANDIDATES if rungs is None else sql.SELECT_CANDIDATES_EXCEPT_PAUSED
+        self._candidates = claim_sql.SELECT_CANDIDATES if rungs is None else claim_sql.SELECT_CANDIDATES_EXCEPT_PAUSED
         self._back_at = -math.inf  # when the database last became available again
 
     def note_outage(self) -> None:
@@ -162,7 +161,7 @@ class Claims:
         def take(connection: sa.Connection, repeated: bool) -> ClaimResult:
             if repeated:  # the first try may have been committed, with its reply lost
                 self.note_outage()
-                claimed = connection.execute(sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
+                claimed = connection.execute(claim_sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
                 if claimed is not None:
                     return Claim(claimed.trial_id, claimed.number, claimed.attempt)
             return self._take(connection, claim_id, open_new=open_new)
@@ -210,20 +209,20 @@ class Claims:
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
-            taken = connection.execute(sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
+            taken = connection.execute(claim_sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
             if taken is None:  # another program changed its state meanwhile
                 return self._take(connection, claim_id, open_new=open_new)
             if rung is not None:
                 record_promotion(connection, trial_id, rung)
             return Claim(trial_id, taken.number, taken.attempt)
         if may_open:
-            new = connection.execute(sql.CLAIM_NEW_TRIAL, arguments).one()
+            new = connection.execute(claim_sql.CLAIM_NEW_TRIAL, arguments).one()
             return Claim(new.trial_id, new.number, 1)
         return NoTrialAvailable(row.running)
 
     def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """Lock the study and return its budget, retries and stop request; None if it was deleted."""
-        return connection.execute(sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
+        return connection.execute(claim_sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
 
     def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
         """Return the next trial to promote, and its rung; if no trial can start, also one for `min_complete`."""
@@ -238,12 +237,12 @@ class Claims:
     def _has_all_epochs(self, connection: sa.Connection, trial_id: int) -> bool:
         """Return whether a trial has reported all of its epochs, so that only its end is missing."""
         return bool(
-            connection.execute(sql.HAS_ALL_EPOCHS, {"trial": trial_id, "epochs": self._metered_epochs}).scalar()
+            connection.execute(report_sql.HAS_ALL_EPOCHS, {"trial": trial_id, "epochs": self._metered_epochs}).scalar()
         )
 
     def _prune_cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
         """Prune a released trial because the budget is spent."""
-        at = connection.execute(sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
+        at = connection.execute(report_sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
         epochs = 0 if at.step is None else at.step + 1
         reason = f"after epoch {epochs} of {self._metered_epochs}: {spending.exhausted_reason}"
         finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, BUDGET_CUT: True})
@@ -264,7 +263,7 @@ class Claims:
     ) -> RetriesExhausted | None:
         """End the attempts of dead workers; their trials wait again, or fail without retries left."""
         suspects = {"study": self._study_id, "machine": f"{current_machine()}/"}
-        for row in connection.execute(sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
+        for row in connection.execute(claim_sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
             expired = row.expired and time.monotonic() - self._back_at > row.lease
             if not (expired or has_ended(row.process)):
                 continue
@@ -317,7 +316,7 @@ class Claims:
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
         arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}
         with open_autocommit(self._engine) as connection:
-            return connection.execute(sql.SET_LEASE, arguments).rowcount == 1
+            return connection.execute(claim_sql.SET_LEASE, arguments).rowcount == 1
 
     @kill_point("report")
     def report(
@@ -348,7 +347,7 @@ class Claims:
         values: dict[str, Any] = {"study": self._study_id, "finite": finite, "type": kind}
         if metrics is not None:
             values["metrics"] = list(metrics)
-        statement = sql.REPORT[self._metered_epochs is not None, metrics is not None]
+        statement = report_sql.REPORT[self._metered_epochs is not None, metrics is not None]
         row = self._write(statement, claim, step, checkpoint, **values)
         return (
             ReportResult(row.stopped)
@@ -368,7 +367,7 @@ class Claims:
         Raises:
             ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
         """
-        self._write(sql.RECORD_MID_EPOCH_CHECKPOINT, claim, epoch, checkpoint)
+        self._write(report_sql.RECORD_MID_EPOCH_CHECKPOINT, claim, epoch, checkpoint)
 
     def _write(
         self, statement: sa.TextClause, claim: Claim, step: int, checkpoint: StoredFile | None, **values: Any
@@ -402,7 +401,7 @@ class Claims:
             study = self._study(connection)
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
-            if study is None or connection.execute(sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
+            if study is None or connection.execute(claim_sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
                 if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):  # by the first try; its reply was lost
                     return replace(read_rung_rank(connection, claim.trial_id, rung), is_promoted=False)
                 return None
@@ -458,7 +457,7 @@ class Claims:
 
     def count_failures(self, claim: Claim) -> int:
         """Return the number of lost and failed attempts since the last one that added a checkpoint."""
-        return int(self._database.fetch_rows(sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
+        return int(self._database.fetch_rows(claim_sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
 
     def release(self, claim: Claim) -> None:
         """End the attempt as CANCELLED if it is still live, after the claim was lost."""
@@ -469,5 +468,5 @@ class Claims:
 
 def count_running_trials(engine: sa.Engine, study_id: int) -> int:
     """Return the number of the study's trials that run on a worker that is not known to be dead."""
-    rows = Database(engine).fetch_rows(sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
+    rows = Database(engine).fetch_rows(claim_sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

@@ -4,7 +4,7 @@ import pytest
 
 from hpsearch import LoopObjective, ObjectiveError, load_objective
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.model_metrics import MODEL_METRICS, get_metric_value
+from hpsearch.objectives.model_metric_names import MODEL_METRICS, get_metric_value
 from tests.objectives.training.support import Wine
 
 ERRORS = {"error": "minimize", "model_mb": "minimize"}

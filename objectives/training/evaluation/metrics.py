@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
-from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.model_metric_names import MODEL_METRICS
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.data.dataset import Dataset

@@ -3,114 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-import torch
-
 from hpsearch.objectives.training.config import FIELDS, TrainConfig, format_type
-from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.metrics import compute_majority_share
+from hpsearch.objectives.training.reports.findings import describe_leakage, is_falling, list_instabilities
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
     from hpsearch.objectives.training.loop.run import Run
     from hpsearch.objectives.training.result import FitResult
-
-
-_LOSS_TOLERANCE = 0.01  # relative; two independent losses differ by more
-_VANISHED_NORM = 1e-7  # of a layer's gradient
-_MIN_STEPS = 8  # evenly spaced records that represent a run
-_EXPLODED_FACTOR = 100  # relative to the first quarter of the run, because a summed loss always has large gradients
-
-
-def _describe_leakage(run: Run, result: FitResult) -> list[str]:
-    """List signs of leakage: inputs in both splits, or a validation loss that equals the training loss."""
-    if run.plan.refit is not None:
-        return ["A refit trains on the validation samples too; their metrics check the model but estimate nothing."]
-    found = []
-    shared = count_shared_inputs(run.splits.train, run.splits.val)
-    if shared:
-        found.append(
-            f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, bit for bit: "
-            "split by group, or remove the duplicates"
-        )
-    if is_same_curve(
-        [record.metrics["train_loss"] for record in result.history],
-        [record.metrics["val_loss"] for record in result.history],
-    ):
-        found.append(
-            f"- the validation loss stayed within {_LOSS_TOLERANCE:.0%} of the training loss from epoch to epoch: "
-            "look for duplicates in both splits, or features that contain the target"
-        )
-    return found or ["None found."]
-
-
-def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:
-    """Return whether two falling loss curves are closer than those of different samples would be."""
-    if len(train) < 3 or not train[-1] < 0.9 * train[0]:
-        return False
-    return all(abs(b - a) <= _LOSS_TOLERANCE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
-
-
-def count_shared_inputs(train: Dataset, other: Dataset) -> int:
-    """Return the number of inputs of `other` that `train` has too; 0 for data that are not in memory."""
-    if not train.in_memory:
-        return 0
-    seen = set(_digests(train))
-    return sum(digest in seen for digest in _digests(other))
-
-
-def _digests(data: Dataset) -> list[bytes]:
-    parts = [
-        tensor.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
-        for _, tensor in tensors(data.x)
-    ]
-    rows = (b"".join(row.tobytes() for row in sample) for sample in zip(*parts, strict=True))
-    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
-
-
-def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
-    """List skipped and clipped steps, jumps of the loss, and layers with vanished or exploded gradients."""
-    found = []
-    if run.guard.skipped_in_all:
-        found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
-    # Each of the first steps has a record: evenly spaced ones represent the run, if there are enough of them.
-    even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
-    steps, limit = even if len(even) >= _MIN_STEPS else steps, run.config.clip_grad_norm
-    norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
-    over = sum(norm > limit for norm in norms) if limit else 0
-    if over and limit:
-        found.append(f"- {over} of {len(norms)} recorded steps had a gradient norm above {limit:g} and were clipped")
-    losses = [record.metrics["train_loss"] for record in result.history]
-    found += [
-        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
-        "lower the learning rate or lengthen the warm-up"
-        for epoch in range(1, len(losses))
-        if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
-    ]
-    for layer, norms in _collect_norms(steps).items():
-        name, quarter, whole = layer or "the model", max(len(norms) // 4, 1), statistics.median(norms)
-        first, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
-        if whole < _VANISHED_NORM:
-            found.append(f"- the gradient of `{name}` vanished: its median norm is {whole:.2g}")
-        elif last > _EXPLODED_FACTOR * first or math.isinf(last):
-            found.append(f"- the gradient of `{name}` exploded: its median norm went from {first:.2g} to {last:.2g}")
-    return found
-
-
-def _collect_norms(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    norms: dict[str, list[float]] = {}
-    for record in steps:
-        for layer, norm in record.get("layers", {}).items():
-            norms.setdefault(layer, []).append(math.inf if norm is None else norm)
-    return norms
 
 
 def write_report(
@@ -127,7 +32,7 @@ def write_report(
             *_compare_splits(run, result, objective),
             *format_image(path, "curves.png", "Learning curves"),
         ],
-        "Possible leakage": _describe_leakage(run, result),
+        "Possible leakage": describe_leakage(run, result),
         "Instabilities": [
             *instabilities,
             *format_image(path, "gradients.png", "Gradient norm of each layer by step"),
@@ -218,15 +123,9 @@ def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[s
     lines += ["", f"{verdict}: training is {gap:+.4g} better in {objective.metric}."]
     if rise > 0.1 * abs(losses[-1]):
         lines.append(f"The validation loss ended {rise:.4g} above its minimum; the later epochs overfitted.")
-    if rise == 0.0 and len(losses) == run.plan.epochs > 1 and _is_falling(losses):
+    if rise == 0.0 and len(losses) == run.plan.epochs > 1 and is_falling(losses):
         lines.append("The validation loss was still falling at the end; more epochs may improve it (underfit).")
     return lines
-
-
-def _is_falling(losses: list[float]) -> bool:
-    """Return whether the last fifth of the run still lowered the validation loss by a quarter of its even share."""
-    tail = max(len(losses) // 5, 1)
-    return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
 
 
 def _list_checkpoints(result: FitResult) -> list[str]:

@@ -19,7 +19,7 @@ class EpochRecord:
         timestamp: end of the epoch in Unix seconds; checkpoints contain it, so a resumed run reports the same value.
         metrics: `train_loss`, `val_loss`, `train_<metric>` and `val_<metric>` for each metric, `lr`, `grad_norm`
             (mean over the steps, before clipping), `epoch_seconds`, `samples_per_second`, and the model metrics by
-            their names, see `hpsearch.objectives.model_metrics`.
+            their names, see `hpsearch.objectives.model_metric_names`.
     """
 
     epoch: int

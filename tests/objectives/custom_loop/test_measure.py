@@ -10,9 +10,9 @@ from torch import nn
 from hpsearch import LoopObjective, NonFiniteError, ObjectiveError
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.fit import fit
-from hpsearch.objectives.model_metrics import get_metric_value
+from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.loop.measure import measure_size
+from hpsearch.objectives.training.loop.measure_model import measure_size
 from tests.objectives.custom_loop.support import trained
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Stopped

@@ -229,11 +229,11 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_another_metric_has_its_own_direction() -> None:
     from hpsearch import load_objective
-    from hpsearch.search.spec.settings import resolve
+    from hpsearch.search.spec.resolve import resolve_spec
 
     digits = load_objective("digits")
-    assert resolve({"objective": "digits"}, digits).direction == "maximize"
-    by_loss = resolve({"objective": "digits", "metric": "loss"}, digits)
+    assert resolve_spec({"objective": "digits"}, digits).direction == "maximize"
+    by_loss = resolve_spec({"objective": "digits", "metric": "loss"}, digits)
     assert (by_loss.metric, by_loss.direction) == ("loss", "minimize")
 
 

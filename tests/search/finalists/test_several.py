@@ -14,7 +14,7 @@ from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import finalist_table, format_confirmation, rank_finalists
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.evidence import Confirmation
-from hpsearch.search.promotion.promote import parse_preference, select_preferred
+from hpsearch.search.promotion.preference import parse_preference, select_preferred
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.publish import table_record
 from hpsearch.storage.attributes import REMOVED

@@ -11,7 +11,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.rungs import choose_bracket, compute_bracket_shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
-from hpsearch.search.spec.settings import list_differences
+from hpsearch.search.spec.resolve import list_differences
 from hpsearch.search.spec.spec import Settings, StudySpec, parse_spec, parse_stored_spec
 from hpsearch.storage.urls import Addresses
 from tests.factories import BASE

@@ -12,7 +12,7 @@ import pytest
 from hpsearch import LoopObjective, ObjectiveError, load_objective
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.settings import check_settings
+from hpsearch.search.spec.resolve import check_settings
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import default_params, enqueue, read_rows
 from hpsearch.search.study.steering import extend_study

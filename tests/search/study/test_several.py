@@ -11,7 +11,8 @@ from optuna.study import StudyDirection
 
 from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.settings import check_settings, expand_names, read_spec_file
+from hpsearch.search.spec.resolve import check_settings
+from hpsearch.search.spec.settings import expand_names, read_spec_file
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows
 from hpsearch.search.study.steering import extend_study

@@ -11,7 +11,7 @@ from hpsearch import Dataset, Step
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
 from hpsearch.objectives.training.evaluation.metrics import binary, classification
 from hpsearch.objectives.training.evaluation.step import LossStep
-from hpsearch.objectives.training.loop.resplit import MAX_BYTES, CrossFit, bind_metric, estimate_error
+from hpsearch.objectives.training.loop.cross_fit import MAX_BYTES, CrossFit, bind_metric, estimate_error
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch import nn
 
 from hpsearch import NonFiniteError, ObjectiveError, Step, TrainConfig
 from hpsearch.objectives.errors import MetricError
-from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
-from hpsearch.objectives.training.loop.measure import (
+from hpsearch.objectives.training.loop.measure_model import (
     apply_memory_format,
     measure_latency_ms,
     measure_size,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpsearch import LocalSession, TrainConfig, Trainer, Verdict, load_objective
-from hpsearch.objectives.training.loop.measure import get_peak_memory
+from hpsearch.objectives.training.loop.measure_model import get_peak_memory
 from tests.objectives.training.support import exact, same_result, started
 
 CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.2}

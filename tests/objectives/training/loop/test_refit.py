@@ -7,7 +7,7 @@ from sklearn.datasets import load_wine
 
 from hpsearch import Dataset, LocalSession, LoopObjective, ObjectiveError, Splits, TrainConfig
 from hpsearch.objectives.fit import fit as fit_any
-from hpsearch.objectives.training.checks.held_out import restore_best
+from hpsearch.objectives.training.checks.restore_best import restore_best
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.reproducibility import checkpoint

@@ -3,7 +3,7 @@
 import pytest
 
 from hpsearch import ObjectiveError, TrainConfig, Trainer
-from hpsearch.objectives.training.loop.measure import measure_size
+from hpsearch.objectives.training.loop.measure_model import measure_size
 from tests.objectives.training.ranks.support import Sides, on_ranks
 from tests.objectives.training.support import Stopped
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
-from hpsearch.objectives.training.reports.report import count_shared_inputs, is_same_curve, list_instabilities
+from hpsearch.objectives.training.reports.findings import count_shared_inputs, is_same_curve, list_instabilities
 from tests.objectives.training.support import Memory, built, fit
 
 

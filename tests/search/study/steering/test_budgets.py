@@ -10,7 +10,7 @@ from hpsearch.search.api.opening import list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_status, render_status
-from hpsearch.search.spec.settings import resolve
+from hpsearch.search.spec.resolve import resolve_spec
 from hpsearch.search.spec.spec import MAX_TRIALS
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.steering import extend_study
@@ -107,10 +107,10 @@ def test_a_wrong_budget_is_rejected_and_changes_nothing(
 
 def test_a_budget_in_epochs_or_seconds_has_no_default_limit_of_trials() -> None:
     digits = load_objective("digits")
-    of_epochs = resolve({"objective": "digits", "budget_epochs": 100}, digits)
+    of_epochs = resolve_spec({"objective": "digits", "budget_epochs": 100}, digits)
     assert of_epochs.n_trials == MAX_TRIALS
     assert of_epochs.budget_description == "100 epochs"
-    both = resolve({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
+    both = resolve_spec({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
     assert both.n_trials == 5
     assert both.budget_description == "5 trials, 60 s"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
-from hpsearch.objectives.model_metrics import MODEL_METRICS
+from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset

@@ -1,0 +1,146 @@
+"""Check the settings that a user gave, and resolve them to the spec of a study, new or stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpsearch.search.errors import SearchError, as_search_error
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS, parse_constraints, resolve_metrics
+from hpsearch.search.spec.spec import BUDGETS, MAX_TRIALS, StudySpec, get_option_name, parse_spec
+
+if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
+    from hpsearch.objectives.objective import BaseObjective
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Reject invalid settings before anything is loaded or started.
+
+    Placeholders replace the values that the objective or the stored study supplies.
+
+    Raises:
+        SearchError: a setting is invalid.
+    """
+    if "finalists_of" in settings:
+        raise SearchError("finalists_of cannot be set; remove it, and use hpsearch finalists STUDY after the search")
+    placeholders: dict[str, Any] = {
+        "name": "x",
+        "epochs": 1_000_000,
+        "n_trials": _count_configurations(settings) or 1_000_000,
+    }
+    if not settings.get("directions"):
+        placeholders |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
+    known = dict(settings)
+    for key in MULTI_OBJECTIVE_DEFAULTS.keys() & settings.keys():
+        if isinstance(given := settings[key], dict):
+            if "name" not in given:  # the kind is that of the stored study, or depends on the objective's metrics
+                del known[key]
+            else:  # the metric depends on the objective too
+                known[key] = {name: value for name, value in given.items() if name != "metric"}
+    parse_spec({**placeholders, **_cap_n_trials(known)})
+
+
+def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudySpec | None = None) -> StudySpec:
+    """Return the spec of a study, new or stored, from the settings that were given.
+
+    Args:
+        given: checked settings. A sampler or pruner without a name is of the stored kind, else of the default kind.
+        objective: source of the defaults of a new study.
+        stored: spec of the study to join; None for a new study.
+
+    Raises:
+        SearchError: a setting is invalid, or differs from the stored spec; the message lists all differences.
+    """
+    if stored is None:
+        has_other_budget = bool({"budget_epochs", "budget_seconds"} & given.keys())
+        trials = _count_configurations(given) or (MAX_TRIALS if has_other_budget else objective.n_trials)
+        defaults = {"name": objective.name, "epochs": objective.epochs, "n_trials": trials}
+        return parse_spec({**defaults, **_cap_n_trials(given), **resolve_metric_settings(given, objective)})
+    before = stored.model_dump()
+    merged = {**before, **given}
+    if given.get("directions") is not None:  # first, because the stored pruner may support one metric only
+        directions = {"directions": resolve_metrics({"directions": given["directions"]})["directions"]}
+        _require_same(stored, list_differences(before, directions))
+        if "metric" not in given:
+            del merged["metric"], merged["direction"]
+    for key in MULTI_OBJECTIVE_DEFAULTS.keys() & given.keys():
+        options = given[key]
+        if isinstance(options, dict) and options.get("name", before[key]["name"]) == before[key]["name"]:
+            merged[key] = {**before[key], **options}
+    spec = parse_spec(merged)
+    _require_same(stored, list_differences(before, spec.model_dump()), spec)
+    return spec
+
+
+def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
+    """Return metric, direction, directions and constraints from the settings, else from the objective.
+
+    Raises:
+        SearchError: they contradict each other.
+    """
+    from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
+
+    directions = given.get("directions", dict(objective.directions) if "metric" not in given else None)
+    with as_search_error():
+        resolved = resolve_metrics(
+            {**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": directions}
+        )
+        constraints = parse_constraints(given.get("constraints", dict(objective.constraints)))
+    metric = resolved.setdefault("metric", objective.metric)
+    default = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
+    return {"direction": default, **resolved, "constraints": constraints}
+
+
+def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = None) -> None:
+    """Raise a SearchError with the differences to a stored spec if there are any.
+
+    Args:
+        stored: spec of the study to join.
+        lines: the differences.
+        spec: the new spec, for the command that changes the budget; None if it is not known.
+    """
+    if not lines:
+        return
+    changed = [key for key in BUDGETS if spec and getattr(spec, key) not in (getattr(stored, key), None)]
+    option = [f"{word}" for key in changed[:1] for word in (get_option_name(key), getattr(spec, key))]
+    more = f"; to change its budget, use hpsearch extend {stored.name} {' '.join(option)}" if changed else ""
+    raise SearchError(
+        f"study {stored.name!r} exists with another spec ({'; '.join(lines)}); remove these settings to continue it, "
+        f"or choose another --name{more}"
+    )
+
+
+def list_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Return a line for each setting of `wanted` that differs from `stored`: ``"n_trials: 24 -> 50"``."""
+    lines = []
+    for key in sorted(wanted):
+        before, after = stored.get(key), wanted[key]
+        # Options of the same sampler or pruner.
+        if isinstance(before, dict) and isinstance(after, dict) and "name" in after and before["name"] == after["name"]:
+            lines += [f"{key}.{line}" for line in list_differences(before, after)]
+        elif before != after or (key == "directions" and before and list(before) != list(after)):  # the order matters
+            lines.append(f"{key}: {_format_setting(before)} -> {_format_setting(after)}")
+    return lines
+
+
+def _format_setting(value: Any) -> str:
+    if isinstance(value, dict) and "name" not in value:
+        return ", ".join(f"{metric} {of_metric}" for metric, of_metric in value.items())
+    return repr(value)
+
+
+def _count_configurations(settings: dict[str, Any]) -> int | None:
+    """Return the number of configurations of the sampler; None if it is unbounded or unknown."""
+    try:
+        return SamplerSpec.parse(settings["sampler"]).max_trials() if "sampler" in settings else None
+    except ValueError:  # reported when the settings are parsed
+        return None
+
+
+def _cap_n_trials(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return `settings` with `n_trials` limited to the number of configurations of the sampler.
+
+    Errors in a grid are reported before too many trials, and the grid is checked later, with the objective.
+    """
+    trials, limit = settings.get("n_trials"), _count_configurations(settings)
+    return {**settings, "n_trials": limit} if limit and isinstance(trials, int) and trials > limit else settings
