@@ -71,7 +71,7 @@ def is_arrays(x: Any) -> bool:
     return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__")
 
 
-def known_targets(y: Any) -> Any:
+def to_target_tensor_or_none(y: Any) -> Any:
     """Return targets with one array element per sample as a tensor; None for other or missing targets."""
     try:
         return None if y is None else to_target_tensor(y)

@@ -117,7 +117,7 @@ def select_training_rows(train: Rows, val: Rows) -> Rows:
     return np.sort(np.concatenate([train, val]))
 
 
-def compute_time_shift(resplit_seed: int | None, val: float, test: float) -> float:
+def compute_val_window_shift(resplit_seed: int | None, val: float, test: float) -> float:
     """Return by which share of the samples the validation window moves back in a new split by time.
 
     It moves by half of its length up to all of it, because the configuration was selected on the study's window. At

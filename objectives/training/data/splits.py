@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets
+from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, to_target_tensor_or_none
 from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
 from hpsearch.objectives.training.data.split_rows import (
     Blocks,
     Rows,
-    compute_time_shift,
+    compute_val_window_shift,
     draw_split,
     get_requested_split_seed,
     select_training_rows,
@@ -149,7 +149,7 @@ class Splits:
             if groups is not None:
                 raise ObjectiveError("groups and times cannot be combined; remove one of them")
             found = split_by_time(
-                times, len(data), val, test, back=compute_time_shift(get_requested_split_seed(), val, test)
+                times, len(data), val, test, back=compute_val_window_shift(get_requested_split_seed(), val, test)
             )
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
             return cls(*_take_splits(data, found), Blocks(moments, ordered=True))
@@ -277,7 +277,7 @@ def _build_dataset(
         if y is not None and len(x) != len(y):
             raise ObjectiveError(f"x has {len(x)} samples and y has {len(y)}")
         pairs = list(x) if y is None else list(zip(x, y, strict=True))
-        return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=known_targets(y))
+        return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=to_target_tensor_or_none(y))
     if y is None:
         raise ObjectiveError("y is missing; pass the targets [n, ...], or x again if step() needs no targets")
     data = Dataset(as_inputs(x), map_tensors(as_target, as_tree(y, "y")), load=load)
