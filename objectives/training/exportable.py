@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, leaves, tensors, unflatten_like
-from hpsearch.objectives.training.evaluation.step import Call
+from hpsearch.objectives.training.evaluation.step import ForwardCall
 
 _ROWS = 4  # of an example; an exporter treats a dimension of 1 as a constant
 _SAMPLES = 64  # in which varying dimensions are searched
@@ -48,7 +48,7 @@ def build_example(val: Dataset) -> Example:
 class PositionalInputsWrapper(nn.Module):
     """A model whose input tensors are positional arguments, or keywords with the names of their paths in the batch."""
 
-    def __init__(self, model: nn.Module, call: Call, x: Tree) -> None:
+    def __init__(self, model: nn.Module, call: ForwardCall, x: Tree) -> None:
         super().__init__()
         self.model = model
 
@@ -62,7 +62,7 @@ class PositionalInputsWrapper(nn.Module):
         self.forward = forward
 
 
-def make_exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
+def make_exportable(model: nn.Module, call: ForwardCall, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
     """Return a module to export, and its inputs by name; the name of a single tensor is empty.
 
     Raises:

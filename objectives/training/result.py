@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.evaluation.step import Call
+from hpsearch.objectives.training.evaluation.step import ForwardCall
 from hpsearch.objectives.training.exportable import Example, make_exportable
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, Verdict
@@ -152,7 +152,7 @@ class FitResult(RunResult):
 
     model: nn.Module
     example: Example
-    call: Call
+    call: ForwardCall
     split_hash: str
     val: Dataset
     memory: int | None = None

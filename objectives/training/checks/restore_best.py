@@ -16,7 +16,7 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.evaluation.step import Call, StepFunction
+from hpsearch.objectives.training.evaluation.step import ForwardCall, StepFunction
 from hpsearch.objectives.training.exportable import build_example, make_exportable
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import build_step_function, get_forward_call
@@ -51,7 +51,7 @@ class RestoredModel:
         return ExportableModel(*make_exportable(self.model, self.call, example.x), example.dynamic_dims)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> ForwardCall:
         """Function that calls the model with a batch of inputs."""
         return get_forward_call(self._step_function)
 

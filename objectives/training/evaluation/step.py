@@ -15,7 +15,7 @@ from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import Tree, map_tensors
 from hpsearch.objectives.training.evaluation.losses import compute_loss_weight, compute_mean_loss
 
-Call = Callable[[nn.Module, Tree], Any]
+ForwardCall = Callable[[nn.Module, Tree], Any]
 
 
 def call_single(model: nn.Module, x: Tree) -> Any:
@@ -23,7 +23,7 @@ def call_single(model: nn.Module, x: Tree) -> Any:
     return model(x)
 
 
-def bind_forward(model: nn.Module, x: Tree) -> Call:
+def bind_forward(model: nn.Module, x: Tree) -> ForwardCall:
     """Return a function that calls `model` with a batch: a mapping by keyword, a tuple by position, or one argument.
 
     Raises:
@@ -83,7 +83,7 @@ StepFunction = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
 class LossStep:
     """Step function for ``loss(model(x), y)``, with the loss in fp32."""
 
-    def __init__(self, loss: nn.Module, call: Call = call_single) -> None:
+    def __init__(self, loss: nn.Module, call: ForwardCall = call_single) -> None:
         self.loss, self.call = loss, call
         self._has_weights = hasattr(loss, "weigh")
 

@@ -25,7 +25,7 @@ from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, to_device
 from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode
-from hpsearch.objectives.training.evaluation.step import Call, bind_forward
+from hpsearch.objectives.training.evaluation.step import ForwardCall, bind_forward
 from hpsearch.objectives.training.optimizers.optimizer import list_layers
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.strategies.base import Strategy
@@ -226,7 +226,7 @@ class ModelMeasurer:
 
     objective: Objective
     config: TrainConfig
-    call: Call
+    call: ForwardCall
     val: Dataset
     device: torch.device
     ranks: Ranks

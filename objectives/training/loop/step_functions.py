@@ -13,7 +13,14 @@ from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.losses import as_additive_loss
-from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, StepFunction, bind_forward, call_single
+from hpsearch.objectives.training.evaluation.step import (
+    ForwardCall,
+    LossStep,
+    Step,
+    StepFunction,
+    bind_forward,
+    call_single,
+)
 
 
 class CustomStep:
@@ -58,7 +65,7 @@ def build_step_function(
     return LossStep(loss, bind_forward(model, splits.val.inputs(slice(0, 2))))
 
 
-def get_forward_call(step_function: StepFunction) -> Call:
+def get_forward_call(step_function: StepFunction) -> ForwardCall:
     """Return the function that calls the model of a run with a batch of inputs."""
     return step_function.call if isinstance(step_function, LossStep) else call_single
 
