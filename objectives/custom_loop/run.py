@@ -25,7 +25,7 @@ from hpsearch.objectives.errors import (
 )
 from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.exportable import make_exportable
-from hpsearch.objectives.training.loop.epoch import require_same
+from hpsearch.objectives.training.loop.epoch import require_same_run
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.reports.report import format_image, format_value, list_custom_settings, write_sections
 from hpsearch.objectives.training.reproducibility.environment import (
@@ -229,7 +229,7 @@ class LoopRun(BaseLoopRun):
         }
         self.resolved = {**identity, "environment": describe_environment(self.device, source, self.ranks.world_size)}
         if restored is not None:
-            require_same(restored, identity)
+            require_same_run(restored, identity)
             self.curve.load_state_dict(restored)
             if changed := describe_differences(restored["environment"], self.resolved["environment"]):
                 self.notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")

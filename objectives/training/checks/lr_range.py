@@ -22,7 +22,7 @@ from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reports.plots import plot_lr_range
-from hpsearch.objectives.training.reproducibility.seeds import reproducible, seeded_on, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, seeded_on_device, set_seed
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -128,7 +128,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
 @torch.no_grad()
 def _evaluate_probe(run: Run, probe: Batch) -> float:
     """Return the training loss of the probe, with the same dropout mask each time."""
-    with seeded_on(run.device, run.plan.seed, "probe"):
+    with seeded_on_device(run.device, run.plan.seed, "probe"):
         return float(run.step_function(run.model, probe, run.precision.autocast()).loss)
 
 

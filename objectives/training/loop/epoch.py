@@ -253,7 +253,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     stored = {key: state.get(key) for key in run.identity}
     if isinstance(stored["config"], dict):  # settings that are newer than the checkpoint get their defaults
         stored["config"] = TrainConfig.from_dict(stored["config"]).to_dict()
-    require_same(stored, run.identity)
+    require_same_run(stored, run.identity)
     try:
         run.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -284,7 +284,7 @@ def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: in
     )
 
 
-def require_same(stored: dict[str, Any], current: dict[str, Any]) -> None:
+def require_same_run(stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Reject a checkpoint of another run.
 
     Raises:
@@ -295,5 +295,5 @@ def require_same(stored: dict[str, Any], current: dict[str, Any]) -> None:
         if other == value:
             continue
         if key == "config" and isinstance(other, dict):
-            require_same(other, value)
+            require_same_run(other, value)
         raise ObjectiveError(f"the checkpoint is of another run: its {key} is {other!r}, not {value!r}")

@@ -13,8 +13,8 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
-TRACE = "trace.json.gz"
-EVENTS = "tensorboard"
+TRACE_FILE = "trace.json.gz"
+EVENTS_FOLDER = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Instruments:
         with torch.profiler.profile(
             activities=activities,
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=self.profile_steps, repeat=1),
-            on_trace_ready=lambda profile: profile.export_chrome_trace(str(folder / TRACE)),
+            on_trace_ready=lambda profile: profile.export_chrome_trace(str(folder / TRACE_FILE)),
             profile_memory=True,
         ) as profile:
             before, run.on_step = run.on_step, profile.step
@@ -73,7 +73,7 @@ class Instruments:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(folder / EVENTS)) as writer:
+        with SummaryWriter(str(folder / EVENTS_FOLDER)) as writer:
             for name, value in record.metrics.items():
                 tag = "/".join(reversed(name.split("_", 1))) if name.startswith(("train_", "val_")) else name
                 writer.add_scalar(tag, value, record.epoch, walltime=record.timestamp)

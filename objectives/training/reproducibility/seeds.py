@@ -49,7 +49,7 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 
 @contextmanager
-def seeded_on(device: torch.device, *parts: int | str) -> Iterator[None]:
+def seeded_on_device(device: torch.device, *parts: int | str) -> Iterator[None]:
     """Return a context like `seeded` that also seeds and restores the device's generator."""
     on_gpu = device.type == "cuda"
     with seeded(*parts), torch.random.fork_rng(devices=[device] if on_gpu else [], enabled=on_gpu):
