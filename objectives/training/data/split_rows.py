@@ -72,7 +72,7 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
 
 
 # The seed of a new split into training and validation; "all" to train on both (a refit); None for the study's split.
-RequestedSplit = int | Literal["all"] | None
+ResplitSeed = int | Literal["all"] | None
 
 _MIN_SAMPLES = 2  # of a half, and of each class in it if possible
 
@@ -81,7 +81,7 @@ _MIN_SAMPLES = 2  # of a half, and of each class in it if possible
 class SplitRequest:
     """Request to `Splits.make` for another split; `joined` is set if it merged training and validation samples."""
 
-    requested: RequestedSplit
+    requested: ResplitSeed
     joined: bool = False
 
 
@@ -89,7 +89,7 @@ _SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", de
 
 
 @contextmanager
-def request_split(requested: RequestedSplit) -> Iterator[SplitRequest]:
+def request_split(requested: ResplitSeed) -> Iterator[SplitRequest]:
     """Make `Splits.make` split training and validation by the seed `requested`, with an unchanged test split.
 
     With "all", the training split also contains the validation samples.

@@ -24,9 +24,9 @@ EVALUATION_SEED = derive_seed("evaluation")  # of random numbers in an evaluatio
 
 
 class HalvesEvaluator(Protocol):
-    """Separate evaluation of the first `cut` samples of a dataset and the others. No batch contains samples of both."""
+    """Evaluation of the first `first_half_size` samples apart from the others; no batch contains samples of both."""
 
-    cut: int
+    first_half_size: int
 
     def add(self, step: Step, rows: range) -> None:
         """Add a batch of the samples at `rows`, an empty range if the batch belongs to another rank."""
@@ -75,7 +75,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
     # A step may use random numbers: they are the same in each evaluation, so that results are comparable.
     with evaluation_mode(model, device, "evaluation"):
         metrics.reset()
-        sums, cut = RunningMeans(device), None if also is None else also.cut
+        sums, cut = RunningMeans(device), None if also is None else also.first_half_size
         for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
             found = stepping(model, batch, nullcontext())
             sums.add(found, len(rows))

@@ -85,7 +85,7 @@ class CrossFit:
         device: torch.device,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        self.cut, self._samples = cut, samples
+        self.first_half_size, self._samples = cut, samples
         self.metric, self._sign = metric, 1.0 if maximize else -1.0
         self._device, self._ranks = device, ranks
         self._metrics = metrics
@@ -101,7 +101,7 @@ class CrossFit:
 
     def add(self, step: Step, rows: range) -> None:
         """Add a batch of one of the halves."""
-        number = int(rows.start >= self.cut)
+        number = int(rows.start >= self.first_half_size)
         half = self._halves[number]
         half.means.add(step, len(rows))
         if not rows or step.outputs is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.split_rows import RequestedSplit, request_split
+from hpsearch.objectives.training.data.split_rows import ResplitSeed, request_split
 from hpsearch.objectives.training.data.splits import Splits, merge_train_val
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpsearch.objectives.training")
 
 # Per objective, only the last split: a worker trains many trials on one split, and two may not fit in memory.
-_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, RequestedSplit], Splits, str]] = WeakKeyDictionary()
+_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, ResplitSeed], Splits, str]] = WeakKeyDictionary()
 _STUDY_SPLITS: WeakKeyDictionary[Objective, _StudySplit] = WeakKeyDictionary()  # for comparisons with other splits
 
 
-def prepare_splits(objective: Objective, split_seed: int, requested: RequestedSplit = None) -> tuple[Splits, str]:
+def prepare_splits(objective: Objective, split_seed: int, requested: ResplitSeed = None) -> tuple[Splits, str]:
     """Return the objective's data after checks, and their hash.
 
     `data()` is called once per process and seed, unless the objective's code changed the result in place. For another
@@ -92,7 +92,7 @@ def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) ->
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
-def _call_data(objective: Objective, split_seed: int, requested: RequestedSplit) -> Splits:
+def _call_data(objective: Objective, split_seed: int, requested: ResplitSeed) -> Splits:
     owner = type(objective).__name__
     set_seed(split_seed, "data")  # data() may use the global generators
     with wrap_user_errors(f"{owner}.data"), request_split(requested) as request:

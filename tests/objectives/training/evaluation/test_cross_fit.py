@@ -28,7 +28,7 @@ def _judge(found, epoch, right):
     right = torch.tensor(right)
     labels = torch.zeros(len(right), dtype=torch.int64)
     outputs = torch.stack([right.float(), 1 - right.float()], dim=1)
-    for rows in (range(found.cut), range(found.cut, len(right))):
+    for rows in (range(found.first_half_size), range(found.first_half_size, len(right))):
         part = slice(rows.start, rows.stop)
         found.add(Step(torch.tensor(0.0), outputs[part], labels[part]), rows)
     found.end(epoch)
