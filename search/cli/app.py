@@ -16,12 +16,12 @@ from hpsearch.search.cli.options import with_flags
 from hpsearch.search.errors import suggest_names
 
 # The sections of --help.
-SEARCH = "Search"
-STEER = "Watch and steer"
-CONFIRM = "Confirm and promote"
-OBJECTIVES = "Objectives"
-SERVICES = "Services"
-SECTIONS = (SEARCH, STEER, CONFIRM, OBJECTIVES, SERVICES)
+SEARCH_SECTION = "Search"
+STEER_SECTION = "Watch and steer"
+CONFIRM_SECTION = "Confirm and promote"
+OBJECTIVES_SECTION = "Objectives"
+SERVICES_SECTION = "Services"
+HELP_SECTIONS = (SEARCH_SECTION, STEER_SECTION, CONFIRM_SECTION, OBJECTIVES_SECTION, SERVICES_SECTION)
 
 
 class _Command(TyperCommand):
@@ -55,7 +55,9 @@ class _Group(TyperGroup):
 def _write_sections(formatter: Any, rows: list[tuple[str, Any]]) -> None:
     """Write the rows of each section together: the named sections first, others in the order of their first rows."""
     named = {section for section, _ in rows}
-    for section in dict.fromkeys([*(name for name in SECTIONS if name in named), *(section for section, _ in rows)]):
+    for section in dict.fromkeys(
+        [*(name for name in HELP_SECTIONS if name in named), *(section for section, _ in rows)]
+    ):
         with formatter.section(section):
             formatter.write_dl([row for other, row in rows if other == section])
 

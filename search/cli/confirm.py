@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import CONFIRM, confirm, fast_imports, register
+from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, fast_imports, register
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 
-@register(CONFIRM)
+@register(CONFIRM_SECTION)
 def finalists(
     study: o.StudyName,
     *,
@@ -63,7 +63,7 @@ def finalists(
     return 0 if is_done else 1
 
 
-@register(CONFIRM)
+@register(CONFIRM_SECTION)
 def evaluate_test(
     name: o.StudyName,
     *,
@@ -100,7 +100,7 @@ def evaluate_test(
         typer.echo(line)
 
 
-@register(CONFIRM)
+@register(CONFIRM_SECTION)
 def promote(
     name: o.StudyName,
     *,
@@ -173,7 +173,7 @@ def promote(
     return 0
 
 
-@register(CONFIRM)
+@register(CONFIRM_SECTION)
 def serve_check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS (digits@champion) or NAME/VERSION")],
     tolerance: Annotated[

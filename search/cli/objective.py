@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpsearch.search.cli.app import OBJECTIVES, add_group, register
+from hpsearch.search.cli.app import OBJECTIVES_SECTION, add_group, register
 from hpsearch.search.console import format_command
 from hpsearch.search.process import EXIT_INTERRUPTED
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import RunResult
 
 
-@register(OBJECTIVES)
+@register(OBJECTIVES_SECTION)
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")],
 ) -> None:
@@ -98,7 +98,7 @@ def _to_number(value: Any) -> Any:
         return value
 
 
-@register(OBJECTIVES)
+@register(OBJECTIVES_SECTION)
 def train(
     objective: Objective_,
     *,
@@ -204,7 +204,7 @@ def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, 
 _MAX_LOSS_LINES = 20
 
 
-@register(OBJECTIVES)
+@register(OBJECTIVES_SECTION)
 def smoke(
     objective: Objective_,
     *,
@@ -242,7 +242,7 @@ def smoke(
     return 1
 
 
-@register(OBJECTIVES)
+@register(OBJECTIVES_SECTION)
 def lr_range(
     objective: Objective_,
     *,
@@ -278,7 +278,7 @@ def lr_range(
     typer.echo(f"wrote {run_dir / 'lr-range.png'}")
 
 
-_objective = add_group("objective", OBJECTIVES, "Show the settings and search space of an objective.")
+_objective = add_group("objective", OBJECTIVES_SECTION, "Show the settings and search space of an objective.")
 
 
 @_objective.command()

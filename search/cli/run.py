@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SEARCH, add_group, fast_imports, register
+from hpsearch.search.cli.app import SEARCH_SECTION, add_group, fast_imports, register
 from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR, report_errors
 
 
-@register(SEARCH)
+@register(SEARCH_SECTION)
 def run(
     settings: o.Settings,
     *,
@@ -61,7 +61,7 @@ def run(
     return 0 if not workers or (ran.is_finished and not ran.stopped and ran.summary.best is not None) else 1
 
 
-@register(SEARCH)
+@register(SEARCH_SECTION)
 def worker(
     study: Annotated[str, typer.Option("--study", help="Name of the study")],
     *,
@@ -97,7 +97,7 @@ def worker(
     return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code
 
 
-_fleet = add_group("fleet", SEARCH, "Run workers under Slurm, Kubernetes, Ray or systemd.")
+_fleet = add_group("fleet", SEARCH_SECTION, "Run workers under Slurm, Kubernetes, Ray or systemd.")
 
 
 @_fleet.command("print")

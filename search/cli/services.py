@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SERVICES, add_group, register
+from hpsearch.search.cli.app import SERVICES_SECTION, add_group, register
 
 if TYPE_CHECKING:
     from hpsearch.storage.backup.archive import Manifest
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow and Optuna dashboard."""
     from hpsearch.search.console import PlainConsole, show_steps
@@ -35,7 +35,7 @@ def up(home: o.Home = None) -> None:
     typer.echo(f"data              {info.home}")
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def down(home: o.Home = None) -> None:
     """Stop the embedded services. Their data stays."""
     from hpsearch.storage.embedded import stack
@@ -45,7 +45,7 @@ def down(home: o.Home = None) -> None:
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def status(home: o.Home = None) -> int:
     """Show the embedded services. Exit code 0 if all run, 3 otherwise."""
     from hpsearch.storage.embedded import stack
@@ -58,7 +58,7 @@ def status(home: o.Home = None) -> int:
     return 0 if all(service.state == "running" for service in services) else 3
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def doctor(
     name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to join from this machine")] = None,
     *,
@@ -102,7 +102,7 @@ Artifacts = Annotated[
 ]
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as backup.tar")],
     artifacts: Artifacts = None,
@@ -142,7 +142,7 @@ def backup(
     typer.echo(f"{file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'backup' wrote")],
     artifacts: Artifacts = None,
@@ -195,7 +195,7 @@ def _format_counts(manifest: Manifest) -> str:
     return ", ".join(parts)
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def migrate(
     storage_url: Annotated[str | None, _owner_url("")] = None,
     bootstrap: Annotated[
@@ -242,7 +242,7 @@ def _required(name: str) -> str:
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; the services have no authentication")]
 
 
-_serve = add_group("serve", SERVICES, "Run MLflow or the dashboard in the foreground.")
+_serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the dashboard in the foreground.")
 
 
 @_serve.command()
@@ -331,7 +331,7 @@ NAMES = (
 )
 
 
-@register(SERVICES)
+@register(SERVICES_SECTION)
 def secrets() -> None:
     """Print a .env file of random passwords for Docker Compose."""
     for name in NAMES:

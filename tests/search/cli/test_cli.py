@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpsearch.search.cli import run_command
-from hpsearch.search.cli.app import SECTIONS, confirm
+from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.cli.services import NAMES
 from hpsearch.search.errors import SearchError
 
@@ -201,7 +201,7 @@ def test_help_has_sections_and_fits_80_columns(
     assert run_command(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     sections = [line for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
-    assert sections == ["Options:", *(f"{name}:" for name in SECTIONS)]
+    assert sections == ["Options:", *(f"{name}:" for name in HELP_SECTIONS)]
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line.endswith("...")] == ["Usage: hpsearch [OPTIONS] COMMAND [ARGS]..."], "cut"
     assert run_command(["run", "--help"]) == 0
