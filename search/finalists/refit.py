@@ -32,22 +32,22 @@ class Refit:
 
     Attributes:
         study: name of the study that trains it.
-        of: trial number of the winner in the search.
+        search_trial: trial number of the winner in the search.
         epochs: number of epochs of each run.
         seeds: seeds of the runs.
         losses: training loss of each run's last epoch; None if it has not ended, failed or diverged.
         reasons: per run, why the loss is missing; None if it exists.
-        taken: number of the run to promote; None until all have ended, and if none has a loss.
+        selected_trial: number of the run to promote; None until all have ended, and if none has a loss.
         pending: number of unfinished runs.
     """
 
     study: str
-    of: int
+    search_trial: int
     epochs: int
     seeds: tuple[int, ...]
     losses: tuple[float | None, ...]
     reasons: tuple[str | None, ...]
-    taken: int | None
+    selected_trial: int | None
     pending: int
 
 
@@ -161,10 +161,10 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
             f"--refit: {made.spec.name!r} has {pluralize(refit.pending, 'unfinished run')}; continue with "
             f"{made.resume_command}"
         )
-    if refit.taken is None:
+    if refit.selected_trial is None:
         reasons = "; ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.reasons))
         raise SearchError(f"--refit: no run of {made.spec.name!r} is complete: {reasons}")
-    return find_trial(made, refit.taken)
+    return find_trial(made, refit.selected_trial)
 
 
 def tabulate_refit(made: StoredStudy) -> Refit:
@@ -177,12 +177,12 @@ def tabulate_refit(made: StoredStudy) -> Refit:
     ranked = sorted(ended, key=lambda number: (ended[number], number))
     return Refit(
         study=made.spec.name,
-        of=of.trials[0],
+        search_trial=of.trials[0],
         epochs=of.refit,
         seeds=tuple(of.seeds),
         losses=tuple(ended.get(trial.number) for trial in trials),
         reasons=tuple(describe_missing_value(trial) for trial in trials),
-        taken=ranked[(len(ranked) - 1) // 2] if ranked and not pending else None,
+        selected_trial=ranked[(len(ranked) - 1) // 2] if ranked and not pending else None,
         pending=pending,
     )
 
@@ -192,9 +192,9 @@ def format_refit(made: StoredStudy, found: Refit) -> list[str]:
     lines = []
     for number, (seed, loss, reason) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
         outcome = reason if loss is None else f"train loss {loss:.6g}"
-        mark = ", the median, selected" if number == found.taken else ""
+        mark = ", the median, selected" if number == found.selected_trial else ""
         lines.append(f"trial {number} of {found.study}, seed {seed}: {outcome}{mark}")
-    if not found.pending and found.taken is None:
+    if not found.pending and found.selected_trial is None:
         lines.append(f"no run is complete; see the reasons with {format_command('show', made.spec.name)}")
     return lines
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -27,6 +27,8 @@ from hpsearch.storage.rungs.fronts import count_dominating, to_losses
 from hpsearch.storage.rungs.fronts import find_front as front_places
 from hpsearch.storage.trials.history import read_finalist_studies
 
+_STORED_KEYS = {"scores": "scored", "search_values": "searched", "search_trial": "of", "selected_trial": "taken"}
+
 
 @dataclass(frozen=True)
 class FinalistRow:
@@ -39,8 +41,8 @@ class FinalistRow:
         mean: mean of the existing values; None without any.
         spread: sample standard deviation (n - 1) of the existing values; None for fewer than two.
         reasons: per seed, why the value is missing; None if it exists.
-        scored: per seed, the score with its error; None for a run on the study's own split.
-        searched: all values in the search, for multi-objective studies; the fields above are of the first metric.
+        scores: per seed, the score with its error; None for a run on the study's own split.
+        search_values: all values in the search, for multi-objective studies; the fields above are of the first metric.
         means: means of all metrics on new seeds, for multi-objective studies; empty without any.
     """
 
@@ -50,8 +52,8 @@ class FinalistRow:
     mean: float | None
     spread: float | None
     reasons: tuple[str | None, ...] = ()
-    scored: tuple[RunScore | None, ...] = ()
-    searched: tuple[float, ...] = ()
+    scores: tuple[RunScore | None, ...] = ()
+    search_values: tuple[float, ...] = ()
     means: tuple[float, ...] = ()
 
     @property
@@ -103,14 +105,14 @@ class Finalists:
         return [trial for trial, losses in pairs if trial != row.trial and count_dominating(losses)[1]]
 
     @property
-    def scored(self) -> list[RunScore]:
+    def run_scores(self) -> list[RunScore]:
         """The scores of the completed runs."""
-        return [run for row in self.rows for run in row.scored if run is not None]
+        return [run for row in self.rows for run in row.scores if run is not None]
 
     @property
     def is_resplit(self) -> bool:
         """Whether the completed runs had new splits of the data, not only new seeds."""
-        return bool(self.scored) and all(run.divided for run in self.scored)
+        return bool(self.run_scores) and all(run.divided for run in self.run_scores)
 
     def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "front", "dominated", "confirmed", "incomplete"]:
         """Return the verdict on a finalist; an incomplete one cannot win."""
@@ -194,10 +196,10 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     of = chosen.spec.finalists_of
     assert of is not None
     spec = study.spec
-    searched = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
+    search_values = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
     ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
     rows = tuple(
-        _make_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials
+        _make_row(number, search_values[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials
     )
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     complete = {row.trial: [value for value in row.values if value is not None] for row in rows if row.is_complete}
@@ -227,31 +229,36 @@ def _find_front_trials(rows: Sequence[FinalistRow], maximize: Sequence[bool]) ->
 
 
 def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: WinnerSelection) -> ExpectedScore | None:
-    runs = {row.trial: [run for run in row.scored if run is not None] for row in rows if row.is_complete}
+    runs = {row.trial: [run for run in row.scores if run is not None] for row in rows if row.is_complete}
     if any(len(found) < len(rows[0].values) for found in runs.values()):
         return None  # an old set without such scores, or a custom loop
     return estimate_test_score(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
 
 
-def _make_row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
+def _make_row(number: int, search_values: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
     values = tuple(get_first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
     existing = [value for value in values if value is not None]
     vectors = [t.values for t in trials if t is not None and t.state == TrialState.COMPLETE]
-    is_multi_objective = len(searched) > 1
+    is_multi_objective = len(search_values) > 1
     return FinalistRow(
         trial=number,
-        search_value=searched[0],
-        searched=searched if is_multi_objective else (),
+        search_value=search_values[0],
+        search_values=search_values if is_multi_objective else (),
         means=tuple(map(statistics.fmean, zip(*vectors, strict=True))) if is_multi_objective else (),
         values=values,
         mean=statistics.fmean(existing) if existing else None,
         spread=statistics.stdev(existing) if len(existing) > 1 else None,
         reasons=tuple(describe_missing_value(trial) for trial in trials),
-        scored=tuple(
+        scores=tuple(
             None if value is None or trial is None else read_run_score(value, trial.user_attrs.get(FRESH))
             for value, trial in zip(values, trials, strict=True)
         ),
     )
+
+
+def to_record(result: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, and of the dataclasses in it, under their stored names."""
+    return asdict(result, dict_factory=lambda items: {_STORED_KEYS.get(key, key): value for key, value in items})
 
 
 def describe_missing_value(trial: FrozenTrial | None) -> str | None:

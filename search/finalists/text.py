@@ -90,8 +90,8 @@ def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
     numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "retrained")))
     table = plain_table(*numbers, "", right=numbers)
     for row in rank_finalists(study, found):
-        means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.searched)
-        pairs = zip((f"{value:.4g}" for value in row.searched), means, strict=True)
+        means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.search_values)
+        pairs = zip((f"{value:.4g}" for value in row.search_values), means, strict=True)
         table.add_row(str(row.trial), *(cell for pair in pairs for cell in pair), format_verdict(study, found, row))
     return table
 
@@ -122,7 +122,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
         lines.append(f"tied with {tied}, {within}; the better mean wins")
     if (expected := found.expected) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
-    elif found.scored:
+    elif found.run_scores:
         lines.append("no prediction interval: the error from the validation samples is unknown")
     if n_seeds == 1:
         lines.append("with one seed the standard deviation is unknown, and a difference may be due to chance")

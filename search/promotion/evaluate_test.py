@@ -87,7 +87,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
     run = None
     if refit:
         made, state = read_refit(study, number)
-        number, run = state.of, (made, find_selected_run(made, state))
+        number, run = state.search_trial, (made, find_selected_run(made, state))
     elif not unconfirmed:
         try:
             _, number = find_winner(study, number)

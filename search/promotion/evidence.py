@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.search.console import pluralize
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
+from hpsearch.search.finalists.table import to_record
 from hpsearch.search.finalists.winner import LEVEL
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_parent_study
@@ -117,7 +118,7 @@ class Confirmation:
         if self.evaluation is None:
             return False
         if self.refit is not None:
-            return self.evaluation.refit == self.study.spec.name and self.refit.taken == trial
+            return self.evaluation.refit == self.study.spec.name and self.refit.selected_trial == trial
         return self.evaluation.refit is None and self.evaluation.trial_number == trial
 
     def why_unconfirmed(self, trial: int) -> str:
@@ -154,10 +155,12 @@ class Confirmation:
         return "" if found.is_confirmed(trial) else f"the winner among the finalists is trial {winner}"
 
     def _why_not_selected(self, refit: Refit, trial: int) -> str:
-        if trial != refit.taken:
+        if trial != refit.selected_trial:
             return "it is not the run with the median training loss"
-        if self.finalists is None or (self.finalists.winner != refit.of and refit.of not in self.finalists.front):
-            return f"it is a refit of trial {refit.of}, which is not the winner among the finalists"
+        if self.finalists is None or (
+            self.finalists.winner != refit.search_trial and refit.search_trial not in self.finalists.front
+        ):
+            return f"it is a refit of trial {refit.search_trial}, which is not the winner among the finalists"
         return ""
 
 
@@ -183,11 +186,11 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         git_sha=environment.get("git_sha"),
         git_dirty=environment.get("git_dirty"),
         data_sha256=resolved.get("split_hash"),
-        finalists=None if found.finalists is None else asdict(found.finalists),
+        finalists=None if found.finalists is None else to_record(found.finalists),
         test=_make_record(found.evaluation) if found.evaluation and found.is_evaluated(trial.number) else None,
         unconfirmed=found.why_unconfirmed(trial.number),
         weights_only=read_export_failure(client, Registry(client).find_registrable_model(run_id)),
-        refit=None if refit is None else {"search": found.search.spec.name, **asdict(refit)},
+        refit=None if refit is None else {"search": found.search.spec.name, **to_record(refit)},
     )
 
 

@@ -261,7 +261,7 @@ def run_refit(
         companion = open_companion_study(services, study, options, make)
     made, found = companion.study, tabulate_refit(companion.study)
     console.print(
-        f"refit of trial {found.of} of {study.spec.name}{' (new)' if companion.created else ''}: "
+        f"refit of trial {found.search_trial} of {study.spec.name}{' (new)' if companion.created else ''}: "
         f"{pluralize(found.epochs, 'epoch')} on train and validation, on {pluralize(len(found.seeds), 'seed')}"
     )
     interrupted, gave_up = train_companion_study(console, companion, options, workers if found.pending else 0)

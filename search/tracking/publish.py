@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
-from hpsearch.search.finalists.table import Finalists, find_effective_set
+from hpsearch.search.finalists.table import Finalists, find_effective_set, to_record
 from hpsearch.search.finalists.text import compute_optimism, format_confirmation, rank_finalists
 from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
@@ -69,8 +69,8 @@ def _find_run(study: StoredStudy, evaluation: TestEvaluation, runs: dict[int, st
         return runs.get(evaluation.trial_number)
     with suppress(SearchError):  # the refit may have been deleted
         made = load_study(study.storage, evaluation.refit)
-        taken = tabulate_refit(made).taken
-        return None if taken is None else made.trials()[taken].user_attrs.get(RUN_ID)
+        selected = tabulate_refit(made).selected_trial
+        return None if selected is None else made.trials()[selected].user_attrs.get(RUN_ID)
     return None
 
 
@@ -120,9 +120,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
 
 def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return the finalists' table as JSON values."""
-    rows = [
-        {**dataclasses.asdict(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)
-    ]
+    rows = [{**to_record(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)]
     return {
         "study": study.spec.name,
         "metric": f"val_{study.spec.metric}",

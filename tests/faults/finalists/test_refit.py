@@ -59,8 +59,8 @@ def test_the_winner_is_refit_promoted_and_served(arena: Arena, study: StoredStud
     assert outcomes(study, MADE) == ["complete"] * 3 + ["lost"]
     refit, finalists = found(study), read_finalists(study)
     assert finalists is not None
-    assert (refit.of, refit.pending, len(refit.losses)) == (finalists.winner, 0, 3)
-    assert sorted(loss for loss in refit.losses if loss is not None)[1] == refit.losses[refit.taken or 0]
+    assert (refit.search_trial, refit.pending, len(refit.losses)) == (finalists.winner, 0, 3)
+    assert sorted(loss for loss in refit.losses if loss is not None)[1] == refit.losses[refit.selected_trial or 0]
 
     arena.run("delete", MADE, "--yes")
     train(arena)
@@ -76,30 +76,30 @@ def test_the_winner_is_refit_promoted_and_served(arena: Arena, study: StoredStud
 def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("promote", NAME, "--refit")
     assert "worker logs" not in said, "there is nothing left to train"
-    assert f"the refit, trial {refit.taken} of {MADE}, is models:/{NAME}@champion (version " in said
+    assert f"the refit, trial {refit.selected_trial} of {MADE}, is models:/{NAME}@champion (version " in said
     assert "test set: it was not evaluated on the test set yet" in said
     made = load_study(study.storage, MADE)
     (promotion,) = read_promotions(study.engine, made.study_id)
-    assert (promotion.trial_number, promotion.alias) == (refit.taken, "champion")
+    assert (promotion.trial_number, promotion.alias) == (refit.selected_trial, "champion")
     evidence = promotion.evidence["refit"]
-    assert (evidence["search"], evidence["of"], evidence["epochs"]) == (NAME, refit.of, refit.epochs)
-    assert (tuple(evidence["losses"]), evidence["taken"]) == (refit.losses, refit.taken)
-    assert promotion.evidence["finalists"]["winner"] == refit.of
+    assert (evidence["search"], evidence["of"], evidence["epochs"]) == (NAME, refit.search_trial, refit.epochs)
+    assert (tuple(evidence["losses"]), evidence["taken"]) == (refit.losses, refit.selected_trial)
+    assert promotion.evidence["finalists"]["winner"] == refit.search_trial
     version = mlflow.MlflowClient(arena.tracking_uri).get_model_version_by_alias(NAME, "champion")
     assert json.loads(version.tags["hpsearch.refit"])["losses"] == list(refit.losses)
     for words in (
-        f"A refit: the configuration of trial {refit.of} of study **{NAME}**",
+        f"A refit: the configuration of trial {refit.search_trial} of study **{NAME}**",
         "**Not evaluated on the test set**",
     ):
         assert words in version.description
-    assert f"promoted: the refit of trial {refit.of} is {NAME}@champion" in arena.run("show", NAME)
+    assert f"promoted: the refit of trial {refit.search_trial} is {NAME}@champion" in arena.run("show", NAME)
 
 
 def assert_served(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("serve-check", f"{NAME}@champion")
     values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))
-    assert refit.taken is not None
-    recorded = load_study(study.storage, MADE).trials()[refit.taken].value
+    assert refit.selected_trial is not None
+    recorded = load_study(study.storage, MADE).trials()[refit.selected_trial].value
     assert abs(float(values["recorded"]) - (recorded or 0)) < 1e-6
     assert abs(float(values["as served"]) - (recorded or 0)) < 1e-6
     assert "reproduced, in a process without this project's code" in said
@@ -111,10 +111,10 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     for trial in load_study(study.storage, MADE).trials():
         data = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"]).data
         assert "best_val_accuracy" not in data.metrics
-        assert data.tags["hpsearch.refit_of"] == str(refit.of)
+        assert data.tags["hpsearch.refit_of"] == str(refit.search_trial)
         assert len(trial.intermediate_values) == refit.epochs
-    other = 1 - refit.of
-    assert f"the winner among the finalists of {NAME!r} is trial {refit.of}; remove --trial" in arena.run(
+    other = 1 - refit.search_trial
+    assert f"the winner among the finalists of {NAME!r} is trial {refit.search_trial}; remove --trial" in arena.run(
         "promote", NAME, "--refit", "--trial", str(other), code=2
     )
 
@@ -124,15 +124,17 @@ def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("evaluate-test", NAME, "--refit", "--yes")
     opening = read_test_evaluation(study.engine, study.study_id)
     assert opening is not None
-    assert (opening.trial_number, opening.finalists, opening.refit) == (refit.of, f"{NAME}.finalists", MADE)
+    assert (opening.trial_number, opening.finalists, opening.refit) == (refit.search_trial, f"{NAME}.finalists", MADE)
     assert opening.scores is not None
     assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
     again = arena.run("evaluate-test", NAME, "--yes", code=2)
-    assert re.search(rf"evaluated on .* for the refit of trial {refit.of}; it can be evaluated only once", again)
+    assert re.search(
+        rf"evaluated on .* for the refit of trial {refit.search_trial}; it can be evaluated only once", again
+    )
     client = mlflow.MlflowClient(arena.tracking_uri)
     version = client.get_model_version_by_alias(NAME, "champion")
     assert (version.tags["hpsearch.confirmed"], version.tags["hpsearch.unconfirmed"]) == ("true", "")
     assert json.loads(version.tags["hpsearch.test"])["scores"] == opening.scores
     assert client.get_run(version.run_id).data.metrics["test_accuracy"] == opening.scores["accuracy"]
     said = arena.run("promote", NAME, "--alias", "searched")
-    assert f"unconfirmed: the test set was evaluated with the refit of trial {refit.of}" in said
+    assert f"unconfirmed: the test set was evaluated with the refit of trial {refit.search_trial}" in said

@@ -131,9 +131,9 @@ def test_a_refit_selects_the_run_with_the_median_training_loss(
     made, _ = make_or_join_refit(study, seeds=3)
     train_runs(made, losses[:2])
     found = tabulate_refit(made)
-    assert (found.taken, found.pending) == (None, 1)
+    assert (found.selected_trial, found.pending) == (None, 1)
     train_runs(made, losses[2:])
     found = tabulate_refit(made)
-    assert (found.losses, found.taken, found.pending) == (tuple(losses), taken, 0)
+    assert (found.losses, found.selected_trial, found.pending) == (tuple(losses), taken, 0)
     marked = [number for number, line in enumerate(format_refit(made, found)) if "the median, selected" in line]
     assert marked == ([] if taken is None else [taken])

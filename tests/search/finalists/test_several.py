@@ -111,7 +111,7 @@ def test_the_pareto_front_of_finalists_is_that_of_the_means(
     found = confirm(study)
     assert (found.front, found.winner, found.tie, found.expected) == ((0, 2), None, (), None)
     assert found.row(0).means == (pytest.approx(0.91), pytest.approx(5.1))
-    assert (found.row(0).searched, found.row(0).mean) == ((0.90, 5.0), pytest.approx(0.91))
+    assert (found.row(0).search_values, found.row(0).mean) == ((0.90, 5.0), pytest.approx(0.91))
     assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["front", "dominated", "front"]
     assert found.dominating(found.row(1), study.spec.maximized) == [0]
     assert [found.is_confirmed(trial) for trial in (0, 1, 2)] == [True, False, True]
@@ -196,7 +196,7 @@ def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     assert (created, of.trials, of.refit) == (True, [2], 3)
     train_runs(made, [0.3, 0.1, 0.2], value=[0.9, 1.0])
     _, found = read_refit(study, 2)
-    assert (found.taken, found.of) == (2, 2)
+    assert (found.selected_trial, found.search_trial) == (2, 2)
     assert why(made, 2) == "it was not evaluated on the test set yet"
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
         read_refit(study, 0)
