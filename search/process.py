@@ -199,7 +199,7 @@ class GracefulShutdown:
             self._since = time.monotonic()
 
     @property
-    def has_begun(self) -> bool:
+    def is_shutting_down(self) -> bool:
         """Whether the worker has to stop."""
         if self._since is None and self._stop.is_set():
             self._since = getattr(self._stop, "since", None)

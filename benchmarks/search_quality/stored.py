@@ -17,7 +17,7 @@ from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.production import table
 from benchmarks.search_quality.simulation import Work
 from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy
@@ -66,7 +66,7 @@ class Stored:
         optuna.create_study(study_name=name, storage=self._storage, direction=objective.direction)
         study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
         study.set_attr(SPEC, self._spec.model_dump())
-        self._sampled = make_sampled_study(study.open())
+        self._sampled = make_sampler_study_view(study.open())
         self._rungs = make_rungs(self._spec)
         self._pruner = StudyPruner(self._spec, self._storage, study.study_id)
         self._claims = Claims(

@@ -22,7 +22,7 @@ _JITTER = 1e-6
 
 # Prior of the logarithms of level, slope, configuration, decay, trial deviation and noise; then of length scales.
 _PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
-_STEADY_PRIOR_MEAN = (
+_INVARIANT_PRIOR_MEAN = (
     0.0,
     -0.7,
     0.0,
@@ -41,13 +41,13 @@ class Points:
 
     Attributes:
         x: features of the configurations [n, columns], see `Space`.
-        s: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
+        log_epoch: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
         trial: trial index of each point [n].
         study: study index of each point [n]; 0 is the current study.
     """
 
     x: Tensor
-    s: Tensor
+    log_epoch: Tensor
     trial: Tensor
     study: Tensor
 
@@ -74,34 +74,34 @@ class GaussianProcess:
         feature_owner: parameter index of each feature column [columns].
         theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
             parameter [6 + parameters]; with several studies, the logit of the task correlation last.
-        is_steady: whether the prior is that of a metric that does not change with the epochs.
+        is_epoch_invariant: whether the prior is that of a metric that does not change with the epochs.
     """
 
     feature_owner: Tensor
     theta: Tensor
-    is_steady: bool = False
+    is_epoch_invariant: bool = False
 
     @classmethod
     def from_prior(
-        cls, feature_owner: np.ndarray, *, multi_study: bool = False, is_steady: bool = False
+        cls, feature_owner: np.ndarray, *, multi_study: bool = False, is_epoch_invariant: bool = False
     ) -> GaussianProcess:
         """Return the process with the prior means of its hyperparameters.
 
         Args:
             feature_owner: parameter index of each feature column [columns].
             multi_study: whether the points are of several studies.
-            is_steady: whether values depend on the configuration alone, apart from a little noise.
+            is_epoch_invariant: whether values depend on the configuration alone, apart from a little noise.
         """
         return cls(
             torch.from_numpy(feature_owner),
-            _make_prior(feature_owner, multi_study=multi_study, is_steady=is_steady)[0],
-            is_steady,
+            _make_prior(feature_owner, multi_study=multi_study, is_epoch_invariant=is_epoch_invariant)[0],
+            is_epoch_invariant,
         )
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
         """Return the process with the most probable hyperparameters given scores `y` [n]."""
         mean, deviation = _make_prior(
-            self.feature_owner.numpy(), multi_study=self._is_multi_study, is_steady=self.is_steady
+            self.feature_owner.numpy(), multi_study=self._is_multi_study, is_epoch_invariant=self.is_epoch_invariant
         )
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -121,7 +121,7 @@ class GaussianProcess:
             found = minimize(
                 loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": MAX_FIT_STEPS}
             )
-        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.is_steady)
+        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.is_epoch_invariant)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
         """Return the posterior given scores `y` [n]."""
@@ -131,7 +131,7 @@ class GaussianProcess:
     def noisy_covariance(self, points: Points) -> Tensor:
         """Return the covariance of noisy observations, K + noise [n, n]."""
         noise = self.theta[5].exp() + _JITTER
-        return self.covariance(points, points) + noise * torch.eye(len(points.s), dtype=torch.float64)
+        return self.covariance(points, points) + noise * torch.eye(len(points.log_epoch), dtype=torch.float64)
 
     def covariance(self, a: Points, b: Points) -> Tensor:
         """Return the prior covariance of the latent function between `a` and `b` [n, m]."""
@@ -141,11 +141,11 @@ class GaussianProcess:
         squared = one.square().sum(1)[:, None] + other.square().sum(1) - 2 * one @ other.T
         r = (5 * squared.clamp(min=0) + 1e-12).sqrt()
         near = (1 + r + r * r / 3) * torch.exp(-r)  # Matern 5/2
-        apart = (a.s[:, None] - b.s).abs()
+        apart = (a.log_epoch[:, None] - b.log_epoch).abs()
         same = a.trial[:, None] == b.trial
         if self._is_multi_study:  # covariance between studies is scaled by the task correlation (Bonilla et al. 2007)
             near = near * torch.where(a.study[:, None] == b.study, 1.0, self.theta[-1].sigmoid())
-        shared: Tensor = level + slope * a.s[:, None] * b.s + config * near * torch.exp(-apart / decay)
+        shared: Tensor = level + slope * a.log_epoch[:, None] * b.log_epoch + config * near * torch.exp(-apart / decay)
         shared += own * same * torch.exp(-apart / TRIAL_DECAY)
         return shared
 
@@ -156,7 +156,7 @@ class GaussianProcess:
     def variance(self, points: Points) -> Tensor:
         """Return the prior variance of the latent function [n]."""
         level, slope, config, _, own = self.theta[:5].exp()
-        found: Tensor = level + slope * points.s.square() + config + own
+        found: Tensor = level + slope * points.log_epoch.square() + config + own
         return found
 
 
@@ -208,11 +208,13 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
     return torch.where(z > -1.0, above, below) + deviation.log()
 
 
-def _make_prior(feature_owner: np.ndarray, *, multi_study: bool, is_steady: bool = False) -> tuple[Tensor, Tensor]:
+def _make_prior(
+    feature_owner: np.ndarray, *, multi_study: bool, is_epoch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the prior means and deviations of the hyperparameters; length scales grow with the dimension."""
     parameters = int(feature_owner.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
-    means = [*(_STEADY_PRIOR_MEAN if is_steady else _PRIOR_MEAN), *[length] * parameters]
+    means = [*(_INVARIANT_PRIOR_MEAN if is_epoch_invariant else _PRIOR_MEAN), *[length] * parameters]
     deviations = [_PRIOR_DEVIATION] * len(_PRIOR_MEAN) + [_LENGTH_DEVIATION] * parameters
     if multi_study:
         means, deviations = [*means, _TASK_CORRELATION_LOGIT[0]], [*deviations, _TASK_CORRELATION_LOGIT[1]]

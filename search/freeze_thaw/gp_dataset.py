@@ -50,7 +50,7 @@ class GPDataset:
         rows: encoded trials of the study, then of earlier studies [trials, parameters].
         points: points of the study's trials, then of earlier studies.
         scores: normal scores of the points [n].
-        is_steady: whether the scores depend on the configuration alone, not on trial and epoch.
+        is_epoch_invariant: whether the scores depend on the configuration alone, not on trial and epoch.
     """
 
     space: Space
@@ -58,7 +58,7 @@ class GPDataset:
     rows: np.ndarray
     points: Points
     scores: Tensor
-    is_steady: bool = False
+    is_epoch_invariant: bool = False
 
     @classmethod
     def from_trials(  # noqa: PLR0913 the inputs of a dataset
@@ -73,7 +73,7 @@ class GPDataset:
         always: Container[int] = (),
         warm_start: WarmStartData | None = None,
         curves: Sequence[Mapping[int, float]] | None = None,
-        is_steady: bool = False,
+        is_epoch_invariant: bool = False,
     ) -> GPDataset:
         """Build the dataset of trials that `select_observed` returned.
 
@@ -88,7 +88,7 @@ class GPDataset:
             warm_start: trials of earlier studies.
             curves: per trial, losses by epoch, from 1, used as they are; None for the reported values, of which
                 the best so far counts.
-            is_steady: whether all points are at the last epoch and depend on the configuration alone.
+            is_epoch_invariant: whether all points are at the last epoch and depend on the configuration alone.
         """
         warm_start = warm_start or WarmStartData()
         space = Space(distributions, [t.params for t in trials], warm_start.sampled)
@@ -101,13 +101,13 @@ class GPDataset:
         rows = np.concatenate([space.rows, theirs])
         # Earlier studies fill the remaining room, most informative trials first.
         others = [(i, s, score, t.study) for i, t in enumerate(warm_start.trials, len(trials)) for s, score in t.points]
-        others = others[: MAX_POINTS - len(found.s)]
+        others = others[: MAX_POINTS - len(found.log_epoch)]
         trial, s, their_scores, study = np.array(others, dtype=np.float64).reshape(len(others), 4).T
         trial = np.concatenate([found.trial, trial.astype(np.int64)])
         study = np.concatenate([np.zeros_like(found.trial), study.astype(np.int64)])
-        columns = (space.to_features(rows)[trial], np.concatenate([found.s, s]), trial, study)
+        columns = (space.to_features(rows)[trial], np.concatenate([found.log_epoch, s]), trial, study)
         scores = torch.from_numpy(np.concatenate([found.scores, their_scores]))
-        return cls(space, found, rows, Points(*map(torch.from_numpy, columns)), scores, is_steady)
+        return cls(space, found, rows, Points(*map(torch.from_numpy, columns)), scores, is_epoch_invariant)
 
     @property
     def final_epoch_points(self) -> Points:
@@ -120,12 +120,14 @@ class GPDataset:
     def prior_process(self) -> GaussianProcess:
         """The Gaussian process with the prior means of its hyperparameters."""
         return GaussianProcess.from_prior(
-            self.space.feature_owner, multi_study=bool(self.points.study.any()), is_steady=self.is_steady
+            self.space.feature_owner,
+            multi_study=bool(self.points.study.any()),
+            is_epoch_invariant=self.is_epoch_invariant,
         )
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:
         """Fit the hyperparameters on a subset of the points, starting from those of `process`."""
-        part = _select_fit_points(len(self.observations.s), len(self.scores))
+        part = _select_fit_points(len(self.observations.log_epoch), len(self.scores))
         return process.fit(self.points.select(part), self.scores[part])
 
 
@@ -171,7 +173,7 @@ def fit_posterior(
     names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
         process = GaussianProcess(
-            process.feature_owner, torch.tensor(kept["theta"], dtype=torch.float64), process.is_steady
+            process.feature_owner, torch.tensor(kept["theta"], dtype=torch.float64), process.is_epoch_invariant
         )
     else:
         kept = {}

@@ -213,7 +213,7 @@ class MultiObjectiveSuggester:
             epochs=self._epochs,
             random=self._random,
             curves=some,
-            is_steady=some is not None and all(set(curve) == {self._epochs} for curve in some),
+            is_epoch_invariant=some is not None and all(set(curve) == {self._epochs} for curve in some),
         )
         rows = np.full(len(observed), -1, dtype=np.int64)
         rows[known] = np.arange(len(known))
@@ -345,7 +345,7 @@ def build_secondary_curves(
 ) -> list[list[dict[int, float]]]:
     """Return, per metric but the first, the losses of each trial by epoch; empty where unknown.
 
-    A loss is that of the best epoch so far by the first metric. A steady metric has one loss, at the last epoch.
+    A loss is that of the best epoch so far by the first metric. A constant metric has one loss, at the last epoch.
     """
     every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []

@@ -24,12 +24,12 @@ class Observations:
 
     Attributes:
         trial: trial index of each observation [n].
-        s: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
+        log_epoch: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
         loss: best loss so far [n]; infinite if there was no finite value.
     """
 
     trial: np.ndarray
-    s: np.ndarray
+    log_epoch: np.ndarray
     loss: np.ndarray
 
     @property

@@ -100,7 +100,9 @@ class WarmStartData:
                 raise ValueError(f"{name}: no trial is in this search space; name another study or remove it")
             points = select_observations(curves, epochs, random)
             of_trial: dict[int, list[tuple[float, float]]] = {}
-            for place, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
+            for place, s, score in zip(
+                points.trial.tolist(), points.log_epoch.tolist(), points.scores.tolist(), strict=True
+            ):
                 of_trial.setdefault(place, []).append((round(s, 6), round(score, 6)))
             chosen = _select_most_informative(of_trial, MAX_SOURCE_TRIALS // len(studies), random)
             found += [SourceTrial(index, *kept[i], of_trial[i]) for i in chosen]

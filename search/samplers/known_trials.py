@@ -20,7 +20,7 @@ Values = Mapping[int, Mapping[int, Sequence[float]]]  # values of all metrics, b
 _RANK_STEP = 1e-300  # constraint violation per rank: smaller than every real violation
 
 
-class SampledStudy(optuna.Study):
+class SamplerStudyView(optuna.Study):
     """View of a study for samplers, in which paused trials appear as pruned after their last epoch.
 
     Samplers ignore waiting trials, although in studies with rungs most observations are from paused trials. In a
@@ -89,9 +89,9 @@ def _copy_with(trial: FrozenTrial, **attributes: Any) -> FrozenTrial:
     return copied
 
 
-def make_sampled_study(study: optuna.Study, values: Callable[[], Values] = dict) -> SampledStudy:
-    """Return the view of a study that its sampler receives; `values` as in `SampledStudy`."""
-    return SampledStudy(study.study_name, study._storage, sampler=study.sampler, pruner=study.pruner, values=values)
+def make_sampler_study_view(study: optuna.Study, values: Callable[[], Values] = dict) -> SamplerStudyView:
+    """Return the view of a study that its sampler receives; `values` as in `SamplerStudyView`."""
+    return SamplerStudyView(study.study_name, study._storage, sampler=study.sampler, pruner=study.pruner, values=values)
 
 
 def _show_as_pruned(trial: FrozenTrial) -> FrozenTrial:

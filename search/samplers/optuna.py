@@ -165,7 +165,7 @@ def _make_cmaes_sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
             if not self._consider_pruned_trials:
                 return super()._get_trials(study)
             worst = math.inf if study.direction == StudyDirection.MINIMIZE else -math.inf
-            # With explicit states, `SampledStudy` includes paused trials as pruned.
+            # With explicit states, `SamplerStudyView` includes paused trials as pruned.
             states = (TrialState.COMPLETE, TrialState.PRUNED)
             found = study._get_trials(deepcopy=False, states=states)
             return [_with_last_value(trial, worst) for trial in found if trial.values or trial.intermediate_values]

@@ -111,7 +111,7 @@ def _compute_joint_posterior(posterior: Posterior, points: Points) -> tuple[np.n
     cross = posterior.process.covariance(points, posterior.points)
     white = torch.linalg.solve_triangular(posterior.factor, cross.T, upper=False)
     covariance = posterior.process.covariance(points, points) - white.T @ white
-    factor = torch.linalg.cholesky(covariance + _JITTER * torch.eye(len(points.s), dtype=torch.float64))
+    factor = torch.linalg.cholesky(covariance + _JITTER * torch.eye(len(points.log_epoch), dtype=torch.float64))
     return (cross @ posterior.weights).numpy(), factor.numpy()
 
 

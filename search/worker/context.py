@@ -13,7 +13,7 @@ from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.errors import as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
 from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import open_checkpoints
@@ -97,7 +97,7 @@ class WorkerContext:
             system_metrics=options.system_metrics,
         )
         self.runs_dir = get_runs_folder(services.home / "runs", study)
-        self.sampled = make_sampled_study(study.open(), partial(read_epoch_values, study.engine, study.study_id))
+        self.sampled = make_sampler_study_view(study.open(), partial(read_epoch_values, study.engine, study.study_id))
         self.rungs = make_rungs(spec)
         metered_epochs = spec.epochs if spec.has_epoch_or_time_budget else None
         self.claims = Claims(
@@ -143,7 +143,7 @@ class WorkerContext:
 
     def is_stopping(self) -> bool:
         """Return whether the worker should stop; it stops with its fleet."""
-        if not self.shutdown.has_begun and self.is_fleet_gone is not None and self.is_fleet_gone():
+        if not self.shutdown.is_shutting_down and self.is_fleet_gone is not None and self.is_fleet_gone():
             log.warning("fleet gone; this worker stops")
             self.shutdown.begin()
-        return self.shutdown.has_begun
+        return self.shutdown.is_shutting_down

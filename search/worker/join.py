@@ -96,7 +96,7 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
     # A stopped worker is killed after its grace period. The next worker, or `run`, sends the remaining records.
     timeout = (
         _DELIVERY_SECONDS
-        if is_done and not shutdown.has_begun
+        if is_done and not shutdown.is_shutting_down
         else min(_STOPPED_DELIVERY_SECONDS, max(shutdown.seconds_left(), 1.0))
     )
     if left := tracker.sender.flush(timeout):

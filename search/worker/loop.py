@@ -120,6 +120,6 @@ class Worker:
     def _wait(self) -> None:
         """Wait before the next claim, while other workers run the remaining trials, which they may release."""
         until = time.monotonic() + min(0.5 * 1.5**self._idle_claims, 5.0)
-        while not self._context.shutdown.has_begun and time.monotonic() < until:
+        while not self._context.shutdown.is_shutting_down and time.monotonic() < until:
             time.sleep(0.1)  # polls, because a signal handler must not take the lock of an event
         self._idle_claims += 1

@@ -10,7 +10,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.samplers.bohb import MIN_COMPLETE, RANDOM_FRACTION, BOHBSampler, _CompleteTrials
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.attributes import INFEASIBLE
 from tests.factories import X
 
@@ -81,5 +81,6 @@ def test_pruned_trials_do_not_matter_with_enough_complete_ones() -> None:
     few, many = study_of(TWO, states), study_of(TWO, states + [PRUNED] * 8)
     assert [suggested(few, BOHBSampler(seed=s)) for s in seeds] == [suggested(many, BOHBSampler(seed=s)) for s in seeds]
     assert any(
-        suggested(few, BOHBSampler(seed=s)) != suggested(make_sampled_study(few), TPESampler(seed=s)) for s in seeds
+        suggested(few, BOHBSampler(seed=s)) != suggested(make_sampler_study_view(few), TPESampler(seed=s))
+        for s in seeds
     )

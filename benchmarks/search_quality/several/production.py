@@ -19,7 +19,7 @@ from benchmarks.search_quality.simulation import Work
 from hpsearch.search.freeze_thaw.multi_objective import track_incumbent
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.storage.rungs.fronts import sort_by_front
 
@@ -40,7 +40,7 @@ class Production:
         self._schedule = PrunerSpec.parse(table(pruner)).fit_to_epochs(self._epochs).get_rung_schedule(self._epochs)
         self._values: dict[int, dict[int, list[float]]] = {}  # by the trial's id, which is its number here
         study = optuna.create_study(directions=training.directions)
-        self._study = make_sampled_study(study, lambda: self._values)
+        self._study = make_sampler_study_view(study, lambda: self._values)
         self._rungs: list[dict[int, np.ndarray]] = [{} for _ in (self._schedule.epochs if self._schedule else ())]
         self._promoted: list[set[int]] = [set() for _ in self._rungs]  # trials promoted from each rung
         self._best: list[list[int]] = [[] for _ in self._rungs]  # trials that may be promoted from each rung

@@ -36,8 +36,8 @@ def test_the_kernel_follows_its_formula():
         for j in range(4):
             difference = (a.x[i] - b.x[j]).numpy() / np.array([lengths[k] for k in OWNER])
             r = math.sqrt(5) * float(np.linalg.norm(difference))
-            apart = abs(float(a.s[i] - b.s[j]))
-            expected[i, j] = level + slope * float(a.s[i] * b.s[j])
+            apart = abs(float(a.log_epoch[i] - b.log_epoch[j]))
+            expected[i, j] = level + slope * float(a.log_epoch[i] * b.log_epoch[j])
             expected[i, j] += config * (1 + r + r * r / 3) * math.exp(-r) * math.exp(-apart / decay)
             expected[i, j] += own * math.exp(-apart / TRIAL_DECAY) * bool(a.trial[i] == b.trial[j])
     np.testing.assert_allclose(process.covariance(a, b).numpy(), expected, rtol=1e-6)
@@ -51,7 +51,7 @@ def test_predictions_match_observations_and_revert_to_the_prior_far_away():
     posterior = process.posterior(seen, y)
     mean, deviation = posterior.predict(seen)
     assert torch.allclose(mean, y, atol=0.15)
-    _, far = posterior.predict(Points(seen.x + 100, seen.s, seen.trial - 10**6, seen.study))
+    _, far = posterior.predict(Points(seen.x + 100, seen.log_epoch, seen.trial - 10**6, seen.study))
     assert (far > 5 * deviation).all()
 
 

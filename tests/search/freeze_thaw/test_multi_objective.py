@@ -22,7 +22,7 @@ from hpsearch.search.freeze_thaw.multi_objective import (
     sample_non_dominated,
 )
 from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
-from hpsearch.search.samplers.known_trials import SampledStudy, make_sampled_study
+from hpsearch.search.samplers.known_trials import SamplerStudyView, make_sampler_study_view
 from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import compute_hypervolume
 from tests.factories import X
@@ -37,7 +37,7 @@ class Search:
     def __init__(self, *, trials: int = 0, broken_above: float = math.inf) -> None:
         self.kept: dict[int, dict[int, list[float]]] = {}
         inner = optuna.create_study(directions=["maximize", "minimize"])
-        self.study: SampledStudy = make_sampled_study(inner, lambda: self.kept)
+        self.study: SamplerStudyView = make_sampler_study_view(inner, lambda: self.kept)
         self.broken_above = broken_above
         for number in range(trials):
             self.run(RandomSampler, number)

@@ -16,13 +16,13 @@ RANDOM = np.random.default_rng(0)
 def test_observations_are_the_best_values_at_the_last_two_grid_epochs():
     found = select_observations([{epoch: abs(epoch - 8) / 10 for epoch in range(1, 11)}, {1: 5.0}], 27, RANDOM)
     assert list(found.trial) == [0, 0, 1]
-    assert np.exp(found.s * math.log(27)) == pytest.approx([9, 10, 1])  # 1, 2, 3, 4, 6, 9 and 10 itself
+    assert np.exp(found.log_epoch * math.log(27)) == pytest.approx([9, 10, 1])  # 1, 2, 3, 4, 6, 9 and 10 itself
     assert found.loss.tolist() == [0.0, 0.0, 5.0]  # the value of epoch 8, which is not on the grid, counts from then on
 
 
 def test_the_epoch_scale_is_logarithmic():
-    assert select_observations([{27: 0.0, 1: 0.0}], 27, RANDOM).s == pytest.approx([0.0, 1.0])
-    assert select_observations([{1: 0.0}], 1, RANDOM).s == pytest.approx([0.0])
+    assert select_observations([{27: 0.0, 1: 0.0}], 27, RANDOM).log_epoch == pytest.approx([0.0, 1.0])
+    assert select_observations([{1: 0.0}], 1, RANDOM).log_epoch == pytest.approx([0.0])
 
 
 def test_nan_is_worse_than_all_numbers():

@@ -96,7 +96,7 @@ def test_too_many_points_are_reduced_to_the_best_and_own_ones_come_first():
         began = [pruned({"x": i / 700}, {"x": X}, curve(i / 700, 1)) for i in range(own)]
         random = np.random.default_rng(0)
         dataset = GPDataset.from_trials(began, SPACE, maximize=True, epochs=EPOCHS, random=random, warm_start=found)
-        assert (len(dataset.observations.s), int((dataset.points.study > 0).sum())) == (own, others)
+        assert (len(dataset.observations.log_epoch), int((dataset.points.study > 0).sum())) == (own, others)
 
 
 def alike(process: GaussianProcess) -> float:

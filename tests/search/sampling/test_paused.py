@@ -10,7 +10,7 @@ import pytest
 from optuna.samplers import TPESampler
 from optuna.trial import TrialState
 
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 LR = optuna.distributions.FloatDistribution(1e-4, 1.0, log=True)
@@ -46,12 +46,12 @@ def storage(database_url: str) -> PostgresStorage:
 
 def test_paused_trials_count_as_pruned(storage: PostgresStorage) -> None:
     expected = suggested(study_with(storage, "pruned", TrialState.PRUNED))
-    assert suggested(make_sampled_study(study_with(storage, "waits", TrialState.WAITING))) == expected
+    assert suggested(make_sampler_study_view(study_with(storage, "waits", TrialState.WAITING))) == expected
     assert suggested(study_with(storage, "unseen", TrialState.WAITING)) != expected
 
 
 def test_the_stored_trials_are_not_changed(storage: PostgresStorage) -> None:
-    study = make_sampled_study(study_with(storage, "waits", TrialState.WAITING))
+    study = make_sampler_study_view(study_with(storage, "waits", TrialState.WAITING))
     shown = study.get_trials(deepcopy=False, states=(TrialState.PRUNED, TrialState.COMPLETE))
     assert [(t.number, t.state) for t in shown] == [(number, TrialState.PRUNED) for number in range(12)]
     assert {t.state for t in storage.get_all_trials(study._study_id)} == {TrialState.WAITING}
@@ -69,7 +69,7 @@ print(suggested_to_a_worker(sys.argv[1], sys.argv[2]))
 
 def suggested_to_a_worker(url: str, name: str) -> float:
     storage = open_storage(url, application_name="test")
-    return suggested(make_sampled_study(optuna.load_study(study_name=name, storage=storage)))
+    return suggested(make_sampler_study_view(optuna.load_study(study_name=name, storage=storage)))
 
 
 def test_two_processes_suggest_the_same(storage: PostgresStorage, database_url: str) -> None:

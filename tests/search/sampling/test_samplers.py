@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from hpsearch import ObjectiveError
 from hpsearch.objectives.search_space import list_configurations
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
@@ -176,7 +176,7 @@ def test_cmaes_can_use_pruned_trials(database_url: str, state: str) -> None:
         name = f"{state}-{consider}"
         options = {"name": "cmaes", "popsize": 4, "consider_pruned_trials": consider}
         worker = Worker(database_url, plane, name=name, sampler=options)
-        worker.study = make_sampled_study(worker.study)
+        worker.study = make_sampler_study_view(worker.study)
         rungs = Rungs("asha", (1,), 2, 10, maximize=True)
         worker.claims = Claims(worker.storage.engine, worker.study._study_id, worker="w", rungs=rungs)
         run(worker)

@@ -12,7 +12,7 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISample
 from optuna.samplers._tpe.sampler import _split_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.samplers.known_trials import SampledStudy, make_sampled_study
+from hpsearch.search.samplers.known_trials import SamplerStudyView, make_sampler_study_view
 from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from tests.factories import X
 
@@ -61,8 +61,8 @@ class Made:
         self.kept[trial_id] = {step: list(each) for step, each in enumerate(values)}
         return number
 
-    def sampled(self) -> SampledStudy:
-        return make_sampled_study(self.study, lambda: self.kept)
+    def sampled(self) -> SamplerStudyView:
+        return make_sampler_study_view(self.study, lambda: self.kept)
 
     def tpe_order(self) -> list[int]:
         """Return the numbers of trials in the order in which TPE counts them as good."""
@@ -153,7 +153,7 @@ def test_trials_of_one_metric_are_not_copied() -> None:
     study = optuna.create_study(direction="maximize")
     kind = {"params": {"x": 0.5}, "distributions": {"x": X}, "intermediate_values": {0: 1.0}}
     study.add_trial(create_trial(state=PRUNED, **kind))
-    shown: list[FrozenTrial] = make_sampled_study(study, lambda: {0: {0: [1.0]}}).get_trials(
+    shown: list[FrozenTrial] = make_sampler_study_view(study, lambda: {0: {0: [1.0]}}).get_trials(
         deepcopy=False, states=(PRUNED,)
     )
     assert shown[0].system_attrs == {}

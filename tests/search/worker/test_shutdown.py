@@ -13,28 +13,28 @@ from hpsearch.search.process import GracefulShutdown, StopEvent
 def test_the_grace_period_starts_at_the_signal() -> None:
     stop = StopEvent()
     shutdown = GracefulShutdown(stop, grace=100.0)
-    assert not shutdown.has_begun
+    assert not shutdown.is_shutting_down
     stop.set()
     assert stop.since is not None
     stop.since -= 40.0  # it came 40 s before anybody asked
-    assert shutdown.has_begun
+    assert shutdown.is_shutting_down
     assert shutdown.seconds_left() == pytest.approx(60.0, abs=5.0)
 
 
 def test_the_grace_period_of_an_event_starts_when_it_is_detected() -> None:
     shutdown = GracefulShutdown(event := threading.Event(), grace=100.0)
-    assert not shutdown.has_begun
+    assert not shutdown.is_shutting_down
     event.set()
-    assert shutdown.has_begun
+    assert shutdown.is_shutting_down
     assert shutdown.seconds_left() == pytest.approx(100.0, abs=5.0)
 
 
 def test_the_time_limit_of_a_worker() -> None:
-    assert GracefulShutdown(StopEvent(), grace=1.0, max_time=0.0).has_begun
+    assert GracefulShutdown(StopEvent(), grace=1.0, max_time=0.0).is_shutting_down
     shutdown = GracefulShutdown(StopEvent(), grace=1.0, max_time=1000.0)
-    assert not shutdown.has_begun
+    assert not shutdown.is_shutting_down
     shutdown.begin()
-    assert shutdown.has_begun
+    assert shutdown.is_shutting_down
 
 
 @pytest.mark.parametrize(("end", "left"), [("+10", 10.0), ("+1000", 100.0), ("", 100.0), ("soon", 100.0)])

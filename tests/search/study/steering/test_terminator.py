@@ -19,7 +19,7 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_summary
 from hpsearch.search.report.top import read_status
 from hpsearch.search.run.live import LiveView
-from hpsearch.search.samplers.known_trials import make_sampled_study
+from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
@@ -55,7 +55,7 @@ def ran(study: optuna.Study, xs: np.ndarray, best: float = 0.8) -> None:
 
 
 def rest(stored: StoredStudy) -> Terminator:
-    return Terminator(stored, make_sampled_study(stored.open()))
+    return Terminator(stored, make_sampler_study_view(stored.open()))
 
 
 def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
