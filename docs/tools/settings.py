@@ -47,7 +47,7 @@ def describe(key: str) -> str:
 def choices(kind: str) -> str:
     """The samplers or the pruners: each by its name, with its options and their defaults."""
     field = StudySpec.model_fields[kind]
-    registered = getattr(type(field.default), "kinds", {})
+    registered = getattr(type(field.default), "registry", {})
     rows = []
     for model in registered.values() or get_args(field.annotation):
         options = []

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from hpsearch.former_names import VARIABLES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
-from hpsearch.search.spec.kinds import Kind
+from hpsearch.search.spec.kinds import RegisteredOptions
 from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
 from hpsearch.search.spec.settings import parse_options, read_spec_file
 from hpsearch.search.worker.options import (
@@ -141,8 +141,8 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
     """Return the flag of a setting; for a sampler or pruner, also the flag of its options."""
     if key == "objective":
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
-    if isinstance(field.default, Kind):
-        names = ", ".join(sorted(field.default.kinds))
+    if isinstance(field.default, RegisteredOptions):
+        names = ", ".join(sorted(field.default.registry))
         default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
         more = typer.Option(
             f"--{key}-option",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, TypedDict, Unpack
 
-from hpsearch.search.spec.kinds import Kind
+from hpsearch.search.spec.kinds import RegisteredOptions
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -250,7 +250,7 @@ class RungSchedule(NamedTuple):
     min_complete: int
 
 
-class PrunerSpec(Kind):
+class PrunerSpec(RegisteredOptions):
     """A pruner and its options."""
 
     family: ClassVar[str] = "pruner"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from hpsearch.search.spec.kinds import Kind
+from hpsearch.search.spec.kinds import RegisteredOptions
 
 if TYPE_CHECKING:  # wrong settings are rejected before Optuna is loaded
     from optuna.samplers import BaseSampler
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # wrong settings are rejected before Optuna is loaded
     from hpsearch.objectives.objective import BaseObjective
 
 
-class SamplerSpec(Kind):
+class SamplerSpec(RegisteredOptions):
     """A sampler and its options."""
 
     family: ClassVar[str] = "sampler"

@@ -26,19 +26,19 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Kind(Options):
+class RegisteredOptions(Options):
     """A sampler or pruner with its options. A subclass with a default for `name` is registered by that name.
 
     Attributes:
         family: `sampler` or `pruner`, for messages; a direct subclass sets it.
-        kinds: the registered subclasses of the family, by name.
+        registry: the registered subclasses of the family, by name.
         unsupported: reasons why well-known names are not supported, by name.
         examples: example values of required options, by name.
         can_be_multi_objective: whether it supports several metrics.
     """
 
     family: ClassVar[str]
-    kinds: ClassVar[dict[str, type[Any]]]
+    registry: ClassVar[dict[str, type[Any]]]
     unsupported: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, str]] = {}
     can_be_multi_objective: ClassVar[bool] = True
@@ -47,12 +47,12 @@ class Kind(Options):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         name = cls.model_fields["name"].default
-        if Kind in cls.__bases__:
-            cls.kinds = {}
+        if RegisteredOptions in cls.__bases__:
+            cls.registry = {}
         elif isinstance(name, str):
-            if name in cls.kinds:
-                raise TypeError(f"{cls.family} {name!r} is already registered by {cls.kinds[name].__qualname__}")
-            cls.kinds[name] = cls
+            if name in cls.registry:
+                raise TypeError(f"{cls.family} {name!r} is already registered by {cls.registry[name].__qualname__}")
+            cls.registry[name] = cls
 
     @classmethod
     def parse(cls, value: object) -> Self:
@@ -66,11 +66,11 @@ class Kind(Options):
         if not isinstance(value, Mapping):
             raise ValueError(f"{cls.family} is {value!r}; give its name, or a table with its name and options")
         name = value.get("name")
-        kind: type[Self] | None = cls.kinds.get(str(name))
+        kind: type[Self] | None = cls.registry.get(str(name))
         if kind is None:
             if (reason := cls.unsupported.get(str(name))) is not None:
                 raise ValueError(f"{cls.family} {name!r} is not supported: {reason}")
-            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{suggest_names(str(name), cls.kinds)}")
+            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{suggest_names(str(name), cls.registry)}")
         try:
             return kind.model_validate(dict(value))
         except ValidationError as error:
@@ -83,7 +83,7 @@ class Kind(Options):
             ValueError: it supports one metric only.
         """
         if not self.can_be_multi_objective:
-            others = ", ".join(sorted(name for name, kind in self.kinds.items() if kind.can_be_multi_objective))
+            others = ", ".join(sorted(name for name, kind in self.registry.items() if kind.can_be_multi_objective))
             raise ValueError(
                 f"--{self.family} {self.name} supports a single metric; with --directions use one of {others}, or "
                 "optimize one --metric"

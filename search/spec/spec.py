@@ -318,7 +318,7 @@ class StudySpec(Options):
 
     def _check_warm_start(self, earlier: list[str]) -> None:
         if not self.sampler.can_warm_start:
-            names = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.can_warm_start))
+            names = " or ".join(sorted(name for name, kind in SamplerSpec.registry.items() if kind.can_warm_start))
             raise ValueError(
                 f"--warm-start is not available with the sampler {self.sampler.name}; "
                 f"use --sampler {names}, or remove --warm-start"

@@ -17,34 +17,34 @@ _RATE, _EFFICIENCY = "samples_per_second_per_device", "scaling_efficiency"
 
 
 @dataclass(frozen=True)
-class Devices:
+class DeviceSummary:
     """Devices of the trials of a study.
 
     Attributes:
-        trials: number of trials per devices of the last attempt, such as "2 x cuda", most frequent first.
-        rate: samples per second and device, as the median over trials with several devices; None if unknown.
-        efficiency: share of the step time in which a device does not wait for others, median as in `rate`.
-        changed: devices of each attempt, by the number of a trial that was resumed on another number of devices.
+        trial_counts: number of trials per devices of the last attempt, such as "2 x cuda", most frequent first.
+        samples_per_second: per device, as the median over trials with several devices; None if unknown.
+        scaling_efficiency: share of the step time in which a device does not wait for others, also a median.
+        changed_devices: devices of each attempt, by the number of a trial that resumed on another number of devices.
     """
 
-    trials: dict[str, int]
-    rate: float | None
-    efficiency: float | None
-    changed: dict[int, list[str]]
+    trial_counts: dict[str, int]
+    samples_per_second: float | None
+    scaling_efficiency: float | None
+    changed_devices: dict[int, list[str]]
 
 
-def summarize_devices(study: StoredStudy) -> Devices | None:
+def summarize_devices(study: StoredStudy) -> DeviceSummary | None:
     """Return the devices of the trials of a study; None if each trial used one device."""
     attempts = read_devices(study.engine, study.study_id)
     found = {number: [_strip_index(name) for name in names] for number, names in attempts.items()}
     if not any(_count_devices(device) > 1 for devices in found.values() for device in devices):
         return None
     speeds = [trial.user_attrs[DEVICE_SPEED] for trial in study.trials() if DEVICE_SPEED in trial.user_attrs]
-    return Devices(
-        trials=dict(Counter(devices[-1] for devices in found.values()).most_common()),
-        rate=_get_median(speeds, _RATE),
-        efficiency=_get_median(speeds, _EFFICIENCY),
-        changed={number: names for number, names in found.items() if len(set(map(_count_devices, names))) > 1},
+    return DeviceSummary(
+        trial_counts=dict(Counter(devices[-1] for devices in found.values()).most_common()),
+        samples_per_second=_get_median(speeds, _RATE),
+        scaling_efficiency=_get_median(speeds, _EFFICIENCY),
+        changed_devices={number: names for number, names in found.items() if len(set(map(_count_devices, names))) > 1},
     )
 
 
@@ -59,17 +59,17 @@ def summarize_throughput(epochs: list[dict[str, float]]) -> dict[str, object]:
     return {DEVICE_SPEED: known} if known else {}
 
 
-def format_devices(devices: Devices) -> str:
+def format_devices(devices: DeviceSummary) -> str:
     """Return one line with the devices, their speed and the trials that changed devices."""
-    is_mixed = len(devices.trials) > 1
-    parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if is_mixed else kind for kind, n in devices.trials.items())]
-    parts += [] if devices.rate is None else [f"{_format_rate(devices.rate)} samples per second and device"]
-    parts += [] if devices.efficiency is None else [f"scaling efficiency {devices.efficiency:.2f}"]
+    counts, speed = devices.trial_counts, devices.samples_per_second
+    parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if len(counts) > 1 else kind for kind, n in counts.items())]
+    parts += [] if speed is None else [f"{_format_rate(speed)} samples per second and device"]
+    parts += [] if devices.scaling_efficiency is None else [f"scaling efficiency {devices.scaling_efficiency:.2f}"]
     parts += [
         f"trial {number} was resumed on another number ({', then '.join(kind for kind, _ in groupby(changed))})"
-        for number, changed in list(devices.changed.items())[:_MAX_LISTED]
+        for number, changed in list(devices.changed_devices.items())[:_MAX_LISTED]
     ]
-    parts += [f"and {more} more were"] if (more := len(devices.changed) - _MAX_LISTED) > 0 else []
+    parts += [f"and {more} more were"] if (more := len(devices.changed_devices) - _MAX_LISTED) > 0 else []
     return "; ".join(parts)
 
 

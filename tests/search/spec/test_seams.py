@@ -26,8 +26,8 @@ from tests.factories import BASE, spec_of
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SamplerSpec, "kinds", dict(SamplerSpec.kinds))
-    monkeypatch.setattr(PrunerSpec, "kinds", dict(PrunerSpec.kinds))
+    monkeypatch.setattr(SamplerSpec, "registry", dict(SamplerSpec.registry))
+    monkeypatch.setattr(PrunerSpec, "registry", dict(PrunerSpec.registry))
 
     class Steady(SamplerSpec):
         name: Literal["toy_steady"] = "toy_steady"

@@ -157,7 +157,7 @@ def test_a_wrapped_pruner_is_stored_with_options_and_can_be_given_by_name() -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SamplerSpec.kinds if name != "optunahub"]
+    "name", [name for name in SamplerSpec.registry if name != "optunahub"]
 )  # needs a download; it has a separate test
 def test_every_sampler_suggests(name: str) -> None:
     spec = parse_spec({**BASE, "sampler": {"name": name, **NEEDED.get(name, {})}})
