@@ -7,7 +7,7 @@ import os
 from laps import FOLDER, Laps
 
 import hpsearch.search.worker.attempt
-import hpsearch.search.worker.join
+import hpsearch.search.worker.lifecycle
 import hpsearch.search.worker.loop
 from hpsearch.objectives.builtin.digits import Digits as _Digits
 from hpsearch.objectives.training.reports.run_dir import RunDir
@@ -16,7 +16,7 @@ from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
-from hpsearch.search.worker.session import TrialSession
+from hpsearch.search.worker.trial_session import TrialSession
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import model
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -41,7 +41,7 @@ def watch() -> Laps:
         (model, "export_model", "exporting the model"),
         (hpsearch.search.worker.attempt, "suggest", "suggesting"),
         (hpsearch.search.worker.loop.Worker, "_wait", "waiting for others"),
-        (hpsearch.search.worker.join, "close_if_spent", "closing the study"),
+        (hpsearch.search.worker.lifecycle, "close_if_spent", "closing the study"),
     ):
         laps.watch(owner, name, label)
     for owner, label in (

@@ -23,8 +23,8 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.control import count_running
 from hpsearch.search.study.ranking import get_first_value
-from hpsearch.search.study.steering import count_running
 from hpsearch.search.study.study import (
     StoredStudy,
     find_tracking_uri,
@@ -35,7 +35,7 @@ from hpsearch.search.study.study import (
     open_study_tracking,
 )
 from hpsearch.search.study.summary import list_violations, summarise
-from hpsearch.search.tracking.publish import close_study
+from hpsearch.search.tracking.study_run import close_study
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
 from hpsearch.storage.mlflow.health import describe_error

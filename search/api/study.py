@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from hpsearch.search.services import Services
     from hpsearch.search.spec.spec import Settings, StudySpec
     from hpsearch.search.study.cleanup import Garbage
+    from hpsearch.search.study.control import BudgetChange
     from hpsearch.search.study.enqueue import Configurations
-    from hpsearch.search.study.steering import BudgetChange
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
     from hpsearch.search.worker.options import FleetWorkerOptions, WorkerOptions
@@ -203,7 +203,7 @@ class Study:
             assert study.run_worker().finished == 3
         """
         from hpsearch.search import process
-        from hpsearch.search.worker.join import run_worker
+        from hpsearch.search.worker.lifecycle import run_worker
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"run_worker(devices={devices}) is not available; use run(devices={devices})")
@@ -374,7 +374,7 @@ class Study:
         Example:
             study.stop(wait=True)
         """
-        from hpsearch.search.study.steering import count_running, stop_study
+        from hpsearch.search.study.control import count_running, stop_study
 
         before = stop_study(self._stored)
         while wait and count_running(self._stored):
@@ -388,8 +388,8 @@ class Study:
             study.start()
         """
         from hpsearch.search.api.opening import update_mlflow
-        from hpsearch.search.study.steering import start_study
-        from hpsearch.search.tracking.publish import reopen_study
+        from hpsearch.search.study.control import start_study
+        from hpsearch.search.tracking.study_run import reopen_study
 
         stored = self._stored
         early_stop, reason = stored.early_stop, start_study(stored)
@@ -421,8 +421,8 @@ class Study:
     def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
         """Change a budget. Error messages have the flags of the command."""
         from hpsearch.search.api.opening import update_mlflow
-        from hpsearch.search.study.steering import extend_study
-        from hpsearch.search.tracking.publish import reopen_study
+        from hpsearch.search.study.control import extend_study
+        from hpsearch.search.tracking.study_run import reopen_study
 
         amounts = {setting: str(amount) for setting, amount in budgets.items() if amount is not None}
         if len(amounts) != 1:
@@ -481,8 +481,8 @@ class Study:
                 assert "only failed and infeasible trials can be retried" in str(error)
         """
         from hpsearch.search.api.opening import update_mlflow
-        from hpsearch.search.study.steering import retry_trial
-        from hpsearch.search.tracking.publish import reopen_study, reopen_trial_run
+        from hpsearch.search.study.control import retry_trial
+        from hpsearch.search.tracking.study_run import reopen_study, reopen_trial_run
 
         stored = self._stored
         before, epoch = retry_trial(stored, trial, from_start=from_start)
@@ -631,7 +631,7 @@ class Study:
         from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import open_study_tracking
         from hpsearch.search.study.summary import summarise
-        from hpsearch.search.tracking.publish import write_note
+        from hpsearch.search.tracking.study_run import write_note
 
         stored = self._stored
         tracking = open_study_tracking(self._services, stored)

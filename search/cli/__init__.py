@@ -8,7 +8,7 @@ import sys
 import typer
 
 from hpsearch.former_names import RENAMED
-from hpsearch.search.cli import confirm, look, objective, run, services, steer
+from hpsearch.search.cli import confirm, monitor, objective, run, services, steer
 from hpsearch.search.cli.app import app
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.process import (
@@ -20,7 +20,7 @@ from hpsearch.search.process import (
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase
 
-COMMANDS = (run, look, steer, confirm, objective, services)  # their imports register the commands on the app
+COMMANDS = (run, monitor, steer, confirm, objective, services)  # their imports register the commands on the app
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,11 +17,11 @@ from hpsearch.search.errors import suggest_names
 
 # The sections of --help.
 SEARCH_SECTION = "Search"
-STEER_SECTION = "Watch and steer"
+MONITOR_SECTION = "Monitor and control"
 CONFIRM_SECTION = "Confirm and promote"
 OBJECTIVES_SECTION = "Objectives"
 SERVICES_SECTION = "Services"
-HELP_SECTIONS = (SEARCH_SECTION, STEER_SECTION, CONFIRM_SECTION, OBJECTIVES_SECTION, SERVICES_SECTION)
+HELP_SECTIONS = (SEARCH_SECTION, MONITOR_SECTION, CONFIRM_SECTION, OBJECTIVES_SECTION, SERVICES_SECTION)
 
 
 class _Command(TyperCommand):

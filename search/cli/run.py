@@ -88,7 +88,7 @@ def worker(
     """
     with fast_imports():
         from hpsearch.search.fleet.devices import join_study_on_devices
-        from hpsearch.search.worker.join import join_study
+        from hpsearch.search.worker.lifecycle import join_study
 
     join = join_study if options.world == 1 else join_study_on_devices
     if final_exit_code is None:

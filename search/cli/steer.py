@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import STEER_SECTION, confirm, register
+from hpsearch.search.cli.app import MONITOR_SECTION, confirm, register
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpsearch.search.study.cleanup import Garbage
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def stop(
     name: o.StudyName,
     *,
@@ -28,7 +28,7 @@ def stop(
     """
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
-    from hpsearch.search.study.steering import count_running
+    from hpsearch.search.study.control import count_running
 
     study = Study.open(name, **where)
     before, running = study.stop(), count_running(study._stored)
@@ -40,7 +40,7 @@ def stop(
     typer.echo(f"resume with: {format_command('start', name)}")
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def start(name: o.StudyName, where: o.Addresses) -> None:
     """Resume a stopped study. Start its workers with 'run' or 'worker'."""
     from hpsearch.search.api.study import Study
@@ -57,7 +57,7 @@ def _budget_option(flag: str, unit: str) -> Any:
     return typer.Option(flag, metavar="N", help=f"Additional {unit} as +N, or the new budget as N")
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def extend(
     name: o.StudyName,
     trials: Annotated[str | None, _budget_option("--trials", "trials")] = None,
@@ -86,7 +86,7 @@ def extend(
     typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def retry(
     name: o.StudyName,
     trial: Annotated[list[int], o.trial_option("the trial; repeatable")],
@@ -112,7 +112,7 @@ def retry(
     typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def sync(
     study: Annotated[
         str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with pending records]")
@@ -133,7 +133,7 @@ def sync(
     return 0 if all(each.is_complete for each in synced) else 1
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def delete(
     name: o.StudyName,
     *,
@@ -154,7 +154,7 @@ def delete(
         typer.echo(f"deleted {deleted}; its runs in MLflow stay")
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def gc(
     name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study name  [default: all studies]")] = None,
     *,

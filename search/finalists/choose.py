@@ -19,9 +19,9 @@ from hpsearch.search.pruners.stopping import NoPruning
 from hpsearch.search.samplers.optuna import Random
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
+from hpsearch.search.study.control import count_running
 from hpsearch.search.study.create import get_study_directions, set_metric_names
 from hpsearch.search.study.ranking import get_first_value, is_feasible, rank_trials
-from hpsearch.search.study.steering import count_running
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (

@@ -16,7 +16,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_finalist_study, derive_new_seeds
 from hpsearch.search.finalists.table import describe_missing_value, find_winner
 from hpsearch.search.spec.spec import FinalistsOf
-from hpsearch.search.study.steering import find_trial
+from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study
 from hpsearch.storage.attributes import FRESH, REFIT
 from hpsearch.storage.database.locks import name_lock

@@ -257,7 +257,7 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
     import torch
 
     from hpsearch.objectives.training.ranks import RankLostError, init_process_group
-    from hpsearch.search.worker.join import join_study
+    from hpsearch.search.worker.lifecycle import join_study
     from hpsearch.search.worker.rank_jobs import run_follower_rank, stop_followers
 
     exit_on_signals(signal.SIGTERM, signal.SIGINT)

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpsearch.search.fleet.devices import join_study_on_devices
 from hpsearch.search.fleet.fork import ForkedProcess, assign_gpus, can_fork, start_fork_server, thread_environment
 from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
-from hpsearch.search.worker.join import join_study
+from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.files import lock_file
 

@@ -14,7 +14,7 @@ import os
 from hpsearch.search.process import exit_on_signals
 
 MODULES = (
-    "hpsearch.search.worker.join",
+    "hpsearch.search.worker.lifecycle",
     "mlflow.pytorch",
     "torch._inductor",  # imported when deterministic algorithms are requested
     "torch.export._trace",  # this and the next are imported at the first export of a model

@@ -18,7 +18,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import find_winner, read_finalists
 from hpsearch.search.promotion.weights import BestWeights
-from hpsearch.search.study.steering import find_trial, get_user_and_host
+from hpsearch.search.study.control import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.files import compute_sha256

@@ -13,7 +13,7 @@ from hpsearch.search.finalists.refit import find_selected_run, list_current_prom
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
 from hpsearch.search.promotion.preference import describe_no_candidate, read_front
 from hpsearch.search.promotion.weights import make_model_from_checkpoint
-from hpsearch.search.study.steering import find_trial, get_user_and_host
+from hpsearch.search.study.control import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, VIOLATIONS

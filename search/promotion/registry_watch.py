@@ -115,7 +115,7 @@ def _record(
     # Imported here because they load torch, which a process that only polls does not need.
     from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
     from hpsearch.search.promotion.promote import write_evidence
-    from hpsearch.search.study.steering import find_trial
+    from hpsearch.search.study.control import find_trial
 
     study = load_study(storage, trial.study_name)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
@@ -132,7 +132,7 @@ def _record(
 
 def _update_note(storage: PostgresStorage, name: str) -> None:
     from hpsearch.search.study.summary import summarise
-    from hpsearch.search.tracking.publish import write_note
+    from hpsearch.search.tracking.study_run import write_note
 
     try:
         study = load_study(storage, name)

@@ -32,8 +32,8 @@ from hpsearch.objectives.training.loop.step_functions import build_step_function
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_isolated
+from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.ranking import get_first_value
-from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking

@@ -23,7 +23,7 @@ from hpsearch.search.study.summary import format_seconds
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
-from hpsearch.storage.trials.register import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
+from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
 
 _ETA_ENDS = 20  # trials whose ends give the rate for the ETA
 

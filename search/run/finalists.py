@@ -26,7 +26,7 @@ from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.study import StoredStudy, resolve_tracking
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.tracking.publish import close_study
+from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.tracking.tracker import check_trackers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_URL, TRACKING_URI

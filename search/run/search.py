@@ -22,7 +22,7 @@ from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.smoke import smoke_test
 from hpsearch.search.study.study import StoredStudy, get_report_path, require_measurable, resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
-from hpsearch.search.tracking.publish import close_study
+from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_ID, STOPPED
 

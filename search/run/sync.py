@@ -18,8 +18,8 @@ from hpsearch.search.study.study import (
     load_study,
     open_study_tracking,
 )
-from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import resend
+from hpsearch.search.tracking.study_run import close_if_spent
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
 from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage

@@ -1,6 +1,6 @@
 """Samplers: one class each, with its options. Add a new module to the imports below."""
 
-from hpsearch.search.samplers import listed, optuna, optunahub
+from hpsearch.search.samplers import grid, optuna, optunahub
 from hpsearch.search.samplers.base import SamplerSpec
 
-__all__ = ["SamplerSpec", "listed", "optuna", "optunahub"]
+__all__ = ["SamplerSpec", "grid", "optuna", "optunahub"]

@@ -24,7 +24,7 @@ from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempt
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
-from hpsearch.search.worker.session import TrialSession, measure_violations
+from hpsearch.search.worker.trial_session import TrialSession, measure_violations
 from hpsearch.storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
 from hpsearch.storage.rungs.rungs import RungRank

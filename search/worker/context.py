@@ -33,7 +33,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.lease_thread import LeaseKeeper
-from hpsearch.storage.trials.register import WorkerRegistration
+from hpsearch.storage.trials.worker_registry import WorkerRegistration
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from hpsearch.storage.trials.process_identity import process_name
-from hpsearch.storage.trials.register import WorkerIdentity
+from hpsearch.storage.trials.worker_registry import WorkerIdentity
 
 
 def worker_name(pid: int | None = None) -> str:

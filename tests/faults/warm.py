@@ -14,7 +14,7 @@ from hpsearch.search.cli import app
 
 for _name in (
     *(
-        "hpsearch.search.tracking.publish",
+        "hpsearch.search.tracking.study_run",
         "hpsearch.search.run.search",
         "optuna_dashboard",
         "psycopg2",

@@ -16,7 +16,7 @@ import torch
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors

@@ -19,7 +19,7 @@ from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
-from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks
+from hpsearch.objectives.training.evaluation.running_metrics import aggregate_over_ranks
 from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.loop.cross_fit import ResplitEvaluation, build_resplit_evaluation
 from hpsearch.objectives.training.loop.guards import FiniteGuard

@@ -21,7 +21,7 @@ from hpsearch.objectives.training.data.tree import concatenate, index_rows, leav
 from hpsearch.objectives.training.evaluation.evaluate import RunningMeans, as_floats
 from hpsearch.objectives.training.evaluation.losses import compute_mean_loss
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
-from hpsearch.objectives.training.evaluation.running import aggregate_over_ranks, disable_rank_sync
+from hpsearch.objectives.training.evaluation.running_metrics import aggregate_over_ranks, disable_rank_sync
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction, detach_outputs
 from hpsearch.objectives.training.loop.prepare import is_resplit
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks

@@ -17,7 +17,7 @@ from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.evaluate import as_floats
-from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.loop.guards import StepPosition
 from hpsearch.objectives.training.loop.run import FORMAT, MID_EPOCH_FORMAT, Run
 from hpsearch.objectives.training.reproducibility.environment import describe_differences

@@ -168,7 +168,7 @@ def test_the_exit_code_depends_on_whether_work_is_left(arena: Arena) -> None:
 
 _IN_A_THREAD = """
 import sys, threading
-from hpsearch.search.worker.join import join_study
+from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
 
 stop, codes = threading.Event(), []

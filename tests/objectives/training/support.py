@@ -20,7 +20,7 @@ from hpsearch import (
     classification,
 )
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import StepPosition

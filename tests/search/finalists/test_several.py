@@ -16,7 +16,7 @@ from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.evidence import Confirmation
 from hpsearch.search.promotion.preference import parse_preference, select_preferred
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.tracking.publish import table_record
+from hpsearch.search.tracking.study_run import table_record
 from hpsearch.storage.attributes import REMOVED
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage

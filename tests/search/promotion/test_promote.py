@@ -19,7 +19,7 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_promotions, print_trial
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.tracking.publish import study_note
+from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import REASON, REMOVED, TRACKING
 from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.errors import StorageError

@@ -17,7 +17,7 @@ from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.tracking.publish import close_study, log_confirmation, study_note
+from hpsearch.search.tracking.study_run import close_study, log_confirmation, study_note
 from hpsearch.storage.attributes import REASON, RUN_ID, SPEC, VIOLATIONS
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpsearch.search.report.top import StudyStatus, render_status
 from hpsearch.storage.trials.history import Progress
-from hpsearch.storage.trials.register import AttemptEnd, WorkerIdentity, WorkerRow
+from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerIdentity, WorkerRow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

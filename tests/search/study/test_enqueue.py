@@ -13,9 +13,9 @@ from hpsearch import LoopObjective, ObjectiveError, load_objective
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.resolve import check_settings
+from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import default_params, enqueue, read_rows
-from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import ORIGIN
 from hpsearch.storage.study_storage.storage import open_storage

@@ -13,9 +13,9 @@ from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.resolve import check_settings
 from hpsearch.search.spec.settings import expand_names, read_spec_file
+from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows
-from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claims

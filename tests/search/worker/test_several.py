@@ -15,7 +15,7 @@ from hpsearch import EpochRecord
 from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
-from hpsearch.search.worker.session import measure_violations
+from hpsearch.search.worker.trial_session import measure_violations
 from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking

@@ -2,7 +2,7 @@
 
 import torch
 
-from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.evaluation.step import Step
 
 

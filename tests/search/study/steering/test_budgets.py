@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import optuna
 import pytest
+from tests.search.study.control.support import Say, take
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import list_studies
@@ -12,8 +13,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.spec.resolve import resolve_spec
 from hpsearch.search.spec.spec import MAX_TRIALS
+from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
-from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import BUDGET_CUT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -21,7 +22,6 @@ from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
-from tests.search.study.steering.support import Say, take
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import math
 import optuna
 import pytest
 from optuna.trial import TrialState
+from tests.search.study.control.support import Say, rows, take
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study.steering import retry_trial
+from hpsearch.search.study.control import retry_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.checkpoints.store import StoredFile
@@ -18,7 +19,6 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import current_process
-from tests.search.study.steering.support import Say, rows, take
 
 
 def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, state: str = "FAIL") -> Claim:

@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
+from tests.search.study.control.support import Say, take
 
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
 from hpsearch.search.pruners.study_pruner import make_rungs
@@ -21,13 +22,12 @@ from hpsearch.search.report.show import format_best_forecast, make_forecast_tabl
 from hpsearch.search.report.trials import estimate_epoch_ends
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.tracking.publish import study_note
+from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.history import RunInterval
 from tests.factories import spec_of
-from tests.search.study.steering.support import Say, take
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
+from tests.search.study.control.support import Say, rows, take
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import run_command
@@ -24,7 +25,7 @@ from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.study.terminator import FIRST, Terminator
-from hpsearch.search.tracking.publish import study_note
+from hpsearch.search.tracking.study_run import study_note
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
@@ -35,7 +36,6 @@ from hpsearch.storage.trials.claim_sql import LOCK_STUDY
 from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import X, spec_of
-from tests.search.study.steering.support import Say, rows, take
 
 
 @pytest.fixture

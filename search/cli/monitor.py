@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import STEER_SECTION, register
+from hpsearch.search.cli.app import MONITOR_SECTION, register
 
 if TYPE_CHECKING:
     from hpsearch.search.api.opening import StudyRow
@@ -22,7 +22,7 @@ _ALWAYS = {"study", "objective", "trials", "complete", "best"}
 _MIN_WIDTHS = {"study": 5, "objective": 8, "best": 9}  # characters; narrower columns are unreadable
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def studies(where: o.Addresses) -> None:
     """List all studies with their state and best value."""
     from hpsearch.search.api.study import list_studies
@@ -63,7 +63,7 @@ def _format_row(row: StudyRow) -> dict[str, str]:
     }
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def show(
     name: o.StudyName,
     *,
@@ -88,7 +88,7 @@ def show(
         print_trial(PlainConsole(), stored, trial)
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def top(
     name: o.StudyName,
     *,
@@ -123,7 +123,7 @@ def top(
             time.sleep(every)
 
 
-@register(STEER_SECTION)
+@register(MONITOR_SECTION)
 def report(
     name: o.StudyName,
     *,

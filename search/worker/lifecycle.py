@@ -17,8 +17,8 @@ from hpsearch.search.process import (
     EXIT_UNAVAILABLE,
     StopEvent,
 )
-from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
+from hpsearch.search.tracking.study_run import close_if_spent
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.identity import worker_name
