@@ -87,7 +87,7 @@ def __getattr__(name: str) -> object:
 
 
 def _is_from_import(frame: FrameType) -> bool:
-    """Return whether a frame runs `from ... import`, for which Python replaces the message of an AttributeError."""
+    """Return whether a frame runs `from ... import`, where Python replaces the message of an AttributeError."""
     import dis
 
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"

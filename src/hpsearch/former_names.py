@@ -1,4 +1,8 @@
-"""Names of earlier versions: translated in stored specs and configurations, rejected with the new name in new input."""
+"""Former names of settings, with their current names.
+
+Former names in stored specs and configurations are translated. Former names in new input are rejected with an error
+that contains the current name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ _SAMPLERS = {"curves": "freeze_thaw"}
 _TRAINING = {"accumulate": "gradient_accumulation_steps", "shard_above": "shard_checkpoint_above_gib"}
 VARIABLES = {"HPSEARCH_STALL": "HPSEARCH_STALL_FACTOR"}
 
-# For messages, by the former name.
+# Current name by former name, for error messages.
 RENAMED = {
     **_SETTINGS,
     **_SAMPLERS,
@@ -26,7 +30,7 @@ RENAMED = {
 
 
 def current_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored study spec with the current names."""
+    """Return a stored study spec, with each former name replaced by the current one."""
     spec = _with_current_keys(stored, _SETTINGS)
     if isinstance(sampler := spec.get("sampler"), Mapping):
         spec["sampler"] = {**sampler, "name": _SAMPLERS.get(sampler["name"], sampler["name"])}
@@ -34,7 +38,7 @@ def current_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_training(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored training configuration with the current names."""
+    """Return a stored training configuration, with each former name replaced by the current one."""
     return _with_current_keys(stored, _TRAINING)
 
 

@@ -1,7 +1,8 @@
 """Named steps at which a test can stop a process.
 
-A function that makes such a step is decorated with its name. The fault tests install a callback that runs the step, and
-kills or suspends the process before or after it. Without a callback the step runs as if it were not decorated.
+A function that implements a step is decorated with `kill_point` and the name of the step. The fault tests install a
+callback that runs the step, and kills or suspends the process before or after the step. Without a callback, the
+decorator has no effect.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KillPoint = Literal[
     "remove checkpoints",
     "drop checkpoint pointers",
     "evaluate test set",
-    # its sender
+    # the sender of its journals
     "send records",
     "create run",
     "record run",
@@ -61,13 +62,13 @@ _callback: Callback | None = None
 
 
 def install(callback: Callback) -> None:
-    """Let this process call `callback(name, step)` for each step; it returns what the step returns."""
+    """Install the callback of this process: each step calls `callback(name, step)`, which returns `step()`."""
     global _callback  # noqa: PLW0603 one test harness per process
     _callback = callback
 
 
 def kill_point(name: KillPoint) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a function as the step of this name."""
+    """Return a decorator that marks a function as the step `name`."""
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
