@@ -5,16 +5,16 @@ SPEC = "hpsearch:spec"  # the fields of hpsearch.search.spec.StudySpec, as JSON
 STOPPED = "hpsearch:stopped"  # user, host and time of the stop request
 EARLY_TERMINATION = "hpsearch:given_up"  # early termination: fields of hpsearch.storage.trials.budget.EarlyStop
 EXPECTED_GAIN = "hpsearch:foreseen"  # last estimate for the rest of the budget: {"gain", "ended"} (finished trials)
-STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`; a timeout counts from here
+STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`; the study's timeout starts at this time
 TRACKING_URI = "hpsearch:tracking_uri"
 CHECKPOINT_URL = "hpsearch:checkpoint_url"
-FOLDER = "hpsearch:folder"  # name of its folders; unique, because studies of other databases may share the disk
-SOURCE_SHA256 = "hpsearch:objective_sha256"  # of the objective's source file when the study was created
+FOLDER = "hpsearch:folder"  # name of the study's folders; unique, because other databases may share the disk
+SOURCE_SHA256 = "hpsearch:objective_sha256"  # hash of the objective's source file at the creation of the study
 VERSION = "hpsearch:release"  # version of hpsearch that created the study
 SMOKE_TEST = "hpsearch:smoke"  # result of the smoke test, one sentence
 
 # Attributes of a study or a trial.
-RUN_ID = "hpsearch:mlflow_run_id"  # study: the parent run; trial: its own run
+RUN_ID = "hpsearch:mlflow_run_id"  # study: the parent run; trial: the trial's run
 RUN_URL = "hpsearch:mlflow_url"
 
 # Attributes of a trial.
@@ -23,18 +23,18 @@ ATTEMPT = "hpsearch:attempt"  # number of attempts so far, from 1
 LAST_PROGRESS = "hpsearch:got_on"  # last attempt above 1 that stored a new checkpoint; retries are counted from it
 WORKER = "hpsearch:worker"  # current or last worker
 REASON = "hpsearch:reason"  # reason for the final state, as text
-INFEASIBLE = "hpsearch:infeasible"  # diverged or out of memory: PRUNED in Optuna, counted separately
+INFEASIBLE = "hpsearch:infeasible"  # the trial diverged or ran out of memory; PRUNED in Optuna, counted separately
 VIOLATIONS = "hpsearch:out_of_bounds"  # violated constraints, one line each; such a trial cannot be promoted
 PRUNING = "hpsearch:pruning"  # evidence for pruning: the fields of a Decision of search.pruners.base
-BUDGET_CUT = "hpsearch:cut"  # interrupted because the epochs or seconds were spent; resumes if the budget grows
+BUDGET_CUT = "hpsearch:cut"  # the budget was spent while the trial ran; the trial resumes if the budget grows
 RUNG = "hpsearch:rung"  # last pause: rung, epoch (from 0), rank, number of trials at the rung
-DEVICE_SPEED = "hpsearch:pace"  # trained on several devices: medians of the speed metrics of its epochs, by name
+DEVICE_SPEED = "hpsearch:pace"  # trials on several devices: median over the epochs of each speed metric, by name
 MODEL = "hpsearch:mlflow_model_id"
-TRACKING = "hpsearch:tracking"  # finished trials: the part that MLflow lacks, or does not have yet
+TRACKING = "hpsearch:tracking"  # finished trials: the records that MLflow lacks
 PENDING = "pending"  # prefix of TRACKING while records are in the outbox
 REMOVED = "hpsearch:removed"  # user and host that deleted the model and the best checkpoint
 PARENT_TRIAL = "hpsearch:finalist_of"  # finalists: the trial of the search that is retrained
-TRAINING_SEED = "hpsearch:seed"  # finalists
+TRAINING_SEED = "hpsearch:seed"  # finalists: the seed of the training
 FRESH = "hpsearch:fresh"  # finalists on a new split: the evidence for the score, as ResplitScore.record() returns it
 REFIT = "hpsearch:refit"  # refits on training and validation data: {"train_loss"} of the last epoch
 

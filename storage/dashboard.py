@@ -36,8 +36,8 @@ def serve_dashboard(
         url: Postgres URL; the worker role is sufficient.
         host: address to listen on. The dashboard has no authentication: every client can delete studies.
         port: port to listen on.
-        artifacts: artifact store to show with the trials; None for no artifacts.
-        read_only: whether to reject requests that change anything.
+        artifacts: store with the trials' artifacts, which the dashboard then displays; None to display no artifacts.
+        read_only: whether to reject requests that may change data.
 
     Raises:
         StorageError: the database cannot be used, or the address cannot be bound.
@@ -74,15 +74,15 @@ def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> _Wsgi:
 
 
 def _reject_writes(app: _Wsgi) -> _Wsgi:
-    """Reject requests with a method that may change data."""
+    """Wrap an application so that it rejects requests with a method that may change data."""
     reason = b'{"reason": "This dashboard is read-only."}\n'  # the format of the dashboard's own errors
     return _guard(app, lambda environ: environ["REQUEST_METHOD"] in _READ_METHODS, "application/json", reason)
 
 
 def _reject_foreign_origins(app: _Wsgi) -> _Wsgi:
-    """Reject requests that another web site sends through the user's browser.
+    """Wrap an application so that it rejects requests that another web site sends through the user's browser.
 
-    The Host header reveals DNS rebinding (a foreign name that resolves to 127.0.0.1), the Origin header reveals
+    The Host header reveals DNS rebinding (a foreign name that resolves to 127.0.0.1). The Origin header reveals
     cross-site requests.
     """
 
@@ -95,7 +95,7 @@ def _reject_foreign_origins(app: _Wsgi) -> _Wsgi:
 
 
 def _guard(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
-    """Answer requests that are not allowed with 403 and the reason."""
+    """Wrap an application so that it answers requests that are not allowed with status 403 and the reason."""
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if is_allowed(environ):
@@ -120,9 +120,10 @@ _WITH_ARTIFACTS = """
 
 
 class DashboardStorage(PostgresStorage):
-    """Study storage that reads a finished trial again when its artifacts have reached MLflow.
+    """Study storage that reads a finished trial again after its artifacts have reached MLflow.
 
-    The base class caches finished trials forever, but artifacts are uploaded in the background after the end.
+    The base class reads a finished trial only once. But artifacts are uploaded in the background, after the trial has
+    ended, and the list of artifacts is an attribute of the trial.
     """
 
     def get_all_trials(
@@ -157,7 +158,7 @@ _LEGACY_CONSTRAINTS = "constraints"  # system attribute: a list of numbers witho
 
 
 def add_legacy_constraints(trial: FrozenTrial) -> FrozenTrial:
-    """Return a copy of a trial with its constraints in the form that the dashboard reads; unchanged without any."""
+    """Return a copy of a trial with constraints in the form that the dashboard reads; other trials are unchanged."""
     if not trial.constraints or _LEGACY_CONSTRAINTS in trial.system_attrs:
         return trial
     copied = copy.copy(trial)  # the original is in the cache of the storage
@@ -171,7 +172,7 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 def find_feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
-    """Return the Pareto front of the feasible COMPLETE trials, by number; the dashboard's own ignores constraints."""
+    """Return the Pareto front of the feasible COMPLETE trials, by number; the dashboard's function uses all trials."""
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values and is_feasible(trial)]
     maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
     return [ended[place] for place in find_front(to_losses([trial.values for trial in ended], maximize))]

@@ -33,11 +33,13 @@ class Manifest:
     Attributes:
         made_at: time of the snapshot of the studies, in UTC.
         hpsearch: version of hpsearch that wrote the backup.
-        postgres, dumped_by: versions of the server and of pg_dump; the newest if there are two.
-        schema, optuna_schema, mlflow_schema: revisions of the tables; the last is None without MLflow's database.
+        postgres: version of the Postgres server; the newer version if the two databases are on different servers.
+        dumped_by: version of pg_dump; the newer version if the two dumps are from different versions.
+        schema, optuna_schema: revisions of hpsearch's and Optuna's tables.
+        mlflow_schema: revision of MLflow's tables; None if the archive does not contain MLflow's database.
         home: home folder at the time of the backup.
-        studies, trials, runs, models: numbers of rows; models are registered models.
-        files: whether the archive contains the artifact files, or only their index.
+        studies, trials, runs, models: numbers of studies, trials, active MLflow runs and registered models.
+        files: whether the archive contains the artifact files; otherwise it contains only their index entries.
         format: format version of the archive.
     """
 
@@ -64,7 +66,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """File in the index.
+    """Index entry of one file.
 
     Attributes:
         path: path in the archive.
@@ -80,7 +82,7 @@ class IndexEntry:
 
 
 class _FixedSizeReader:
-    """Reader and hash of exactly `size` bytes of a file that may change meanwhile; missing bytes are zeros."""
+    """Reader and hash of exactly `size` bytes of a file, even if the file shrinks: missing bytes are read as zeros."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._remaining = file, size
@@ -102,11 +104,11 @@ class ArchiveWriter:
         self._index: list[IndexEntry] = []
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write the manifest, before everything else."""
+        """Write the manifest; must be the first call."""
         self._add_text(MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
 
     def add_file(self, name: str, path: Path) -> bool:
-        """Add a file; return False if it does not exist any more."""
+        """Add a file to the archive and the index; return False if the file no longer exists."""
         try:
             file = path.open("rb")
         except FileNotFoundError:
@@ -123,7 +125,7 @@ class ArchiveWriter:
         self._index.append(IndexEntry(name, size, sha256, held=False))
 
     def write_index(self) -> None:
-        """Write the index, after everything else."""
+        """Write the index; must be the last call."""
         self._add_text(INDEX, "".join(json.dumps(asdict(entry)) + "\n" for entry in self._index))
 
     def _add_text(self, name: str, text: str) -> None:
@@ -152,22 +154,22 @@ class UnpackedArchive:
 
     Attributes:
         manifest: manifest of the archive.
-        folder: folder with the files, by their paths in the archive.
-        index: index of all files, including those without content.
+        folder: folder with the extracted files, under their paths in the archive.
+        index: index of all files, including files whose content is not in the archive.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, index: list[IndexEntry]) -> None:
         self.manifest, self.folder, self.index = manifest, folder, index
 
     def iterate_files(self, kind: str) -> Iterator[tuple[PurePosixPath, Path]]:
-        """Yield the files of a kind, `ARTIFACTS` or `CHECKPOINTS`: relative path and extracted file."""
+        """Yield (relative path, extracted file) for each file of a kind, `ARTIFACTS` or `CHECKPOINTS`."""
         for entry in self.index:
             if entry.held and entry.path.startswith(kind):
                 yield PurePosixPath(entry.path.removeprefix(kind)), self.folder / entry.path
 
 
 class ArchiveReader:
-    """Reader of an archive; every fault of the file is a StorageError.
+    """Reader of an archive; raises StorageError for every fault of the file.
 
     Attributes:
         manifest: manifest of the archive.

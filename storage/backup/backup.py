@@ -33,7 +33,7 @@ _WORKERS_URL = "HPSEARCH_STORAGE_URL"
 
 
 class DatabaseLocation(NamedTuple):
-    """URL of a database, and the name of its setting for messages."""
+    """URL of a database, and the name of the setting that contains the URL, for messages."""
 
     url: str
     setting: str
@@ -44,9 +44,9 @@ class Locations:
     """Locations of the data of a backup.
 
     Attributes:
-        home: home folder with the checkpoints of studies without another checkpoint URL.
+        home: home folder; it contains the checkpoints of all studies that have no other checkpoint URL.
         is_embedded: whether the services belong to the embedded stack of the home folder.
-        studies: database of the studies, for its owner.
+        studies: database of the studies, with the owner's URL.
         mlflow: MLflow's database; None if it is not included.
         artifacts: folder or URL of MLflow's artifacts; None if they are not included.
     """
@@ -64,16 +64,16 @@ class Locations:
 
     @property
     def artifacts_folder(self) -> Path | None:
-        """Folder of MLflow's artifacts; None if they are not included, or not in a local folder."""
+        """Folder of MLflow's artifacts; None if the artifacts are not included, or not in a local folder."""
         path = (self.artifacts or "://").removeprefix("file://")
         return None if "://" in path else Path(path)
 
 
 def find_own_locations(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Locations:
-    """Return the locations of external services.
+    """Return the locations of the data of external services.
 
     Raises:
-        StorageError: the URL of MLflow's database is missing.
+        StorageError: MLflow is included, and the URL of its database is not set.
     """
     studies = DatabaseLocation(normalise_url(owner_url, setting=OWNER_URL), OWNER_URL)
     if studies_only:
@@ -88,7 +88,7 @@ def find_own_locations(home: Path, owner_url: str, *, artifacts: str | None, stu
 
 
 def find_embedded_locations(home: Path, *, studies_only: bool) -> Locations:
-    """Return the locations of an existing embedded stack."""
+    """Return the locations of the data of an existing embedded stack."""
     databases, setting = stack.read_urls(home), "the embedded Postgres"
     studies = DatabaseLocation(databases.owner_url, setting)
     if studies_only:
@@ -102,10 +102,12 @@ def has_stack(home: Path) -> bool:
 
 
 def check_service_options(owner_url: str | None, artifacts: str | None) -> None:
-    """Check for settings of external services without the owner's URL, which select the embedded ones by mistake.
+    """Check that settings of external services are complete.
+
+    Without the owner's URL, the embedded services are used. Another setting of external services is then a mistake.
 
     Raises:
-        StorageError: such settings are present.
+        StorageError: the owner's URL is missing, and another setting of external services is present.
     """
     if owner_url is not None:
         return
@@ -151,18 +153,18 @@ def backup(  # noqa: PLR0913 a keyword for each flag
 
     Args:
         file: file to write, with mode 0600; it appears only when it is complete.
-        owner_url: owner's URL of the study database; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
-            None for the embedded stack.
+        owner_url: owner's URL of the study database of external services, whose MLflow database has the URL in
+            MLFLOW_BACKEND_STORE_URI; None to back up the embedded stack.
         artifacts: folder or URL of MLflow's artifacts, for external services.
-        files: whether to include the artifact files; otherwise only their index is included.
+        files: whether to include the artifact files; otherwise the backup contains only their index entries.
         studies_only: whether to exclude the data of MLflow.
         force: whether to replace an existing file.
-        home: folder of the embedded stack and of the checkpoints; None for the default.
+        home: home folder, with the embedded stack and the checkpoints; None for the default home folder.
         dashboard: command line of the dashboard of the embedded stack.
         progress: callback for progress lines.
 
     Raises:
-        StorageError: the file cannot be written, or a service cannot be read.
+        StorageError: the file cannot be written, or the data of a service cannot be read.
     """
     file = file.expanduser().absolute()
     _check_target(file, force=force)
@@ -209,7 +211,7 @@ def _check_target(file: Path, *, force: bool) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new private folder and delete it at the end, together with abandoned folders of this name."""
+    """Yield a new private folder and delete it at the end; first delete such folders that dead processes left."""
     prefix = f".{name}-"
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError):
@@ -220,7 +222,7 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _write_archive(temporary: Path, locations: Locations, *, files: bool, progress: Progress) -> archive.Manifest:
-    """Write `temporary/archive`."""
+    """Write the archive to `temporary/archive`, and return its manifest."""
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
         studies = opened.enter_context(open_snapshot(*locations.studies))
@@ -276,10 +278,11 @@ def _max_version(versions: list[str]) -> str:
 
 @contextmanager
 def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple[str, Path]]]:
-    """Yield the checkpoints in the home folder that the studies refer to: path and file.
+    """Yield (relative path, hard link) for each valid checkpoint in the home folder, shards included.
 
-    The files are hard links, made at once, because running trials delete their older checkpoints. A trial whose
-    checkpoint was deleted before resumes from an earlier one after the restore, or restarts. Shards are included.
+    All links are created before the archive is written, because running trials delete their older checkpoints. If a
+    checkpoint is deleted before its link is created, the trial resumes from an earlier checkpoint after the restore,
+    or restarts.
     """
     studies.execute("SELECT path FROM hpsearch_checkpoints ORDER BY path")
     with temporary_folder(locations.home, "backup") as folder:
@@ -299,10 +302,10 @@ def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple
 
 
 def _check_artifacts(locations: Locations) -> None:
-    """Check that the artifact files are accessible.
+    """Check that the artifacts are in a local folder.
 
     Raises:
-        StorageError: the artifacts are not in a local folder.
+        StorageError: the location of the artifacts is missing, or is not a local folder.
     """
     if locations.artifacts is None:
         raise StorageError(

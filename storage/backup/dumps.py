@@ -20,10 +20,10 @@ _SECRETS = ("password", "sslpassword")
 
 
 def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str | None = None) -> None:
-    """Run a program of Postgres, with a connection to the database if `url` is set.
+    """Run a program of Postgres; if `url` is set, add the arguments that connect the program to this database.
 
     Raises:
-        StorageError: the program failed; the text contains the first error of its output.
+        StorageError: the program failed; the message contains the first error in the program's output.
     """
     connection, environment = _make_connection_arguments(url) if url is not None else ([], dict(os.environ))
     result = subprocess.run(
@@ -65,7 +65,7 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
 
 
 def _make_connection_arguments(url: str) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment for the connection of a program."""
+    """Return arguments and environment variables with which a Postgres program connects to the database."""
     from sqlalchemy.engine import make_url
 
     parsed = make_url(normalise_url(url))
@@ -84,7 +84,7 @@ class Snapshot:
     Attributes:
         url: URL of the database.
         cursor: cursor that reads the snapshot.
-        name: exported name of the snapshot for pg_dump.
+        name: exported name of the snapshot, which pg_dump imports.
         postgres: version of the server, for example "18.6".
     """
 
@@ -94,10 +94,10 @@ class Snapshot:
     postgres: str
 
     def dump(self, path: Path) -> Binaries:
-        """Write a dump to `path` and return the installation whose pg_dump wrote it.
+        """Write a dump of the snapshot to `path`, and return the Postgres installation whose pg_dump was used.
 
         Raises:
-            StorageError: no pg_dump is as new as the server, or it fails.
+            StorageError: no installed pg_dump is as new as the server, or pg_dump fails.
         """
         programs = find_programs(int(self.postgres.split(".")[0]), why="the server")
         run_program(
@@ -141,7 +141,7 @@ def open_session(url: str, setting: str, *, application_name: str = "hpsearch-re
 
 
 def count_rows(cursor: Any, table: str, condition: str = "true") -> int:
-    """Return the number of rows of a table; 0 if it does not exist."""
+    """Return the number of rows of a table that satisfy the condition; 0 if the table does not exist."""
     if not has_table(cursor, table):
         return 0
     cursor.execute(f"SELECT count(*) FROM {table} WHERE {condition}")  # noqa: S608 constant names
@@ -149,13 +149,13 @@ def count_rows(cursor: Any, table: str, condition: str = "true") -> int:
 
 
 def restore_dump(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
-    """Replace the content of a database by a dump, in one transaction.
+    """Replace the content of a database with that of a dump, in one transaction.
 
     Args:
-        dump: dump file in a private folder, where the scripts are written too.
-        url: URL of the database, for the owner of its content.
+        dump: dump file in a private folder; the SQL scripts are written to the same folder.
+        url: URL of the database, with the role that will own the restored tables.
         must_be_empty: tables that must not contain any row.
-        programs: installation at least as new as the one that wrote the dump.
+        programs: Postgres installation, at least as new as the installation that wrote the dump.
 
     Raises:
         StorageError: a table is not empty, or Postgres rejects the dump; the database is unchanged.

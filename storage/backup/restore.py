@@ -54,7 +54,7 @@ def check_schema_revisions(manifest: Manifest) -> None:
 
 
 def upgrade_mlflow(url: str) -> None:
-    """Upgrade MLflow's tables, like ``mlflow db upgrade``, which would show the password in its command line."""
+    """Upgrade MLflow's tables in this process; ``mlflow db upgrade`` would show the password in its command line."""
     from mlflow.store.db.utils import _upgrade_db
 
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -77,10 +77,12 @@ class RestoreResult:
 
     Attributes:
         manifest: manifest of the backup.
-        tracking_uri: address of the MLflow server that has the runs now; None if unknown.
-        checkpoints: studies with another checkpoint URL, which is not part of the backup: name and URL.
-        left_out: number of artifact files that are in the index only.
-        unsent: studies with complete trials whose records were not in MLflow yet; `sync STUDY` rebuilds them.
+        tracking_uri: address of the MLflow server that has the restored runs; None if unknown.
+        checkpoints: (name, checkpoint URL) of each study whose checkpoints are outside of the home folder, and
+            therefore not in the backup.
+        left_out: number of artifact files whose content is not in the backup, only their index entries.
+        unsent: names of the studies with COMPLETE trials whose records had not reached MLflow; `sync STUDY` rebuilds
+            the records.
     """
 
     manifest: Manifest
@@ -101,22 +103,22 @@ def restore(  # noqa: PLR0913 a keyword for each flag
     dashboard: Sequence[str],
     progress: Progress = lambda _: None,
 ) -> RestoreResult:
-    """Restore a backup into services without studies, runs and registered models.
+    """Restore a backup into services that contain no studies, runs or registered models.
 
     Args:
         file: backup file.
-        owner_url: owner's URL of the study database; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
-            None for the embedded stack, which is started.
+        owner_url: owner's URL of the study database of external services, whose MLflow database has the URL in
+            MLFLOW_BACKEND_STORE_URI; None to restore into the embedded stack, which is started.
         artifacts: folder of MLflow's artifacts, for external services.
-        tracking_uri: address of the external MLflow server; None to keep the stored one.
-        ui_url: address of the MLflow server for browsers; None if it is the same.
-        home: folder of the embedded stack and of the checkpoints; None for the default.
+        tracking_uri: address of the external MLflow server; None to keep the stored address.
+        ui_url: address of the MLflow server for browsers; None if browsers use the same address.
+        home: home folder, with the embedded stack and the checkpoints; None for the default home folder.
         dashboard: command line of the dashboard of the embedded stack.
         progress: callback for progress lines.
 
     Raises:
-        StorageError: the file is damaged or not supported, or the services are not empty, and nothing was changed; or
-            a service fails during the restore.
+        StorageError: the file is damaged or not supported, or the services are not empty (nothing was changed in these
+            cases); or a service failed during the restore.
     """
     file = file.expanduser().absolute()
     with ArchiveReader.open(file) as reader:
@@ -157,10 +159,11 @@ def _parse_major_version(version: str) -> int:
 def _open_empty_services(
     folder: Path, owner_url: str | None, artifacts: str | None, manifest: Manifest, progress: Progress
 ) -> Iterator[tuple[backup.Locations, EmbeddedStack | None]]:
-    """Yield the locations of empty services, and the locked embedded stack (None for external services).
+    """Yield the data locations of empty services, and the locked embedded stack (None for external services).
 
     Raises:
-        StorageError: a service is not empty, is older than that of the backup, or the artifacts have no local folder.
+        StorageError: a database is not empty, a server is older than the server of the backup, or the artifact files
+            have no local folder.
     """
     studies_only = not manifest.has_mlflow
     with nullcontext() if owner_url is not None else stack.lock(folder, progress=progress) as held:
@@ -180,10 +183,10 @@ def _open_empty_services(
 
 
 def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
-    """Check that the databases are empty, or contain an interrupted restore, and that no server is too old.
+    """Check that the databases are empty or contain an interrupted restore, and that their servers are new enough.
 
     Raises:
-        StorageError: a database has rows, or its server is older than that of the backup.
+        StorageError: a database has rows, or its server is older than the server of the backup.
     """
     found: list[str] = []
     is_partial = False
@@ -207,7 +210,7 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
 
 
 def _is_partial_restore(cursor: Any) -> bool:
-    """Whether an earlier restore into this database was interrupted, so that its content is replaced."""
+    """Whether an earlier restore into this database was interrupted, so that the content may be replaced."""
     cursor.execute(PARTIAL_RESTORE_QUERY)
     return bool(cursor.fetchone()[0])
 
@@ -215,7 +218,7 @@ def _is_partial_restore(cursor: Any) -> bool:
 def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: Progress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
-    """Restore files, then databases; return the fields `checkpoints` and `unsent` of the result."""
+    """Restore files, then databases; return the fields `checkpoints` and `unsent` of the `RestoreResult`."""
     with open_session(*locations.studies) as cursor:
         again = _is_partial_restore(cursor)
         cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
@@ -248,7 +251,7 @@ def _restore_all(
 
 
 def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
-    """Check that no existing file would be overwritten by a different one; raises StorageError."""
+    """Check that each target does not exist or equals its source; raises StorageError otherwise."""
     for source, target in moves:
         if os.path.lexists(target) and not (target.is_file() and compute_sha256(target) == compute_sha256(source)):
             raise StorageError(f"{str(target)!r} exists with other content: move it away; nothing is overwritten")
@@ -256,7 +259,7 @@ def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
 
 @contextmanager
 def _open_cursors(locations: backup.Locations) -> Iterator[tuple[Any, Any]]:
-    """Yield cursors on the study database and MLflow's (None if not included), committed at the end."""
+    """Yield a cursor on the study database and one on MLflow's (None if not included), committed at the end."""
     mlflow_session = open_session(*locations.mlflow) if locations.mlflow else nullcontext()
     with open_session(*locations.studies) as studies, mlflow_session as mlflow:
         yield studies, mlflow
@@ -264,8 +267,8 @@ def _open_cursors(locations: backup.Locations) -> Iterator[tuple[Any, Any]]:
 
 _RUN_PAGE = "/#/experiments/"  # path of a run's page
 
-# Like a worker that releases its trial: it costs no retry, and the next worker resumes the trial. The workers of the
-# original database are marked as gone.
+# Same effect as a worker that releases its trial: no retry is counted, and the next worker resumes the trial. The
+# workers of the original database are marked as exited.
 _RELEASE = """
     WITH ended AS (
         UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = 'released' WHERE ended_at IS NULL
@@ -278,7 +281,7 @@ _RELEASE = """
 
 
 def release_trials(cursor: Any) -> None:
-    """Release the trials that were running, because their workers do not use this database."""
+    """Release the trials that were running at the backup, because their workers do not use the restored database."""
     cursor.execute(_RELEASE)
 
 
@@ -304,8 +307,9 @@ _RECORD_UPLOADED = """
 def reconcile(studies: Any, mlflow: Any) -> None:
     """Reconcile the two databases, because the snapshot of MLflow is slightly newer than that of the studies.
 
-    Runs of trials that started in between are marked as deleted, because these trial numbers will be used again. Runs
-    that were completed in between are recorded as uploaded, because no worker will send them again.
+    Runs of trials that started between the two snapshots are marked as deleted, because their trial numbers will be
+    used again. Runs that ended between the two snapshots are recorded as uploaded, because no worker will send their
+    records again.
 
     Args:
         studies: cursor on the study database.
@@ -319,7 +323,7 @@ def reconcile(studies: Any, mlflow: Any) -> None:
         """,
         (RUN_ID,),
     )
-    # By name too: the trials of finalists have the parent run of their search.
+    # The key includes the study's name, because runs of finalists have the parent run of the search that they retrain.
     known = {(parent, name): (study_id, trials) for parent, name, study_id, trials in studies}
     mlflow.execute(
         """
@@ -355,7 +359,7 @@ def reconcile(studies: Any, mlflow: Any) -> None:
 
 
 def find_studies_with_unsent_trials(studies: Any) -> list[str]:
-    """Return the studies with COMPLETE trials whose records MLflow lacks: the machine that sends them is elsewhere."""
+    """Return the names of the studies with COMPLETE trials whose records were not in MLflow at the backup."""
     studies.execute(
         """
         SELECT DISTINCT s.study_name
@@ -369,13 +373,13 @@ def find_studies_with_unsent_trials(studies: Any) -> list[str]:
 
 
 def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
-    """Rewrite the stored links to MLflow for the server that has the runs now.
+    """Rewrite the stored links to MLflow for the server that has the restored runs.
 
     Args:
         studies: cursor on the study database.
         mlflow: cursor on MLflow's database; None if it was not restored.
-        tracking_uri: address of the server.
-        ui_url: address of the server for browsers.
+        tracking_uri: address of the MLflow server.
+        ui_url: address of the MLflow server for browsers.
     """
     studies.execute(
         "UPDATE study_user_attributes SET value_json = %s WHERE key = %s",
@@ -411,10 +415,10 @@ def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, 
 
 
 def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:
-    """Remove checkpoint URLs of the old home folder, so that these studies use the current one.
+    """Remove checkpoint URLs in the old home folder, so that their studies use the current home folder.
 
     Returns:
-        The studies with another checkpoint URL: name and URL.
+        (name, checkpoint URL) of each study whose checkpoints are elsewhere.
     """
     urls = [f"{scheme}{home}/checkpoints" for scheme in ("", "file://")]
     studies.execute(

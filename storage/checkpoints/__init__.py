@@ -1,1 +1,1 @@
-"""Checkpoints: files under one URL, and the database rows of the valid ones."""
+"""Checkpoints: files under one URL, and the database rows of the valid files."""

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, StoredFile]:
-    """Return the valid checkpoints of a trial by epoch (from 0), newest first.
+    """Return the valid checkpoints of a trial by last finished epoch (from 0), newest first.
 
-    A checkpoint contains the state after its epoch, or a state within the next epoch. A state within the first epoch
-    has the key -1.
+    A checkpoint contains the state after this epoch, or a state within the next epoch. The key of a state within the
+    first epoch is -1.
     """
     import sqlalchemy as sa
 
@@ -49,7 +49,7 @@ def drop_pointers(engine: sa.Engine, study_id: int, *, number: int | None = None
     Args:
         engine: engine of the study's database.
         study_id: id of the study.
-        number: number of the only trial to treat; None for all trials.
+        number: number of the only trial whose rows are deleted; None for all trials.
     """
     import sqlalchemy as sa
 
@@ -63,7 +63,7 @@ def drop_pointers(engine: sa.Engine, study_id: int, *, number: int | None = None
 
 
 def read_ended_trials(engine: sa.Engine, study_id: int, numbers: Collection[int]) -> dict[int, set[str]]:
-    """Return the finished ones of these trials: number to the paths of the checkpoints that must be kept."""
+    """Return, for each of these trials that is finished, the paths of the checkpoints to keep, by trial number."""
     import sqlalchemy as sa
 
     statement = sa.text(f"""

@@ -1,8 +1,8 @@
-"""Checkpoint files in a folder, on a shared volume or in an object store, from which any machine can resume a trial.
+"""Checkpoint files in a folder, on a shared file system or in an object store, for resuming a trial on any machine.
 
-All files are below one fsspec URL. A file is written once, under a name that contains its attempt, and never changed,
-so a worker that was frozen cannot replace files of a later attempt. The study's database records which files are
-valid (:mod:`hpsearch.storage.checkpoints.pointers`).
+All files are below one fsspec URL. A file is written once, under a name that contains the number of the attempt, and
+never changed, so a worker that was frozen cannot replace files of a later attempt. The study's database records which
+files are valid (:mod:`hpsearch.storage.checkpoints.pointers`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Stored file: path relative to the URL, SHA-256 in hexadecimal, and size in bytes."""
+    """Stored file: path relative to the URL of the store, SHA-256 in hexadecimal, and size in bytes."""
 
     path: str
     sha256: str
@@ -55,7 +55,7 @@ class StoredFile:
 
 
 class CheckpointStore:
-    """Files below one URL.
+    """Store of checkpoint files below one URL.
 
     Args:
         url: fsspec URL (`file:///shared/checkpoints`, `s3://bucket/prefix`) or path.
@@ -97,12 +97,12 @@ class CheckpointStore:
     def put(self, local: Path, *, name: str, sha256: str | None = None) -> StoredFile:
         """Store a file under `name`, atomically and durably.
 
-        On the same file system it is a hard link, so the content is not written again.
+        If `local` and the store are on the same file system, the stored file is a hard link, and no content is copied.
 
         Args:
             local: file to store.
-            name: path below the URL.
-            sha256: SHA-256 of the file; None to compute it.
+            name: path below the URL of the store.
+            sha256: SHA-256 of the file; None to compute the hash.
 
         Raises:
             CheckpointStoreError: the disk is full, or the store is unavailable or rejects the file.
@@ -126,7 +126,7 @@ class CheckpointStore:
             self._fs.put_file(str(local), target)
 
     def get(self, stored: StoredFile, local: Path) -> None:
-        """Copy a file to `local`, which is replaced after size and checksum were verified.
+        """Copy a stored file to `local`; an existing `local` is replaced only after size and checksum were verified.
 
         Raises:
             StoredCheckpointError: the file is missing, truncated or changed.
@@ -154,7 +154,7 @@ class CheckpointStore:
             link_or_copy(Path(source), target)
 
     def find(self, folder: str) -> list[str]:
-        """Return the paths of all files below `folder`; none if the folder does not exist.
+        """Return the paths of all files below `folder`; an empty list if the folder does not exist.
 
         Raises:
             CheckpointStoreError: the store is unavailable.
@@ -162,7 +162,7 @@ class CheckpointStore:
         return sorted(self.sizes(folder))
 
     def sizes(self, folder: str | None = None) -> dict[str, int]:
-        """Return the files below `folder`, or below the URL if it is None: path to size in bytes.
+        """Return the size in bytes of each file below `folder`, by path; None means all files of the store.
 
         Raises:
             CheckpointStoreError: the store is unavailable.
@@ -194,7 +194,7 @@ class CheckpointStore:
             self._fs.rm(path, recursive=True)
 
     def _path(self, name: str) -> str:
-        """Return the file system's path of `name`; raises StorageError if it is not below the URL."""
+        """Return the path of `name` in the fsspec file system; raises StorageError if it is not below the URL."""
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or "\\" in name or ".." in parts:
             raise StorageError(f"{self._head}: {name!r} is not a relative path below the URL")
@@ -202,7 +202,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _translate_errors(self, failure: str, *, missing: str | None = None) -> Iterator[None]:
-        """Convert all errors of a driver to errors in one line without secrets.
+        """Convert all errors of an fsspec driver to one-line errors without secrets.
 
         FileNotFoundError is raised unchanged, unless `missing` describes the missing object.
         """
@@ -221,12 +221,12 @@ class CheckpointStore:
 
 
 def get_part_path(checkpoint: str, file: str) -> str:
-    """Return the path, below the URL, of a file that is part of a checkpoint."""
+    """Return the path, below the URL of the store, of a file that belongs to a checkpoint, such as a shard."""
     return f"{checkpoint}.{file.lstrip('._')}"
 
 
 def get_checkpoint_path(path: str) -> str:
-    """Return the path of the checkpoint that a file belongs to; for an unfinished copy (`.tmp`) its own path."""
+    """Return the path of the checkpoint that a file belongs to; an unfinished copy (`.tmp`) is returned unchanged."""
     folder, _, name = path.rpartition("/")
     return path if name.endswith(".tmp") or ".pt." not in name else f"{folder}/{name.partition('.pt.')[0]}.pt"
 
@@ -260,7 +260,7 @@ def _open(url: str, head: str) -> tuple[Any, str]:
             raise StorageError(f"{head} cannot be parsed: {redact_password(str(error), url)}") from None
         known = "file, s3, gs, abfs, sftp or another protocol of fsspec"
         raise StorageError(f"{head}: unknown protocol {protocol!r}: use {known}") from None
-    except Exception as error:  # a driver that connects immediately
+    except Exception as error:  # the driver connected immediately, and failed
         raise CheckpointStoreError(
             f"{head} cannot be used ({redact_password(format_error(error, 300), url)})"
         ) from None
