@@ -172,7 +172,7 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 def find_feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
-    """Return the Pareto front of the feasible COMPLETE trials, by number; the dashboard's function uses all trials."""
+    """Return the Pareto front of the feasible COMPLETE trials, by number; Optuna's function ignores constraints."""
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values and is_feasible(trial)]
     maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
     return [ended[place] for place in find_front(to_losses([trial.values for trial in ended], maximize))]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL
 
 
-# Misspelt host names; a name that cannot be resolved at the moment has another text.
+# Messages about misspelt host names; the message about a temporary failure of the name resolution is another one.
 _UNKNOWN_HOST = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
 
 # The first matching pattern decides.
@@ -76,12 +76,12 @@ _EXPLANATIONS = (
 
 
 def make_connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
-    """Return the error for a failed connection: `ServiceUnavailableError` if a retry may succeed.
+    """Return the error for a failed connection: `ServiceUnavailableError` if a retry may succeed, else `StorageError`.
 
     Args:
         error: error of psycopg2 or SQLAlchemy.
-        url: parsed URL.
-        setting: name of the setting with the URL.
+        url: parsed URL of the database.
+        setting: name of the setting that contains the URL, for the message.
     """
     text = redact(format_error(error))
     explanation = next((found for pattern, found in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
@@ -97,7 +97,7 @@ def make_connection_error(error: Exception, url: URL, *, setting: str) -> Storag
     return kind(f"{setting} {redact(url.render_as_string())}: {message}")
 
 
-STARTUP_RETRY_SECONDS = 10.0  # at the start of a command; short, so that a mistyped address is reported soon
+STARTUP_RETRY_SECONDS = 10.0  # retry time at the start of a command; short, to report a mistyped address soon
 
 # A dead peer is detected after about 35 s (libpq parameters in seconds, tcp_user_timeout in ms). The settings of the
 # server side belong to the roles (see storage.database.roles), because PgBouncer rejects `options=` in the URL.
@@ -112,7 +112,7 @@ _CLIENT_SETTINGS = {
 
 
 def make_client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
-    """Return the libpq parameters for a URL, without those that the URL sets itself."""
+    """Return hpsearch's libpq parameters for a connection, except the parameters that the URL itself contains."""
     settings = {**_CLIENT_SETTINGS, "application_name": application_name}
     return {name: value for name, value in settings.items() if name not in url.query}
 
@@ -128,8 +128,8 @@ def make_engine(
         url: Postgres URL in any form.
         application_name: name of the connections in `pg_stat_activity`; Postgres cuts it at 63 bytes.
         pool_size: number of connections that stay open.
-        max_overflow: number of additional connections while all are in use.
-        pre_ping: whether to test a connection before use; not needed by callers that retry.
+        max_overflow: number of additional connections while all `pool_size` connections are in use.
+        pre_ping: whether to test a connection before use; callers that retry statements do not need this test.
 
     Raises:
         StorageError: the URL is not a Postgres URL.
@@ -148,10 +148,10 @@ def make_engine(
 
 @contextmanager
 def open_autocommit(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
-    """Yield a connection that commits each statement by itself, in one round trip without BEGIN and COMMIT.
+    """Yield a connection that commits each statement individually, in one round trip without BEGIN and COMMIT.
 
-    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection returns to
-    its pool.
+    SQLAlchemy's isolation level AUTOCOMMIT has the same effect, but sends a SET statement each time the connection
+    returns to its pool.
     """
     with engine.connect() as connection:
         driver: Any = connection.connection.driver_connection
@@ -191,8 +191,8 @@ def open_cursor(
     Args:
         url: URL of the database.
         application_name: name of the connection in `pg_stat_activity`.
-        setting: name of the setting with the URL.
-        autocommit: whether to commit each statement by itself instead.
+        setting: name of the setting that contains the URL, for messages.
+        autocommit: whether to commit each statement individually, without a transaction.
 
     Raises:
         StorageError: the connection failed.
@@ -205,7 +205,7 @@ def open_cursor(
 
 @contextmanager
 def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
-    """Convert errors of psycopg2 to errors in one line without passwords.
+    """Convert errors of psycopg2 to one-line errors without passwords.
 
     Raises:
         ServiceUnavailableError: the connection was lost.
@@ -236,12 +236,12 @@ def check_database(url: str, *, retry_seconds: float | None = None) -> None:
 
     Args:
         url: URL of the database.
-        retry_seconds: time for retries while the database is unavailable; None means `STARTUP_RETRY_SECONDS`.
+        retry_seconds: longest time to retry while the database is unavailable; None means `STARTUP_RETRY_SECONDS`.
 
     Raises:
         ServiceUnavailableError: the database does not answer, or drops connections.
         StorageError: the server cannot be reached, rejects the user, is not Postgres or is read-only, or the tables
-            are missing, have another revision, or are not writable.
+            are missing, have another revision than this version needs, or are not writable.
     """
     from hpsearch.storage.database.retry import retrying
 
@@ -271,7 +271,7 @@ def _check_once(url: str) -> None:
 
 
 def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
-    """Return per table that workers use: name, whether it is missing, and the privileges that this user lacks."""
+    """Return, per table that workers use: its name, whether the table is missing, and the privileges the user lacks."""
     cursor.execute(
         """
         SELECT name, to_regclass(quote_ident(name)) IS NULL,
@@ -286,7 +286,7 @@ def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
 
 
 def read_schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
-    """Return for Optuna and hpsearch: name, revision of the tables, and required revision."""
+    """Return, for Optuna and for hpsearch: name, revision of the tables (None if missing), and required revision."""
     return [
         ("Optuna", read_revision(cursor, ALEMBIC_TABLE), OPTUNA_REVISION),
         ("hpsearch", read_revision(cursor, VERSION_TABLE), REVISION),
@@ -294,7 +294,7 @@ def read_schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
 
 
 def read_revision(cursor: Any, table: str) -> str | None:
-    """Return the schema revision in a version table of Alembic; None without table or revision."""
+    """Return the schema revision in a version table of Alembic; None if the table or the revision is missing."""
     if not has_table(cursor, table):
         return None
     cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a constant name

@@ -1,7 +1,7 @@
 """Advisory locks of Postgres that belong to a transaction, so that they also work through a pooler.
 
-If the process freezes (stopped by a signal, or on a paused machine), the server ends the transaction after a while and
-releases its locks. After it resumes, the process must detect this (`check_lock_held`) or fail.
+If the process freezes (stopped by a signal, or on a paused machine), the server ends the transaction after an idle
+timeout and releases the locks. When the process resumes, it must detect the loss with `check_lock_held`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _STUDY, _SUGGESTION, _NAME, _REGISTRY, _RUN = 0x68700001, 0x68700002, 0x68700003
 
 
 def format_timeouts(*, idle: int | None = None, wait: int | None = None) -> str:
-    """Return SET LOCAL statements for the start of a transaction.
+    """Return the SET LOCAL statements that set timeouts at the start of a transaction.
 
     Args:
-        idle: idle time in seconds after which the server ends the transaction.
-        wait: time to wait for a lock in seconds.
+        idle: idle time in seconds after which the server ends the transaction; None for the server's setting.
+        wait: longest time in seconds to wait for a lock; None for the server's setting.
     """
     named = (("idle_in_transaction_session_timeout", idle), ("lock_timeout", wait))
     return " ".join(f"SET LOCAL {name} = '{seconds}s';" for name, seconds in named if seconds is not None)
 
 
-IDLE_TIMEOUT = format_timeouts(idle=10)  # for transactions without pauses; the caller repeats one that was ended
+IDLE_TIMEOUT = format_timeouts(idle=10)  # for transactions without pauses; callers repeat a transaction that timed out
 _REQUEST_SECONDS = 60  # for transactions with requests to MLflow
 _UPLOAD_SECONDS = 120  # for transactions that upload a model
 
@@ -45,15 +45,15 @@ _LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 
 
 class LockHeldError(ServiceUnavailableError):
-    """Lock that another process has held for long because it is slow or frozen."""
+    """Lock that another process, which is slow or frozen, has held for too long."""
 
 
 class LockLostError(ServiceUnavailableError):
-    """Lock that the server released because this process froze or waited too long."""
+    """Lock that the server released because this process froze, or was idle in the transaction for too long."""
 
 
 def study_lock(engine: sa.Engine, study_id: int) -> AbstractContextManager[sa.Connection]:
-    """Lock a study while its parent run is looked up or created; yield the transaction.
+    """Lock a study while its parent run is looked up or created; yield the connection with the transaction.
 
     Raises:
         LockLostError: see `check_lock_held`.
@@ -62,7 +62,7 @@ def study_lock(engine: sa.Engine, study_id: int) -> AbstractContextManager[sa.Co
 
 
 def registry_lock(engine: sa.Engine) -> AbstractContextManager[sa.Connection]:
-    """Lock the records of promotions while they are updated from the model registry; yield the transaction.
+    """Lock the records of promotions during an update from the model registry; yield the connection.
 
     Raises:
         LockLostError: see `check_lock_held`.
@@ -71,30 +71,30 @@ def registry_lock(engine: sa.Engine) -> AbstractContextManager[sa.Connection]:
 
 
 def run_lock(engine: sa.Engine, trial_id: int) -> AbstractContextManager[sa.Connection]:
-    """Lock a trial's run while it is looked up or created, or its model is uploaded; yield the transaction.
+    """Lock a trial's run while the run is looked up or created, or its model is uploaded; yield the connection.
 
     Raises:
-        LockHeldError: another process has held it for some seconds.
+        LockHeldError: another process has held the lock for some seconds.
         LockLostError: see `check_lock_held`.
     """
     return _hold_lock(engine, _LOCK_RUN, kind=_RUN, key=trial_id)
 
 
 def name_lock(engine: sa.Engine, name: str) -> AbstractContextManager[sa.Connection]:
-    """Lock a study's name while the study is looked up or created; yield the transaction.
+    """Lock a study's name while the study is looked up or created; yield the connection with the transaction.
 
     Raises:
-        LockHeldError: another process has held it for ten minutes.
+        LockHeldError: another process has held the lock for ten minutes.
         LockLostError: see `check_lock_held`.
     """
     return _hold_lock(engine, _LOCK_NAME, kind=_NAME, name=name)
 
 
 def check_lock_held(connection: sa.Connection) -> None:
-    """Check, before an irreversible action, that a lock is still held, and restart its idle timeout.
+    """Check, before an irreversible action, that this process still holds the lock, and restart the idle timeout.
 
     Raises:
-        LockLostError: the server ended the transaction and rolled back its writes.
+        LockLostError: the server ended the transaction, rolled back its writes and released the lock.
     """
     try:
         connection.execute(sa.text("SELECT 1"))
@@ -133,10 +133,11 @@ _LOCK_SUGGESTION = sa.text(f"""
 
 @contextmanager
 def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5.0) -> Iterator[Callable[[], bool]]:
-    """Yield a function that locks the writing of suggested parameters until the exit, and returns its success.
+    """Yield a function that acquires the study's lock for suggestions, which is held until the context exits.
 
-    The function gives up after `wait_seconds`, because a frozen worker must not block the others. Without the lock,
-    two workers may run the same configuration.
+    A worker holds this lock while it checks its suggestion for duplicates and stores the parameters. Without the lock,
+    two workers may run the same configuration. The function returns whether it acquired the lock: it stops waiting
+    after `wait_seconds`, because a frozen worker must not block the other workers.
     """
     with ExitStack() as stack:
 

@@ -38,7 +38,8 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
     url = normalise_url(url, setting=setting)
     try:
         with open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")  # sees the commits of the last holder
+            # With this isolation level, the transaction sees the commits of the previous holder of the lock.
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
             for timeout in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
                 cursor.execute(f"SET LOCAL {timeout} = 0")
             # A transaction lock, unlike a session lock, also works through a pooler.

@@ -16,7 +16,7 @@ from hpsearch.storage.errors import format_error
 
 RETRY_SECONDS = 300.0
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds between two attempts
 
 # SQLSTATE: connection exceptions, serialization failure, deadlock, shutdown, crash and start of the server,
 # too many connections, idle transaction timeout.
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same statement may succeed on a retry."""
+    """Whether a retry of the statement that raised this error may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     code = getattr(error.orig, "pgcode", None)
@@ -54,12 +54,13 @@ def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | No
     """Return a tenacity controller that retries after transient errors.
 
     The waits grow and are random, so that the workers of a fleet do not reconnect at the same time. The first wait and
-    the end of the outage are logged. Other errors are raised at once, and the last one when the time is over.
-    Use it as ``retrying()(function)`` or ``for attempt in retrying(): with attempt: ...``.
+    the end of the outage are logged. An error that is not transient is raised immediately. After `retry_seconds`, the
+    last transient error is raised.
+    Use the controller as ``retrying()(function)`` or ``for attempt in retrying(): with attempt: ...``.
 
     Args:
-        retry_seconds: time for retries.
-        also: type of further errors that are transient.
+        retry_seconds: longest time to retry.
+        also: type of errors that are transient too.
     """
 
     def should_retry(state: tenacity.RetryCallState) -> bool:

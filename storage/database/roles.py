@@ -31,7 +31,7 @@ _KEEPALIVES = {"tcp_keepalives_idle": "20", "tcp_keepalives_interval": "5", "tcp
 
 @dataclass(frozen=True)
 class Databases:
-    """URLs of the databases, one per role, with passwords."""
+    """Database URLs, one per role, with the password of the role."""
 
     owner_url: str
     worker_url: str
@@ -51,14 +51,14 @@ def create_databases(
     Idempotent, and safe with concurrent calls. The URL must lead to the server itself, not to a pooler.
 
     Args:
-        admin_url: URL of a superuser, or of a role with CREATEROLE and CREATEDB; any database of the server.
+        admin_url: URL of any database of the server, for a superuser or a role with CREATEROLE and CREATEDB.
         owner_password: password of `hpsearch_owner`.
         worker_password: password of `hpsearch_worker`.
         mlflow_password: password of `mlflow`.
-        setting: name of the setting with `admin_url`, for messages.
+        setting: name of the setting that contains `admin_url`, for messages.
 
     Returns:
-        URLs on the same server.
+        URLs of the new or existing databases on this server.
 
     Raises:
         StorageError: the server cannot be reached, or the admin lacks privileges.
@@ -90,9 +90,9 @@ def create_databases(
 
 
 def grant_worker(cursor: Any) -> None:
-    """Grant the worker role access to all rows of the connected owner's tables, future tables included.
+    """Grant the worker role read and write access to the tables of the connected owner, future tables included.
 
-    Does nothing on a server without the role, where one user is both owner and worker.
+    Does nothing on a server without the worker role, where one user is both owner and worker.
     """
     cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s AND rolname <> current_user", (WORKER,))
     if cursor.fetchone() is None:
@@ -144,7 +144,10 @@ def _create_database(admin: Any, database: str, owner: str) -> None:
 
 
 def _grant_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
-    """Give `public` to the owner: before Postgres 15, every user may create tables there, and its owner differs."""
+    """Give the owner role all privileges on the schema `public`, where every user may create tables before Postgres 15.
+
+    Other users lose the privilege to create tables there.
+    """
     from psycopg2 import sql
     from sqlalchemy.engine import make_url
 
@@ -157,7 +160,7 @@ def _grant_schema(admin: Any, admin_url: str, database: str, owner: str, setting
 
 
 def _restrict_connect(owner_url: str, database: str, setting: str) -> None:
-    """Restrict connections to the owner, and for `optuna` also to workers; this also tests the owner's password."""
+    """Restrict connections to the owner, and for `optuna` also to workers; tests the owner's password too."""
     from psycopg2 import sql
 
     name = sql.Identifier(database)

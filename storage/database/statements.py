@@ -19,12 +19,12 @@ Rows = Sequence[Any]  # rows of SQLAlchemy
 
 @lru_cache(maxsize=256)
 def to_sql(statement: str) -> sa.TextClause:
-    """Return the parsed statement, from a cache."""
+    """Return the statement as an SQLAlchemy clause; the parsed clause is cached."""
     return sa.text(statement)
 
 
 class Database:
-    """Statements on an engine, each retried for at most `retry_seconds`."""
+    """Database access through an engine; each call is retried for at most `retry_seconds`."""
 
     def __init__(self, engine: sa.Engine, retry_seconds: float = RETRY_SECONDS) -> None:
         self.engine = engine
@@ -35,11 +35,11 @@ class Database:
         return self.retry(lambda _: self.run_once(statement, parameters))
 
     def fetch_with_retry_flag(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
-        """Run one statement; return its rows, and whether it was retried, so that an earlier reply may be lost."""
+        """Run one statement; return its rows and whether it was retried, so that an earlier try may have committed."""
         return self.retry(lambda is_retry: (self.run_once(statement, parameters), is_retry))
 
     def run_autocommit(self, call: Callable[[sa.Connection], T]) -> T:
-        """Run `call(connection)`, whose statements are idempotent and committed one by one."""
+        """Run `call(connection)` and return its result; its statements must be idempotent, and commit one by one."""
 
         def run(_: bool) -> T:
             with open_autocommit(self.engine) as connection:
@@ -48,7 +48,7 @@ class Database:
         return self.retry(run)
 
     def run_transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
-        """Run `call(connection, is_retry)` in a transaction and commit it."""
+        """Run `call(connection, is_retry)` in a transaction, commit the transaction, and return the result."""
 
         def run(is_retry: bool) -> T:
             with self.engine.begin() as connection:
@@ -57,7 +57,7 @@ class Database:
         return self.retry(run)
 
     def retry(self, call: Callable[[bool], T]) -> T:
-        """Run `call(is_retry)` until it returns without a transient error."""
+        """Run `call(is_retry)` until it raises no transient error, and return its result."""
         try:
             return call(False)
         except DBAPIError as error:

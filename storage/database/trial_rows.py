@@ -40,7 +40,7 @@ SET_VALUES = """
 
 
 def make_attr_parameters(kind: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of `SET_ATTRS`; `kind` is user or system."""
+    """Return the parameters of `SET_ATTRS`; `kind` is "user" or "system"."""
     return {f"{kind}_keys": list(attrs), f"{kind}_values": [json.dumps(value) for value in attrs.values()]}
 
 
@@ -61,7 +61,7 @@ _CLAIM_STATE = """
 
 
 def make_claim_lost_error(database: Database, trial_id: int, attempt: int) -> ClaimLostError:
-    """Return the error with the reason why an attempt may not write: ``trial 7 was taken over by ...``."""
+    """Return an error with the reason why an attempt may not write its trial: ``trial 7 was taken over by ...``."""
     rows = database.fetch_rows(_CLAIM_STATE, {"trial_id": trial_id, "attempt": attempt})
     if not rows:
         return ClaimLostError(f"the trial with id {trial_id} was deleted with its study")
@@ -78,7 +78,10 @@ def make_claim_lost_error(database: Database, trial_id: int, attempt: int) -> Cl
 
 
 def encode_value(value: float, *, nan: bool = False) -> tuple[float | None, str]:
-    """Return a value and its type in Optuna's encoding: NULL for infinities, and for NaN if `nan` is set."""
+    """Return a value as (number, type) in Optuna's encoding.
+
+    The number is None for infinities, and for NaN if `nan` is set.
+    """
     if math.isinf(value):
         return None, "INF_POS" if value > 0 else "INF_NEG"
     if nan and math.isnan(value):
@@ -90,5 +93,5 @@ _SPECIAL = {"INF_POS": math.inf, "INF_NEG": -math.inf, "NAN": math.nan}
 
 
 def decode_value(value: float | None, kind: str) -> float:
-    """Decode the result of `encode_value`."""
+    """Return the value that `encode_value` encoded."""
     return value if value is not None else _SPECIAL[kind]

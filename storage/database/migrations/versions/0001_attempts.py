@@ -21,7 +21,7 @@ def upgrade() -> None:
         sa.Column("process", sa.Text, nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("lease", sa.Float, nullable=False, server_default="60"),  # seconds, as set by the worker
+        sa.Column("lease", sa.Float, nullable=False, server_default="60"),  # lease period in seconds, set by the worker
         sa.Column("ended_at", sa.DateTime(timezone=True)),
         sa.Column("outcome", sa.Text),
         sa.CheckConstraint("(ended_at IS NULL) = (outcome IS NULL)", name="hpsearch_attempts_ended"),

@@ -16,7 +16,7 @@ def upgrade() -> None:
         sa.Column("trial_id", sa.Integer, sa.ForeignKey("trials.trial_id", ondelete="CASCADE"), primary_key=True),
         sa.Column("rung", sa.Integer, primary_key=True),
         sa.Column("study_id", sa.Integer, nullable=False),
-        # The best value up to the rung, negated if higher is better.
+        # The trial's best value up to the rung as a loss: negated if higher values are better.
         sa.Column("loss", sa.Double, nullable=False),
         sa.Column("reached_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.clock_timestamp()),
         sa.Column("promoted_at", sa.DateTime(timezone=True)),

@@ -57,7 +57,7 @@ def upgrade() -> None:
         # The worst trial among the best 1 / `reduction_factor` of the trials that have reached the rung.
         sa.Column("best_loss", sa.Double, nullable=False, server_default="-infinity"),
         sa.Column("best_trial", sa.Integer, nullable=False, server_default="0"),
-        # The worst trial that can still be promoted within the budget. Below all others if there is none.
+        # The worst trial that can still be promoted within the budget. Minus infinity if no trial can be promoted.
         sa.Column("last_loss", sa.Double, nullable=False, server_default="-infinity"),
         sa.Column("last_trial", sa.Integer, nullable=False, server_default="0"),
     )
@@ -77,7 +77,7 @@ def upgrade() -> None:
         sa.Column("budget_seconds", sa.Double),
         sa.Column("epochs", sa.Integer, nullable=False, server_default="0"),
         sa.Column("seconds", sa.Double, nullable=False, server_default="0"),
-        # A safeguard: no statement counts an epoch beyond the budget.
+        # A safeguard: no statement adds an epoch beyond the budget.
         sa.CheckConstraint("epochs <= budget_epochs", name="hpsearch_spending_epochs"),
     )
 

@@ -1,4 +1,4 @@
-"""Column with the evaluated refit: a trial number names a configuration, which may have two models."""
+"""Column with the evaluated refit, because a trial may have two models: its own model and the refit's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0006"
 
 
 def upgrade() -> None:
-    """Add the column; the trigger that rejects changes of an evaluation compares whole rows, so it covers it."""
+    """Add the column; the trigger that rejects changes of an evaluation compares whole rows, so it needs no change."""
     op.add_column("hpsearch_test_openings", sa.Column("refit", sa.Text))
 
 
