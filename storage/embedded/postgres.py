@@ -31,7 +31,7 @@ _REMEDY = "set HPSEARCH_HOME to another folder"
 def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> None:
     """Create the data directory `folder/data`, and `folder/password` (0600) with the superuser's password.
 
-    `initdb` writes to a temporary folder, which is then renamed, so that an incomplete directory is never used.
+    `initdb` writes to a temporary folder, which is then renamed, so that an incomplete data directory is never used.
 
     Raises:
         StorageError: `initdb` failed.
@@ -82,7 +82,7 @@ def read_password(folder: Path) -> str:
 
 
 def read_major_version(data: Path) -> str | None:
-    """Return the major version of Postgres of the data directory; None if it does not exist yet.
+    """Return the major Postgres version of a data directory; None if the data directory does not exist yet.
 
     Raises:
         StorageError: the folder exists and is not a data directory.
@@ -98,10 +98,10 @@ def read_major_version(data: Path) -> str | None:
 
 
 def remove_stale_pid_file(data: Path) -> None:
-    """Remove a stale pid file whose process id belongs to another process now; only valid while no server runs.
+    """Remove a stale pid file whose process id now belongs to another program; call only while no server runs.
 
-    Postgres would take that process for its own server and refuse to start. A pid file without a process is left to
-    Postgres, which also checks for children of the dead server that still use its shared memory.
+    Postgres would treat that process as a running server, and refuse to start. If no process has the id, the pid file
+    stays: Postgres also uses the file to find children of the dead server that still use its shared memory.
     """
     pid_file = data / "postmaster.pid"
     try:
@@ -115,16 +115,16 @@ def remove_stale_pid_file(data: Path) -> None:
 
 
 def try_lock(folder: Path) -> int | None:
-    """Try to take the lock of the data directory, which a server and all its children hold by an inherited descriptor.
+    """Try to acquire the lock of a data directory; a server and its children hold the lock by an inherited descriptor.
 
-    The lock prevents a second server where process ids do not help: on another machine that shares the folder, in
-    another container, or next to children of a killed server.
+    The lock prevents a second server in cases that process ids do not show: on another machine that shares the folder,
+    in another container, or while children of a killed server still run.
 
     Returns:
-        The descriptor; None if another process holds the lock.
+        The file descriptor that holds the lock; None if another process holds the lock.
 
     Raises:
-        StorageError: the file system has no locks.
+        StorageError: the file system does not support locks.
     """
     descriptor = os.open(folder / "running", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -149,7 +149,7 @@ def read_lock_holder(folder: Path) -> str:
 
 
 def make_clean_environment() -> dict[str, str]:
-    """Return the environment without the variables that would override settings of Postgres programs."""
+    """Return this process's environment without the variables that would override settings of Postgres programs."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
 
 
@@ -182,8 +182,9 @@ class EmbeddedPostgres:
     """Embedded Postgres server of a home folder.
 
     Attributes:
-        folder: folder with `data` (the data directory), `password` (the superuser's) and `running` (the lock).
-        log: log file.
+        folder: folder with `data` (the data directory), `password` (the superuser's password) and `running` (the lock
+            file).
+        log: log file of the server.
     """
 
     folder: Path
@@ -200,11 +201,11 @@ class EmbeddedPostgres:
         return read_password(self.folder)
 
     def make_url(self, port: int) -> str:
-        """Return the superuser's URL of the server on `port`."""
+        """Return the superuser's URL of this server, which listens on `port`."""
         return make_database_url(SUPERUSER, self.password, port, "postgres")
 
     def find_process(self) -> psutil.Process | None:
-        """Return the running server process of this data directory; None if there is none."""
+        """Return the server process of this data directory; None if no server runs."""
         try:
             pid = int((self.data / "postmaster.pid").read_text().split("\n", 1)[0])
             found = psutil.Process(pid)
@@ -215,7 +216,7 @@ class EmbeddedPostgres:
         return found if ours and process.is_running(found) else None
 
     def read_identity(self) -> process.ProcessIdentity | None:
-        """Return the identity of the running server process; None if there is none."""
+        """Return the identity of the server process; None if no server runs."""
         server = self.find_process()
         if server is None:
             return None
@@ -229,7 +230,10 @@ class EmbeddedPostgres:
             return None
 
     def attach(self) -> int | None:
-        """Return the port of the running server once it answers; stop a stuck one. None if no server runs."""
+        """Wait until the running server answers, and return its port; None if no server runs.
+
+        A server that does not answer within a minute is stopped.
+        """
         deadline = time.monotonic() + _ATTACH_TIMEOUT
         while self.find_process() is not None:
             port = self.read_port()
@@ -241,11 +245,14 @@ class EmbeddedPostgres:
         return None
 
     def start(self, preferred_port: int | None) -> int:
-        """Start the server, create the data directory if it is missing, and return the port when the server answers.
+        """Start the server, wait until it answers, and return its port; a missing data directory is created.
+
+        Args:
+            preferred_port: port to use if it is free; None for any free port.
 
         Raises:
-            StorageError: there are no binaries, the data directory belongs to another major version or is in use on
-                another machine, or the server ends during its start.
+            StorageError: Postgres is not installed, the data directory belongs to another major version or is in use
+                on another machine, or the server exits during its start.
         """
         account = find_account(self.data)
         major = read_major_version(self.data)
@@ -264,7 +271,7 @@ class EmbeddedPostgres:
         raise StorageError(f"Postgres cannot be started on {state.LOOPBACK}: see {self.log}")
 
     def stop(self) -> int | None:
-        """Disconnect the clients and stop the server; return its process id, or None if none was running."""
+        """Disconnect the clients and stop the server; return its process id, or None if no server was running."""
         server = self.find_process()
         if server is None:
             return None
@@ -275,7 +282,7 @@ class EmbeddedPostgres:
         return server.pid
 
     def _wait_for_lock(self) -> int | None:
-        """Return the descriptor of the lock; None if a running server of this folder holds it."""
+        """Wait for the lock and return its descriptor; None if a running server of this folder holds the lock."""
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while time.monotonic() < deadline:
             if (lock := try_lock(self.folder)) is not None:
@@ -289,7 +296,7 @@ class EmbeddedPostgres:
         )
 
     def _launch(self, binaries: Binaries, account: Account, port: int, lock: int) -> bool:
-        """Start the server and wait until it answers; False if another process has the port."""
+        """Start the server, wait until it answers, and return True; return False if another process uses the port."""
         command = [str(binaries.bin / "postgres"), "-D", str(self.data), "-p", str(port)]
         for name, value in _SETTINGS.items():
             command += ["-c", f"{name}={value}"]

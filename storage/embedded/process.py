@@ -1,8 +1,8 @@
 """Background processes that outlive the command that started them, and their identification.
 
-A process id alone is not enough, because the system reuses ids. A service is identified by its id, its start time and
-its command line. Its environment also contains a marker, which its children inherit: the marker finds processes that
-were never recorded because the starter was killed, and orphaned children.
+A process id alone does not identify a process, because the system reuses ids. A service is identified by process id,
+start time and command line. The environment of a service also contains a marker, which its child processes inherit.
+The marker finds orphaned child processes, and services that were not recorded because their starter was killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _children: list[subprocess.Popen[bytes]] = []
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identification of a process."""
+    """Identification of a process, which remains valid when the system reuses the process id."""
 
     pid: int
     started: float  # unix seconds, from psutil
@@ -40,9 +40,9 @@ def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Pat
 
     Args:
         command: program and arguments.
-        log: log file; rotated to `*.log.1` if it is large.
-        env: complete environment.
-        cwd: working directory.
+        log: log file; a file of more than 10 MB is first renamed to `*.log.1`.
+        env: complete environment of the process.
+        cwd: working directory of the process.
         **options: further arguments of `subprocess.Popen`.
     """
     if log.exists() and log.stat().st_size > _LOG_LIMIT:
@@ -66,7 +66,7 @@ def spawn(command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Pat
 
 
 def find(identity: ProcessIdentity | None) -> psutil.Process | None:
-    """Return the process if it is still running and is the same process."""
+    """Return the process with this identity; None if it does not run any more."""
     if identity is None:
         return None
     try:
@@ -80,7 +80,7 @@ def find(identity: ProcessIdentity | None) -> psutil.Process | None:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether the process exists and is not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     for child in _children:
         child.poll()
     try:
@@ -90,12 +90,12 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def find_by_marker(marker: str) -> list[psutil.Process]:
-    """Return this user's running processes that have the marker in their environment."""
+    """Return the running processes of this user whose environment contains the marker."""
     return [process for process in psutil.process_iter() if is_running(process) and _read_marker(process) == marker]
 
 
 def is_listening(processes: Sequence[psutil.Process], port: int) -> bool:
-    """Whether one of the processes listens on the TCP port."""
+    """Return whether one of the processes listens on the TCP port."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections(kind="tcp"):
@@ -105,7 +105,7 @@ def is_listening(processes: Sequence[psutil.Process], port: int) -> bool:
 
 
 def stop(processes: Sequence[psutil.Process], *, timeout: float) -> None:
-    """End the processes with SIGTERM, and with SIGKILL after `timeout` seconds."""
+    """End the processes with SIGTERM, and those that still run after `timeout` seconds with SIGKILL."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         send_signal(processes, signal_number)
         if wait_for_exit(processes, timeout=timeout):
@@ -113,7 +113,7 @@ def stop(processes: Sequence[psutil.Process], *, timeout: float) -> None:
 
 
 def send_signal(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> None:
-    """Send a signal to the processes, and resume suspended ones, which would not handle it."""
+    """Send a signal to the processes, and resume suspended processes, which would not handle the signal otherwise."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal_number)
@@ -121,7 +121,7 @@ def send_signal(processes: Sequence[psutil.Process], signal_number: signal.Signa
 
 
 def wait_for_exit(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
-    """Wait until all processes have exited; False if one still runs after `timeout` seconds.
+    """Wait until all processes have exited; return False if a process still runs after `timeout` seconds.
 
     A zombie counts as exited: in a container without an init, no parent may ever reap it.
     """
@@ -129,7 +129,7 @@ def wait_for_exit(processes: Sequence[psutil.Process], *, timeout: float) -> boo
 
 
 def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
-    """Poll a condition until it is true; False if it is still false after `timeout` seconds."""
+    """Poll a condition until it is true; return False if it is still false after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

@@ -22,7 +22,7 @@ from hpsearch.storage.home import make_private_folder
 
 
 def require_server_packages() -> None:
-    """Check that the packages of the extra `server` are installed, except Postgres.
+    """Check that the packages of the pip extra `server`, except Postgres, are installed.
 
     Raises:
         StorageError: a package is missing.
@@ -40,17 +40,17 @@ def require_server_packages() -> None:
 def make_mlflow_command(
     *, host: str, port: int, artifacts: str, allowed_hosts: Sequence[str] | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of the MLflow server and additional environment variables.
+    """Return the command line of the MLflow server, and its additional environment variables.
 
-    One process serves all requests: compared with the four of MLflow's default, it starts in half the time, needs a
-    quarter of the memory, and answers small requests faster. The job runner for language models is disabled.
+    One process serves all requests. MLflow's default is four processes, which need twice the time to start and four
+    times the memory, and answer small requests more slowly. MLflow's job runner for language models is disabled.
 
     Args:
         host: address to listen on.
         port: port to listen on.
         artifacts: folder or URL of the artifacts; clients access them through the server.
-        allowed_hosts: accepted Host headers with port ("mlflow:5000"); None for MLflow's default, which is this
-            machine and private addresses.
+        allowed_hosts: accepted values of the Host header, with port ("mlflow:5000"); None for MLflow's default, which
+            accepts this machine and private addresses.
     """
     command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--artifacts-destination", artifacts]
@@ -70,10 +70,10 @@ class StackInfo:
 
     Attributes:
         home: folder of the stack.
-        storage_url: study database for the worker role.
-        owner_url: study database for the owner role, for migrations.
-        tracking_uri: MLflow server.
-        dashboard_url: Optuna dashboard, without a path.
+        storage_url: URL of the study database for the worker role.
+        owner_url: URL of the study database for the owner role, for migrations.
+        tracking_uri: URL of the MLflow server.
+        dashboard_url: URL of the Optuna dashboard, without a path.
     """
 
     home: Path
@@ -91,7 +91,7 @@ class EmbeddedStack:
     Args:
         home: folder of the stack.
         state: stored state of the stack.
-        dashboard: command line of the dashboard, without `--host` and `--port`; only `start` needs it.
+        dashboard: command line of the dashboard, without `--host` and `--port`; only `start` uses it.
     """
 
     def __init__(self, home: Path, state: StackState, dashboard: Sequence[str] = ()) -> None:
@@ -117,7 +117,7 @@ class EmbeddedStack:
 
     @property
     def server(self) -> EmbeddedPostgres | None:
-        """Postgres server; None until it has a data directory."""
+        """Postgres server; None if it has no data directory yet."""
         folder = find_postgres_folder(self.home)
         return EmbeddedPostgres(folder, self._logs / "postgres.log") if folder else None
 
@@ -134,19 +134,19 @@ class EmbeddedStack:
 
     @property
     def databases(self) -> roles.Databases:
-        """URLs of the databases, one per role."""
+        """Database URLs, one per role."""
         tracking = self._url(roles.MLFLOW, self.state.mlflow_password, roles.MLFLOW_DATABASE)
         return roles.Databases(self.info.owner_url, self.info.storage_url, tracking)
 
     def is_postgres_healthy(self, query: str = "SELECT true") -> bool:
-        """Whether Postgres runs on its stored port, accepts the worker role, and returns true for `query`."""
+        """Return whether Postgres runs on its stored port, accepts the worker role, and returns true for `query`."""
         server, port = self.server, self.state.postgres.port
         if server is None or port is None or server.find_process() is None or server.read_port() != port:
             return False
         return is_database_healthy(self.info.storage_url, query)
 
     def is_up(self) -> bool:
-        """Whether all services are healthy and the tables have the current revision."""
+        """Return whether all services are healthy, and the tables have the revisions of this version of hpsearch."""
         return (
             self.is_postgres_healthy(CURRENT_SCHEMA_QUERY)
             and self.mlflow.find() is not None
@@ -173,7 +173,7 @@ class EmbeddedStack:
         self.dashboard.wait_until_healthy()
 
     def stop_services(self) -> list[tuple[str, int | None]]:
-        """Stop the clients of Postgres; return their names and process ids, None for those that did not run."""
+        """Stop the services that use Postgres; return (name, process id) of each, with None if it did not run."""
         return [(service.name, service.stop()) for service in (self.dashboard, self.mlflow)]
 
     def stop(self) -> list[str]:
@@ -186,7 +186,7 @@ class EmbeddedStack:
         return [f"{name} (process {pid})" for name, pid in stopped if pid is not None]
 
     def start_postgres(self, progress: Progress) -> int:
-        """Start Postgres unless it runs, create it if it is missing, and return its port."""
+        """Start Postgres unless it runs, and return its port; missing data directory and databases are created."""
         server = EmbeddedPostgres(make_postgres_folder(self.home), self._logs / "postgres.log")
         self.state.postgres_folder = str(server.folder)
         if not server.folder.is_relative_to(self.home):

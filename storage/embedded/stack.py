@@ -32,7 +32,13 @@ _LOCK_TIMEOUT = 900.0  # seconds
 class ServiceStatus:
     """Status of one service.
 
-    "starting": it does not answer yet. "dead": it ended without a stop command, or does not answer.
+    Attributes:
+        name: name of the service.
+        state: "running" (it answers), "starting" (it runs and does not answer yet), "stopped" (by a command), or "dead"
+            (it ended without a stop command, or hangs).
+        url: address of the service; None if unknown.
+        pid: process id of the service; None if it does not run.
+        detail: further information for users.
     """
 
     name: str
@@ -43,10 +49,10 @@ class ServiceStatus:
 
 
 def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: None) -> StackInfo:
-    """Start the services in `home` that do not run, and return the addresses of all.
+    """Start the services in `home` that do not run, and return the addresses of all services.
 
     Args:
-        home: folder of the stack, see `hpsearch.storage.home.prepare_home`; created if it is missing.
+        home: home folder of the stack, see `hpsearch.storage.home.prepare_home`; created if it is missing.
         dashboard: command line of the dashboard, without `--host` and `--port`.
         progress: callback for progress lines.
 
@@ -63,7 +69,7 @@ def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: N
 
 
 def read_urls(home: Path) -> Databases:
-    """Return the URLs of the databases of an existing stack.
+    """Return the database URLs of an existing stack.
 
     Raises:
         StorageError: there is no stack in `home`.
@@ -75,9 +81,10 @@ def read_urls(home: Path) -> Databases:
 
 @contextmanager
 def lock(home: Path, *, progress: Progress = lambda _: None) -> Iterator[EmbeddedStack]:
-    """Lock the stack in `home` for exclusive use of its databases, with Postgres running.
+    """Lock the stack in `home` for exclusive use of its databases, start Postgres if necessary, and yield the stack.
 
-    No other command can start or stop services meanwhile; the caller may stop them. `up` starts them again.
+    No other command can start or stop services while the lock is held. The caller may stop services; `up` starts them
+    again.
 
     Raises:
         StorageError: the folder cannot be used, or Postgres cannot be started.
@@ -102,19 +109,19 @@ def down(home: Path) -> list[str]:
         return []
     check_writable(home)
     if not (home / STATE_FILE).exists() and not (home / "logs").exists():
-        return []  # there never was a stack
+        return []  # no command has created a stack
     with _lock_stack(home) as stack:
         return stack.stop()
 
 
 def find_running(home: Path) -> StackInfo | None:
-    """Return the addresses of the stack in `home` if all its services are healthy, else None; starts nothing."""
+    """Return the addresses of the stack in `home` if all its services are healthy, else None; start no service."""
     stack = _load_stack(home)
     return stack.info if stack is not None and stack.is_up() else None
 
 
 def read_status(home: Path) -> list[ServiceStatus]:
-    """Return the status of the services in `home`; starts nothing."""
+    """Return the status of the services in `home`; start no service."""
     stack = _load_stack(home) or EmbeddedStack(home.resolve(), StackState())
     return [_read_postgres_status(stack), _read_web_status(stack.mlflow), _read_web_status(stack.dashboard)]
 
@@ -149,7 +156,7 @@ def _make_stopped_status(name: str, url: str | None, record: ServiceRecord, log:
 def _make_silent_status(
     name: str, url: str | None, process: psutil.Process, log: Path, *, hangs: bool = False
 ) -> ServiceStatus:
-    """Return the status of a service that runs and does not answer; `hangs` if it has bound its port."""
+    """Return the status of a service that runs and does not answer; `hangs` is true if it has bound its port."""
     if not hangs and time.time() - process.create_time() < START_TIMEOUT:
         return ServiceStatus(name, "starting", url, process.pid, f"it does not answer yet: log in {log}")
     return ServiceStatus(name, "dead", url, process.pid, f"it does not answer: see {log}")
@@ -171,7 +178,7 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
 def _lock_stack(
     home: Path, progress: Progress = lambda _: None, dashboard: Sequence[str] = ()
 ) -> Iterator[EmbeddedStack]:
-    """Lock the stack and yield it; waits for another command, which may be starting the services."""
+    """Lock the stack and yield it; wait while another command, which may be starting the services, holds the lock."""
     import filelock
 
     home = home.resolve()

@@ -20,10 +20,10 @@ class ServiceRecord:
     """Stored state of one service.
 
     Attributes:
-        port: current or last port.
+        port: current or last port of the service.
         process: process of the service; None after a stop.
-        database_port: port of Postgres at the start of the service.
-        tracking_port: port of the MLflow server at the start, for a service that uses it.
+        database_port: port of Postgres when the service was started.
+        tracking_port: port of the MLflow server when the service was started; None if the service does not use MLflow.
     """
 
     port: int | None = None
@@ -57,8 +57,8 @@ class StackState:
 def load_state(home: Path) -> StackState | None:
     """Return the state of the stack in `home`; None if the file is missing or damaged.
 
-    A damaged file is harmless: the next start sets new passwords, and finds running services by the marker in their
-    environment.
+    A damaged file does no harm: the next start sets new passwords, and finds running services by the marker in the
+    environment of their processes.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -72,9 +72,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_port_free(port: int) -> bool:
-    """Whether a server can bind the port at the moment."""
+    """Return whether a server can bind the port at the moment."""
     with socket.socket() as listener:
-        # Like the servers: a port in TIME_WAIT is free, a port with a listener is not.
+        # The servers use this option too: with it, a port in TIME_WAIT is free, and a port with a listener is not.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))
@@ -84,7 +84,7 @@ def is_port_free(port: int) -> bool:
 
 
 def choose_port(preferred: int | None, *, wait_seconds: float = 0.0) -> int:
-    """Return the preferred port if it is free, or becomes free within `wait_seconds`; else any free port."""
+    """Return the preferred port if it is free or becomes free within `wait_seconds`, else another free port."""
     if preferred and wait_until(lambda: is_port_free(preferred), timeout=wait_seconds):
         return preferred
     with socket.socket() as listener:

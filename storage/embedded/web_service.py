@@ -29,13 +29,16 @@ _FOREIGN_PREFIXES = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
 
 @dataclass
 class WebService:
-    """HTTP service; `record` holds its current state, and `save` stores it.
+    """HTTP service of the embedded stack.
 
     Attributes:
+        name: name of the service.
         health_path: path of a GET request that returns 200 if the service works.
-        command: function from a port to the command line and additional environment variables.
-        save: function that writes the state file.
-        home: home folder, and working directory of the service.
+        command: function that returns the command line and additional environment variables for a port.
+        record: current state of the service.
+        save: function that writes the state file, which contains `record`.
+        home: home folder, which is the working directory of the service.
+        log: log file of the service.
     """
 
     name: str
@@ -53,15 +56,15 @@ class WebService:
 
     @property
     def marker(self) -> str:
-        """Value in the environment of all processes of this service and home."""
+        """Value in the environment of the service's processes, unique for this service and home folder."""
         return f"{self.name}:{self.home}"
 
     def find(self) -> psutil.Process | None:
-        """Return the main process; None if it does not run."""
+        """Return the main process of the service; None if it does not run."""
         return process.find(self.record.process)
 
     def is_healthy(self) -> bool:
-        """Whether the service answers a health request."""
+        """Return whether the service answers a health request."""
         if self.record.port is None:
             return False
         server = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
@@ -71,15 +74,15 @@ class WebService:
         return False
 
     def is_listening(self) -> bool:
-        """Whether the service has bound its port; if it does not answer after that, it hangs."""
+        """Return whether the service has bound its port; a service that has done so and does not answer hangs."""
         return process.is_listening(self._find_processes(), self.record.port or 0)
 
     def ensure_started(self, database_port: int, tracking_port: int | None = None) -> None:
-        """Start the service unless it runs with the same ports; `wait_until_healthy` waits for it.
+        """Start the service, unless it runs with the same ports; `wait_until_healthy` waits until it answers.
 
         Args:
-            database_port: port of Postgres; a service that runs with another port is restarted.
-            tracking_port: port of the MLflow server, for a service that uses it.
+            database_port: port of Postgres; a service that was started with another Postgres port is restarted.
+            tracking_port: port of the MLflow server, likewise; None for a service that does not use MLflow.
         """
         old, new = (self.record.database_port, self.record.tracking_port), (database_port, tracking_port)
         if self.find() is not None and old == new:
@@ -91,7 +94,7 @@ class WebService:
         """Wait until the service answers.
 
         Raises:
-            StorageError: the service ends or does not answer.
+            StorageError: the service exits, or does not answer in time.
         """
         if self._wait(_ATTACH_TIMEOUT if self._is_attached() else START_TIMEOUT):
             return
@@ -106,7 +109,7 @@ class WebService:
         raise StorageError(f"{self.name} {state}: {last or 'no output'} (see {self.log})")
 
     def stop(self) -> int | None:
-        """Stop all processes of the service; return the id of the main one, or None if none was running."""
+        """Stop all processes of the service; return the id of the main process, or None if no process was running."""
         processes = self._find_processes()
         process.stop(processes, timeout=_STOP_TIMEOUT)
         self.record.process = None
@@ -135,7 +138,7 @@ class WebService:
     def _wait(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.find() is not None:
-            # Two stacks that start at the same time may choose the same port, so the answer may be from the other one.
+            # Two stacks that start at the same time may choose the same port, so the other stack may have answered.
             if self.is_healthy() and self.is_listening():
                 return True
             time.sleep(0.05)
