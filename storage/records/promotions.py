@@ -1,7 +1,7 @@
 """Records of promotions: model version, alias, user, time and evidence.
 
-A row without an end is the last known target of an alias. The model registry is authoritative;
-:mod:`hpsearch.search.promotion.registry_watch` updates the rows from it.
+A row without an end time is the last known target of an alias. The model registry is authoritative:
+:mod:`hpsearch.search.promotion.registry_watch` updates the rows from the registry.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Promotion:
         model_name: name of the registered model.
         version: version of the model.
         alias: alias of the version.
-        promoted_at: time of the promotion by the database clock; time of detection if made outside of hpsearch.
-        promoted_by: user and host, or the tool that made it.
+        promoted_at: time of the promotion by the database clock; for a promotion with another tool than hpsearch, the
+            time at which hpsearch detected it.
+        promoted_by: user and host, or the other tool.
         evidence: evidence for the promotion, see `hpsearch.search.promotion.evidence`.
         ended_at: time at which the alias was moved or removed; None for the current target.
     """
@@ -58,7 +59,7 @@ class Promotion:
 
 @dataclass(frozen=True)
 class TrialOfRun:
-    """Trial of an MLflow run."""
+    """Trial that an MLflow run belongs to."""
 
     study_id: int
     study_name: str
@@ -101,7 +102,7 @@ _NO_VERSION = 0  # versions are numbered from 1
 
 
 def read_current_promotions(connection: sa.Connection) -> dict[tuple[str, str], Promotion]:
-    """Return the recorded targets of all aliases: (model, alias) to promotion."""
+    """Return the current promotion of each alias, by (model, alias)."""
     found = [Promotion(**row._mapping) for row in connection.execute(_CURRENT)]
     return {(promotion.model_name, promotion.alias): promotion for promotion in found}
 
@@ -114,7 +115,9 @@ def read_promotions(engine: sa.Engine, study_id: int) -> list[Promotion]:
 def record_promotion(
     connection: sa.Connection, evidence: Mapping[str, Any], model: str, version: int, alias: str, *, by: str
 ) -> None:
-    """Record that an alias points to a version, and end its previous target; update the evidence of the same target.
+    """Record that an alias points to a version, and end the promotion of the version to which it pointed before.
+
+    If the alias pointed to the same version before, only the evidence is updated.
 
     Args:
         connection: connection with a transaction that holds `hpsearch.storage.database.locks.registry_lock`.
@@ -124,7 +127,7 @@ def record_promotion(
         alias: alias of the version.
         by: user and host.
     """
-    # A registered model that was deleted and created again starts at version 1, so a version may change its trial.
+    # A registered model that was deleted and created again starts at version 1, so a version may belong to a new trial.
     trial = {"study": evidence["study_id"], "trial": evidence["trial"]}
     target = {"model": model, "alias": alias, "version": version, **trial}
     connection.execute(_END, target)
@@ -132,13 +135,13 @@ def record_promotion(
 
 
 def end_promotion(connection: sa.Connection, promotion: Promotion) -> None:
-    """Record that an alias does not point to this version any more."""
+    """Record that the alias of a promotion does not point to the promoted version any more."""
     alias = {"model": promotion.model_name, "alias": promotion.alias}
     connection.execute(_END, {**alias, "version": _NO_VERSION, "study": promotion.study_id, "trial": None})
 
 
 def _replace_nan(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent by None."""
+    """Return a value with None for each number that JSON cannot represent."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -147,11 +150,11 @@ def _replace_nan(value: Any) -> Any:
 
 
 def is_recorded(connection: sa.Connection, model: str, version: int) -> bool:
-    """Whether an alias of this version was ever recorded."""
+    """Return whether a promotion of this version was ever recorded, under any alias."""
     return bool(connection.execute(_WAS_RECORDED, {"model": model, "version": version}).scalar())
 
 
 def find_trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
-    """Return the trials of MLflow runs, by run id; runs without a trial are omitted."""
+    """Return the trial of each MLflow run, by run id; runs that belong to no trial are omitted."""
     rows = connection.execute(_TRIALS, {"key": RUN_ID, "values": [json.dumps(run_id) for run_id in run_ids]})
     return {row.run_id: TrialOfRun(row.study_id, row.study_name, row.number) for row in rows}

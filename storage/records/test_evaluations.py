@@ -20,15 +20,15 @@ from hpsearch.storage.errors import StorageError
 
 @dataclass(frozen=True)
 class TestEvaluation:
-    """Evaluation of a trial's model on the test set of its study.
+    """Evaluation of a trial's model on the test set of the trial's study.
 
     Attributes:
         trial_number: number of the trial.
         model_sha256: SHA-256 of the file with the evaluated weights.
         opened_at: time of the first access to the test set, by the database clock.
-        opened_by: user and host.
-        scores: loss and metrics on the test split; None until they are written.
-        finalists: name of the study of the finalists behind the choice; None if there were none.
+        opened_by: user and host that started the evaluation.
+        scores: loss and metrics on the test set; None until they are written.
+        finalists: name of the study of finalists by which the trial was chosen; None if there were no finalists.
         refit: name of the study with the evaluated refit; None if the trial's own model was evaluated.
     """
 
@@ -53,7 +53,7 @@ class TestEvaluation:
 
 
 class AlreadyEvaluatedError(StorageError):
-    """Test set that was evaluated before."""
+    """Test set on which a model was evaluated before."""
 
     def __init__(self, evaluation: TestEvaluation) -> None:
         super().__init__(f"the test set was evaluated {evaluation.description}; it can be evaluated only once")
@@ -78,7 +78,7 @@ _FILL = sa.text("""
 
 
 def read_test_evaluation(engine: sa.Engine, study_id: int) -> TestEvaluation | None:
-    """Return the evaluation on a study's test set; None if there is none."""
+    """Return the evaluation on a study's test set; None if the test set was not evaluated."""
     rows = Database(engine).fetch_rows(_READ, {"study": study_id})
     return TestEvaluation(**{**rows[0]._mapping, "scores": _restore_nan(rows[0].scores)}) if rows else None
 
@@ -93,10 +93,10 @@ def record_test_evaluation(
     finalists: str | None,
     refit: str | None = None,
 ) -> TestEvaluation:
-    """Commit the evaluation of a study's test set; the caller reads the test data only afterwards.
+    """Commit the record of an evaluation; the caller reads the test data only afterwards.
 
-    An existing evaluation of the same trial and weights that has no scores is continued: its process may have died,
-    and it revealed nothing.
+    If the same trial and weights have a record without scores, this record is returned: the process that wrote it has
+    probably died, and no scores were revealed.
 
     Args:
         engine: engine of the study's database.
@@ -104,8 +104,8 @@ def record_test_evaluation(
         trial_number: number of the trial.
         model_sha256: SHA-256 of the file with the weights.
         opened_by: user and host.
-        finalists: name of the study of the finalists behind the choice, or None.
-        refit: name of the study with the refit that the weights are from, or None.
+        finalists: name of the study of finalists by which the trial was chosen; None if there are no finalists.
+        refit: name of the study with the evaluated refit; None to evaluate the trial's own model.
 
     Raises:
         AlreadyEvaluatedError: the test set was evaluated for another trial or other weights, or has scores.
@@ -130,10 +130,10 @@ def record_test_evaluation(
 
 
 def write_scores(engine: sa.Engine, study_id: int, made: TestEvaluation, scores: Mapping[str, float]) -> TestEvaluation:
-    """Write the scores of an evaluation, once, and return the stored evaluation.
+    """Write the scores of an evaluation, which must have none, and return the stored evaluation.
 
     Raises:
-        AlreadyEvaluatedError: another process has written them.
+        AlreadyEvaluatedError: another process has written the scores.
         StorageError: the study was deleted.
     """
     arguments = {
@@ -152,7 +152,7 @@ def write_scores(engine: sa.Engine, study_id: int, made: TestEvaluation, scores:
 
 
 def _restore_nan(scores: dict[str, float | None] | None) -> dict[str, float] | None:
-    """Replace null by NaN, which JSON lacks; the score of a class without samples is not finite."""
+    """Return scores with NaN for None: JSON has no NaN, which is the score of a class without samples."""
     if scores is None:
         return None
     return {name: math.nan if value is None else value for name, value in scores.items()}

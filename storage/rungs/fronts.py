@@ -1,4 +1,4 @@
-"""Pareto ranks, crowding and hypervolume, and the order of trials at a rung with several objectives."""
+"""Pareto ranks, crowding distances and hypervolume, and the order of trials at a rung in multi-objective studies."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def to_losses(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Losses:
-    """Return values [n, metrics] as losses, for which lower is better.
+    """Return values [n, metrics] as losses [n, metrics], for which lower is better; NaN becomes infinity.
 
-    NaN becomes infinity, the worst loss. `maximize` has one entry per metric: whether higher values are better.
+    Args:
+        values: values [n, metrics].
+        maximize: per metric, whether higher values are better.
     """
     signs = np.where(np.asarray(maximize, dtype=bool), -1.0, 1.0)
     losses = np.asarray(values, dtype=float).reshape(-1, len(signs)) * signs
@@ -26,35 +28,37 @@ def to_losses(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Lo
 
 
 def compute_front_ranks(losses: Losses) -> NDArray[np.int64]:
-    """Return the non-domination rank of each vector [n]: 0 for the Pareto front, 1 for the front of the rest, etc.
+    """Return the non-domination rank of each loss vector [n].
 
-    Fast non-dominated sorting (Deb et al. 2002); equal vectors have the same rank.
+    The rank is 0 on the Pareto front, 1 on the front of the remaining vectors, and so on. Equal vectors have the same
+    rank. The method is fast non-dominated sorting (Deb et al. 2002).
     """
     if not len(losses):
         return np.zeros(0, dtype=np.int64)
     if losses.shape[1] == 1:
         return np.unique(losses[:, 0], return_inverse=True)[1].astype(np.int64)
-    import moocore  # takes a third of a second, which single-objective studies save
+    import moocore  # takes a third of a second; single-objective studies do not need it
 
     return np.asarray(moocore.pareto_rank(losses), dtype=np.int64)
 
 
 def find_front(losses: Losses) -> list[int]:
-    """Return the indices of the non-dominated vectors."""
+    """Return the indices of the loss vectors on the Pareto front."""
     return [int(index) for index in np.flatnonzero(compute_front_ranks(losses) == 0)]
 
 
 def count_dominating(losses: Losses) -> NDArray[np.int64]:
-    """Return per vector the number of others that dominate it: no worse in any metric, and better in one."""
+    """Return, per loss vector, the number of vectors that dominate it: no worse in any metric, and better in one."""
     no_worse = (losses[:, None] <= losses[None]).all(axis=2)
     better = (losses[:, None] < losses[None]).any(axis=2)
     return np.asarray((no_worse & better).sum(axis=0), dtype=np.int64)
 
 
 def compute_crowding_distances(losses: Losses) -> NDArray[np.float64]:
-    """Return the crowding distance of each vector of one front (Deb et al. 2002): larger in sparse regions.
+    """Return the crowding distance of each vector of one front (Deb et al. 2002).
 
-    It is infinite at the ends of the front. Of equal vectors, the first has their distance, and the others have 0.
+    The distance is larger in sparse regions, and infinite at the ends of the front. Among equal vectors, only the first
+    has this distance; the distance of the other ones is 0.
     """
     distances = np.zeros(len(losses))
     _, firsts = np.unique(losses, axis=0, return_index=True)
@@ -71,7 +75,7 @@ def compute_crowding_distances(losses: Losses) -> NDArray[np.float64]:
 
 
 def sort_by_crowding(losses: Losses) -> list[int]:
-    """Return the indices of the vectors, sorted by front rank, then by descending crowding distance, then by index."""
+    """Return the indices of loss vectors, sorted by front rank, then by descending crowding distance, then by index."""
     ranks, distances = compute_front_ranks(losses), np.zeros(len(losses))
     for rank in np.unique(ranks):
         members = np.flatnonzero(ranks == rank)
@@ -80,10 +84,10 @@ def sort_by_crowding(losses: Losses) -> list[int]:
 
 
 def compute_hypervolume(losses: Losses, reference: Sequence[float]) -> float:
-    """Return the volume that the vectors dominate, bounded by a reference point.
+    """Return the hypervolume that loss vectors dominate up to a reference point.
 
     Args:
-        losses: losses [n, metrics]; vectors that are not better than the reference in every metric are ignored.
+        losses: losses [n, metrics]; a vector that is not better than the reference in every metric is ignored.
         reference: losses [metrics] of the reference point.
     """
     within = losses[(losses < np.asarray(reference)).all(axis=1)]
@@ -95,11 +99,11 @@ def compute_hypervolume(losses: Losses, reference: Sequence[float]) -> float:
 
 
 def sort_by_front(losses: Losses, most: int | None = None) -> list[int]:
-    """Return the indices of the vectors, best first: by front rank, then by epsilon-net order, then by index.
+    """Return the indices of loss vectors, best first: by front rank, then in epsilon-net order, then by index.
 
     Args:
-        losses: losses [n, metrics] in the order of the trials, the earliest first. A trial whose first loss is infinite
-            has diverged, and comes after all others.
+        losses: losses [n, metrics] of trials, the earliest trial first. An infinite first loss means that the trial has
+            diverged; diverged trials come last.
         most: number of indices to return; None for all.
     """
     count = len(losses) if most is None else min(most, len(losses))
@@ -118,8 +122,9 @@ def sort_by_front(losses: Losses, most: int | None = None) -> list[int]:
 def sort_by_epsilon_net(losses: Losses) -> list[int]:
     """Return the indices of a front's vectors in the order of an epsilon-net (MO-ASHA, Schmucker et al. 2021).
 
-    The first is the best by the first metric. Each next one has the largest distance to the vectors before it, with
-    metrics scaled to the range of the front. Ties are resolved by index.
+    The first vector is the best by the first metric. Each following vector has the largest distance to the vectors
+    that were chosen before. Distances are computed with metrics scaled to the range of the front. Of equally distant
+    vectors, the one with the lowest index is chosen.
 
     Args:
         losses: losses [n, metrics] of one front, n > 0.
@@ -131,13 +136,13 @@ def sort_by_epsilon_net(losses: Losses) -> list[int]:
     for _ in range(len(scaled)):
         found.append(chosen)
         nearest = np.minimum(nearest, np.square(scaled - scaled[chosen]).sum(axis=1))
-        nearest[chosen] = -1.0  # behind all that are left, equal ones too
+        nearest[chosen] = -1.0  # lower than the distance of any remaining vector, even of an equal one, which is 0
         chosen = int(np.argmax(nearest))
     return found
 
 
 def _scale(losses: Losses) -> Losses:
-    """Scale losses to their range [0, 1]; infinite losses become 2 or -1."""
+    """Scale each metric's finite losses to [0, 1]; infinity and NaN become 2, and minus infinity becomes -1."""
     finite = np.where(np.isfinite(losses), losses, np.nan)
     known = np.isfinite(losses).any(axis=0)
     low, high = np.zeros(losses.shape[1]), np.ones(losses.shape[1])
@@ -174,18 +179,20 @@ def record_rung_values(
     rung: int,
     values: Sequence[float],
 ) -> None:
-    """Record the values of a trial at a rung, and recompute the ranks of all its trials; recorded values stay.
+    """Record the values of a trial at a rung, and recompute the ranks of all trials at this rung.
+
+    Values that were recorded for the trial at this rung before are kept.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.
         study_id: id of the study.
         trial_id: id of the trial.
-        maximize: per objective, whether higher is better.
+        maximize: per objective, whether higher values are better.
         rung: the reached rung, from 0.
-        values: values of all objectives, not NaN.
+        values: value of each objective, not NaN.
     """
     [losses] = to_losses([values], maximize).tolist()
-    # The last rank, until the ranks are recomputed below.
+    # An infinite rank, until the ranks are recomputed below.
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": math.inf, "losses": losses}
     if connection.execute(INSERT_RUNG_VALUE, arguments).rowcount == 1:
         _rerank(connection, study_id, rung)
@@ -197,7 +204,8 @@ def rerank_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool
     Args:
         connection: connection whose transaction holds the lock of the study's row.
         study_id: id of the study.
-        maximize: per objective, whether higher is better; empty for one objective, for which nothing is done.
+        maximize: per objective, whether higher values are better; empty in a single-objective study, which needs no
+            ranks, so that nothing is done.
     """
     if maximize:
         for rung in connection.execute(_SELECT_RUNGS, {"study": study_id}).scalars().all():
@@ -216,5 +224,5 @@ def _rerank(connection: sa.Connection, study_id: int, rung: int) -> None:
 
 
 def to_values(losses: Sequence[float], maximize: Sequence[bool]) -> list[float]:
-    """Convert losses back to values; the inverse of `to_losses`."""
+    """Return the values of one loss vector; the inverse of `to_losses`."""
     return [-loss if flip else loss for loss, flip in zip(losses, maximize, strict=True)]

@@ -18,12 +18,13 @@ class Rungs:
 
     Attributes:
         pruner: name of the pruner.
-        epochs: per rung, the number of trained epochs at which a trial reaches it.
-        total: epochs of a full trial.
+        epochs: per rung, the number of epochs after which a trial reaches the rung.
+        total: number of epochs of a full trial.
         factor: reduction factor; one in `factor` trials at a rung is promoted.
-        maximize: whether higher values of the (first) metric are better.
+        maximize: whether higher values of the metric are better; of the first metric in a multi-objective study.
         min_complete: minimum number of trials that train to completion.
-        maximize_each: per objective of a multi-objective study, whether higher is better; empty for one objective.
+        maximize_each: per objective of a multi-objective study, whether higher values are better; empty in a
+            single-objective study.
     """
 
     pruner: str
@@ -35,13 +36,13 @@ class Rungs:
     maximize_each: tuple[bool, ...] = ()
 
     def to_loss(self, value: float) -> float:
-        """Return a value as a loss: lower is better."""
+        """Return a value as a loss, for which lower is better."""
         return -value if self.maximize else value
 
     to_value = to_loss  # the inverse
 
     def get_promotion_quota(self, n_trials: int) -> int:
-        """Return the rank at a rung beyond which a trial cannot be promoted any more."""
+        """Return the maximum number of trials that can be promoted at a rung, given the budget in trials."""
         return max(self.min_complete, n_trials // self.factor)
 
 
@@ -51,9 +52,9 @@ class RungRank:
 
     Attributes:
         rung: the rung, from 0.
-        rank: rank from 1 among all trials that have reached the rung, whatever their states.
+        rank: rank, from 1, among all trials that have reached the rung, in any state.
         reached: number of trials that have reached the rung.
-        is_promoted: whether the trial continues.
+        is_promoted: whether the trial is promoted, so that it continues.
     """
 
     rung: int
@@ -64,7 +65,7 @@ class RungRank:
 
 @dataclass(frozen=True)
 class RungCounts:
-    """Numbers of trials that have reached a rung, were promoted there, wait there, and were pruned there."""
+    """Numbers of trials that have reached a rung, were promoted at it, wait at it, and were pruned at it."""
 
     rung: int
     reached: int
@@ -79,10 +80,10 @@ class PrunedTrial:
 
     Attributes:
         trial_id, number: id and number of the trial.
-        attempt: its last attempt.
-        reason: message with the reason.
-        decision: the fields of a pruner's decision; empty if the trial was cut off by the budget.
-        is_cut: whether the budget was spent while it ran; a larger budget resumes it.
+        attempt: number of the trial's last attempt.
+        reason: reason of the pruning, as text for users.
+        decision: fields of the pruner's `Decision`; empty if the trial was pruned because the budget was spent.
+        is_cut: whether the budget was spent while the trial ran; if the budget grows, the trial resumes.
     """
 
     trial_id: int
@@ -118,7 +119,7 @@ _UPDATE_PROMOTED = sa.text("""
      WHERE trial_id = :trial AND rung = :rung AND promoted_at IS NULL
 """)
 
-# Uses an index, which has only trials that are neither promoted nor pruned.
+# The index of this query contains only trials that are neither promoted nor pruned.
 _JOIN_WAITING = """
     JOIN LATERAL (
         SELECT r.trial_id, r.study_id, r.rung, r.loss, r.losses, t.number
@@ -169,7 +170,7 @@ EXCEPT_PAUSED = """
 
 
 def read_rung_counts(engine: sa.Engine, study_id: int) -> list[RungCounts]:
-    """Return the counts of all rungs that a trial has reached, the lowest rung first."""
+    """Return the counts of each rung that at least one trial has reached, the lowest rung first."""
     return [RungCounts(**row._mapping) for row in Database(engine).fetch_rows(_SELECT_COUNTS, {"study": study_id})]
 
 
@@ -183,7 +184,7 @@ def record_rung_value(
     value: float | Sequence[float],
     n_trials: int,
 ) -> None:
-    """Record the value of a trial at a rung; a recorded value stays.
+    """Record the value of a trial at a rung; a value that was recorded before is kept.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.
@@ -191,7 +192,7 @@ def record_rung_value(
         trial_id: id of the trial.
         rungs: rungs of the study.
         rung: the reached rung, from 0.
-        value: best value up to the rung; with several objectives, all values of the best epoch.
+        value: best value up to the rung; in a multi-objective study, the values of all objectives at the best epoch.
         n_trials: the budget in trials.
     """
     if not isinstance(value, float):
@@ -207,7 +208,7 @@ def record_rung_value(
 
 
 def recompute_cutoffs(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
-    """Recompute the cutoffs of all rungs, after a change of the budget or if a trial has left its rungs.
+    """Recompute the cutoffs of all rungs, after a change of the budget or after a trial has been removed from rungs.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.
@@ -217,7 +218,7 @@ def recompute_cutoffs(connection: sa.Connection, study_id: int, rungs: Rungs, *,
     """
     connection.execute(_DELETE_CUTOFFS, {"study": study_id})
     arguments = {"study": study_id, "factor": rungs.factor, "places": rungs.get_promotion_quota(n_trials)}
-    # With several objectives no trial is hopeless before the end: a later trial may change the ranks of earlier ones.
+    # In multi-objective studies, any trial may still be promoted: a later trial may change the ranks of earlier trials.
     connection.execute(_RECOMPUTE_CUTOFFS, {**arguments, "hopeless": not rungs.maximize_each})
 
 
@@ -228,7 +229,7 @@ def read_rung_rank(connection: sa.Connection, trial_id: int, rung: int) -> RungR
 
 
 def find_next_to_promote(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
-    """Return the id of the next trial to promote, and its rung; None if there is none."""
+    """Return (id, rung) of the next trial to promote; None if no trial can be promoted."""
     row = connection.execute(_SELECT_PROMOTABLE, {"study": study_id}).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
@@ -236,9 +237,10 @@ def find_next_to_promote(connection: sa.Connection, study_id: int) -> tuple[int,
 def find_next_to_complete(
     connection: sa.Connection, study_id: int, rungs: Rungs, *, running: int
 ) -> tuple[int, int] | None:
-    """Return the best waiting trial of the highest rung, and the rung, if the study needs more complete trials.
+    """Return (id, rung) of the best trial that waits at the highest rung, if fewer than `min_complete` are complete.
 
-    Call it when no trial can be started or promoted. The `running` trials count as complete.
+    Call this function only when no trial can be started or promoted. It returns None if enough trials are complete, or
+    no trial waits. The number of running trials, `running`, counts as complete.
     """
     arguments = {"study": study_id, "running": running, "complete": rungs.min_complete}
     row = connection.execute(_SELECT_TO_COMPLETE, arguments).one_or_none()
@@ -246,14 +248,14 @@ def find_next_to_complete(
 
 
 def record_promotion(connection: sa.Connection, trial_id: int, rung: int) -> None:
-    """Record that a trial is promoted at a rung; the first time stays."""
+    """Record that a trial is promoted at a rung; the time of an earlier record is kept."""
     connection.execute(_UPDATE_PROMOTED, {"trial": trial_id, "rung": rung})
 
 
 def find_next_to_prune(
     connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "the time was up"
 ) -> PrunedTrial | None:
-    """Return the worst waiting trial that cannot be promoted any more; None if there is none.
+    """Return the worst trial that waits at a rung and cannot be promoted any more; None if there is no such trial.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.
@@ -261,7 +263,7 @@ def find_next_to_prune(
         rungs: rungs of the study.
         n_trials: the budget in trials.
         over: whether no trial will reach a rung any more, so that all waiting trials are pruned.
-        why: reason for that, for the message.
+        why: reason why no trial will reach a rung, for the message.
     """
     arguments = {
         "study": study_id,
@@ -281,7 +283,7 @@ def find_next_to_prune(
     else:
         verdict = f"promoted: best {row.places}" if row.places else "promoted: none"
     by_fronts = " by Pareto fronts" if rungs.maximize_each else ""
-    if rungs.maximize_each and row.places:  # the ranks may have differed when they were promoted
+    if rungs.maximize_each and row.places:  # the ranks may have differed when other trials were promoted
         counts = connection.execute(_SELECT_COUNTS, {"study": study_id})
         promoted = sum(at.promoted for at in counts if at.rung == row.rung)
         verdict = f"promoted: {promoted}, by earlier ranks" if promoted else "promoted: none"
