@@ -1,27 +1,27 @@
-"""Errors of this package, and error texts in one line."""
+"""Exceptions of this package, and one-line error texts."""
 
 
 def format_error(error: object, length: int | None = None) -> str:
-    """Return the text of an error as one line of at most `length` characters, without the SQL statement."""
+    """Return the text of an error as one line of at most `length` characters, without SQLAlchemy's SQL statement."""
     text = " ".join(str(getattr(error, "orig", None) or error).split())
     return text[:length] or type(error).__name__
 
 
 def format_os_error(error: Exception) -> str:
-    """Return the text of an error as one line, without the number and the file of an operating system error."""
+    """Return the text of an error as one line; an OSError is reduced to its text, without error number and file."""
     return format_error(getattr(error, "strerror", None) or error)
 
 
 class StorageError(Exception):
-    """Unusable storage or service; the text is one line with the setting, its value and the remedy."""
+    """Unusable storage or service; the message is one line with the setting, its value and the remedy."""
 
 
 class ServiceUnavailableError(StorageError):
-    """Service that does not answer at the moment; the same command may succeed later."""
+    """Service that does not answer at the moment; a later retry of the command may succeed."""
 
 
 class ClaimLostError(Exception):
-    """Trial that this attempt does not own any more, so that its writes are rejected."""
+    """Trial that this attempt does not own any more, so that the database rejects the writes of the attempt."""
 
 
 class StoredCheckpointError(Exception):

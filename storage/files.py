@@ -27,7 +27,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def link_or_copy_durably(source: Path, target: Path) -> None:
-    """Create `target` as a hard link to `source`, or as a copy if no link is possible, and sync it to disk."""
+    """Create `target` as a hard link to `source`, or as a copy if no link is possible, and sync `target` to disk."""
     make_folder(target.parent)
     with source.open("rb") as file:
         os.fsync(file.fileno())
@@ -41,7 +41,7 @@ def link_or_copy_durably(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    # The name starts with that of the target, so that a cleanup of such targets matches it too.
+    # The temporary name starts with the name of the target, so that a pattern that matches the target matches both.
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with source.open("rb") as reader, temporary.open("xb") as writer:
@@ -67,7 +67,7 @@ def append_atomically(descriptor: int, data: bytes, size: int) -> None:
     """Append all of `data` to an open file of `size` bytes, or nothing.
 
     Raises:
-        OSError: the disk is full, or the file cannot be written; the file is unchanged.
+        OSError: the disk is full, or the file cannot be written; its content is unchanged.
     """
     written = 0
     try:
@@ -84,7 +84,7 @@ def lock_file(path: Path) -> int | None:
     On a file system without locks, every process gets the lock.
 
     Returns:
-        The descriptor, which holds the lock until it is closed; None if another process holds the lock.
+        The file descriptor, which holds the lock until it is closed; None if another process holds the lock.
 
     Raises:
         OSError: the file cannot be opened.
@@ -125,7 +125,7 @@ def compute_sha256(path: Path) -> str:
 
 
 def compute_folder_bytes(folder: Path) -> int:
-    """Return the total size of the files below a folder in bytes; files that disappear meanwhile are skipped."""
+    """Return the total size in bytes of the files below a folder; files that disappear meanwhile are skipped."""
     size = 0
     for parent, _, names in os.walk(folder):  # unlike Path.rglob, it tolerates folders that disappear
         for name in names:

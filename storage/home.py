@@ -14,9 +14,9 @@ _REMEDY = f"set {HOME_VARIABLE} to a folder that you may write to"
 def prepare_home(value: str | None = None) -> Path:
     """Return the home folder, and create it if it is missing.
 
-    The folder is `value`, else $HPSEARCH_HOME, else the user's data directory (for root: /var/lib/hpsearch). A new
-    folder has mode 0700. Root's folder has mode 0711, because Postgres refuses to run as root, and its user needs
-    access to the data directory below.
+    The folder is `value` if given, else $HPSEARCH_HOME, else the user's data directory (for root: /var/lib/hpsearch).
+    A new folder has mode 0700. Root's folder has mode 0711: Postgres refuses to run as root, and the unprivileged user
+    that runs Postgres needs access to the data directory, which is in the home folder.
 
     Raises:
         StorageError: the folder cannot be created or written, or is not a folder.
@@ -37,7 +37,7 @@ def prepare_home(value: str | None = None) -> Path:
 
 
 def check_writable(home: Path) -> None:
-    """Check that this user may write to `home` and owns the stack there; raises StorageError."""
+    """Check that this user may write to `home`, and owns the stack in it; raises StorageError otherwise."""
     if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not writable for this user: {_REMEDY}")
     state = home / "stack.json"
@@ -49,7 +49,7 @@ def check_writable(home: Path) -> None:
 
 
 def make_private_folder(path: Path) -> Path:
-    """Create `path` and missing parents with mode 0700, and return it."""
+    """Create the folder `path` and its missing parents with mode 0700, and return `path`."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
 

@@ -1,4 +1,4 @@
-"""URLs of services: one internal form of database URLs, and no passwords in messages."""
+"""URLs of services: normalisation of database URLs, and removal of passwords from messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _PASSWORD_IN_QUERY = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
 
 
 class Addresses(TypedDict, total=False):
-    """Locations of studies, runs and checkpoints; None means the study's stored value, or the embedded stack.
+    """Locations of studies, runs and checkpoints.
+
+    None means the location that is stored with the study, or else the location of the embedded stack.
 
     Attributes:
         storage_url: Postgres URL of the studies.
@@ -35,10 +37,10 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     """Return the URL in the form that SQLAlchemy and psycopg2 need.
 
     `postgres://` and `postgresql://` become `postgresql+psycopg2://`, because SQLAlchemy 2.1 and later select another
-    driver for the short form.
+    driver for URLs without a driver name.
 
     Raises:
-        StorageError: the URL is not a Postgres URL, cannot be parsed, or names no database.
+        StorageError: the URL is not a Postgres URL, cannot be parsed, or contains no database name.
     """
     url = url.strip()
     example = "give postgresql://USER:PASSWORD@HOST:5432/DATABASE"
@@ -65,12 +67,12 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
 
 
 def redact(url: str) -> str:
-    """Return a URL, or any text that contains one, without passwords."""
+    """Return a URL, or a text that contains URLs, without passwords."""
     return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
 def redact_password(text: str, url: str) -> str:
-    """Return `text`, which may quote a part of `url`, without the password of `url`."""
+    """Return `text` without the password of `url`; for messages that may quote parts of the URL."""
     password = urlsplit(url).password or ""
     for secret in {password, unquote(password)} - {""}:
         text = text.replace(secret, "***")
@@ -78,7 +80,7 @@ def redact_password(text: str, url: str) -> str:
 
 
 def build_url(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
-    """Return a normalised URL; `query` is appended unchanged."""
+    """Return a database URL in the form of `normalise_url`; the query string `query` is appended unchanged."""
     address = f"[{host}]" if ":" in host else host
     suffix = f"?{query}" if query else ""
     return f"{DRIVER}://{quote(user, safe='')}:{quote(password, safe='')}@{address}:{port}/{database}{suffix}"
