@@ -1,4 +1,4 @@
-"""Actions behind the methods of `Study` that need more than one call."""
+"""Implementations of the `Study` methods that consist of several steps."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from hpsearch.storage.trials.history import read_finalist_studies, read_refit_st
 
 
 def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
-    """Return a DataFrame with a row per trial: parameters, value and the reason of its end.
+    """Return a DataFrame with one row per trial: parameters, value, and the reason why the trial ended or waits.
 
-    With several metrics, `value` is the one of the first metric, and each metric has a column such as
-    ``values_accuracy``. With constraints, `out_of_bounds` lists the violated ones.
+    In a multi-objective study, the column `value` has the first metric, and each metric has its own column, such as
+    ``values_accuracy``. In a study with constraints, the column `out_of_bounds` lists the violated constraints.
     """
     trials, waiting, spec = study.trials(), find_waiting_reasons(study), study.spec
     names = list(spec.direction_by_metric) if spec.is_multi_objective else []
@@ -74,10 +74,11 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     """Return the reference by which workers load an objective.
 
     Args:
-        objective: a reference, which is returned unchanged; or a class in a file or an installed module.
+        objective: a reference, which the function returns unchanged, or a class in a file or an installed module.
 
     Raises:
-        SearchError: `objective` is neither, or the class is defined in a notebook or in the running script.
+        SearchError: `objective` is neither a reference nor a class, or the class is defined in a notebook or in the
+            running script.
     """
     if isinstance(objective, str):
         return objective
@@ -97,10 +98,15 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
 
 
 def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
-    """Write a study's report and return its path, by default in the data directory.
+    """Write a study's HTML report and return the path of the report.
+
+    Args:
+        services: services of the study.
+        study: a search.
+        output: path of the report; None selects the study's file in the home folder.
 
     Raises:
-        SearchError: the study holds finalists, or the file cannot be written.
+        SearchError: the study is a finalist or refit study, or the file cannot be written.
     """
     study.require_search("see the report of {study!r}")
     sync_mlflow_promotions(services, study.storage, study)
@@ -112,7 +118,7 @@ def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
 
 
 def log(services: Services, study: StoredStudy, report: Path) -> None:
-    """Log a report and the results to the study's MLflow run; do nothing without a tracking server.
+    """Log a report and the study's results to its MLflow run; do nothing if the study has no tracking server.
 
     Raises:
         SearchError: MLflow rejected a request.
@@ -129,10 +135,10 @@ def log(services: Services, study: StoredStudy, report: Path) -> None:
 
 
 def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
-    """Return the trial to evaluate on the test set.
+    """Return the model to evaluate on the test set.
 
     Raises:
-        SearchError: the test set was evaluated already, the finalists have no winner, or the trial is not eligible.
+        SearchError: the test set was already evaluated, the finalists have no winner, or the trial is not eligible.
     """
     study.require_search("evaluate the test set of {study!r}")
     try:
@@ -144,10 +150,10 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: b
 def evaluate_test_set(
     services: Services, study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False
 ) -> dict[str, float]:
-    """Evaluate the winner's best weights on the test set, once per study; return the scores by metric.
+    """Evaluate the winner's best weights on the test set, once per study, and return the score of each metric.
 
     Raises:
-        SearchError: as `choose`, or the weights are not available.
+        SearchError: `choose` rejects the trial, or the weights are unavailable.
         StorageError: MLflow does not answer.
     """
     candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
@@ -170,12 +176,12 @@ def _as_search_error(study: StoredStudy, error: AlreadyEvaluatedError) -> Search
 
 
 def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
-    """Return the studies to delete, in order: finalists, refits, and the search itself.
+    """Return the studies to delete, in this order: finalist studies, refit studies, and the search.
 
-    The search is last, because the others are found through it.
+    The search is last, because its id is needed to find its finalist and refit studies.
 
     Raises:
-        SearchError: trials of one of the studies are running.
+        SearchError: one of the studies has running trials.
     """
     names = [read(study.engine, study.study_id) for read in (read_finalist_studies, read_refit_studies)]
     companions = [load_study(study.storage, name) for some in names for name in some]
@@ -201,7 +207,7 @@ def describe_deletion(study: StoredStudy) -> str:
 
 
 def delete_study(services: Services, study: StoredStudy) -> list[str]:
-    """Delete a study with its finalists, checkpoints and local files; return the names of the deleted studies.
+    """Delete a study with its finalist and refit studies, checkpoints and local files; return the deleted names.
 
     Raises:
         SearchError: trials of the study or of its finalists are running.

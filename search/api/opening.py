@@ -1,4 +1,4 @@
-"""Open the services of a `Study`."""
+"""Open the services that a `Study` uses, and list the stored studies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpsearch.storage.urls import Addresses
 
 
 def update_mlflow(services: Services, study: StoredStudy, update: Callable[[Tracking], object]) -> None:
-    """Call `update` with the study's tracking server; print a warning if MLflow does not answer."""
+    """Call `update` with a client of the study's tracking server; print a warning if MLflow was not updated."""
     if RUN_ID not in study.attrs or find_tracking_uri(services, study) is None:
         return  # the study has no MLflow run yet
     try:
@@ -39,7 +39,13 @@ def warn(message: str) -> None:
 
 
 def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
-    """Record the promotions made in the MLflow UI, if MLflow answers."""
+    """Record the promotions that users made in the MLflow UI; do nothing if MLflow does not answer.
+
+    Args:
+        services: services of the study.
+        storage: storage of the studies.
+        study: study whose evidence in MLflow is refreshed too; None refreshes no evidence.
+    """
     uri = services.tracking_uri if study is None else find_tracking_uri(services, study)
     if uri is None:
         return
@@ -57,21 +63,23 @@ def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: 
 
 @dataclass(frozen=True)
 class StudyRow:
-    """A study in a list.
+    """Row of the list of studies.
 
     Attributes:
-        name, objective, metric: of the study; only the name if another program created it.
-        finished, budget: numbers of finished trials and of all trials.
-        done: the spent share of all budgets, as text.
+        name: name of the study. If another program created the study, the other fields have their default values.
+        objective, metric: names of the objective and of the (first) metric.
+        finished: number of finished trials.
+        budget: maximum number of trials.
+        done: the used part of each budget, as text.
         complete, pruned, failed: numbers of trials by state.
         running: number of running trials.
-        best_value, best_number: value and number of the best trial by the first metric; None without a COMPLETE trial.
-        front: number of trials on the Pareto front; 0 with one metric.
+        best_value, best_number: value and number of the best trial by the first metric; None if no trial is COMPLETE.
+        front: number of trials on the Pareto front; 0 in a single-objective study.
         promoted: current promotions, such as ``digits@champion (trial 7)``.
         stopped: whether a user stopped the study.
         stopped_early: whether the study terminated early.
-        of_finalists: whether the study holds the finalists of another study.
-        of_refit: whether the study holds the refit of another study's winner.
+        of_finalists: whether the study retrains the finalists of another study.
+        of_refit: whether the study refits the winner of another study.
         ours: whether hpsearch created the study.
     """
 
@@ -124,7 +132,7 @@ def open_study(
 
 
 def list_studies(where: Addresses) -> list[StudyRow]:
-    """Return a row per study, by name, after recording the promotions made in the MLflow UI.
+    """Record the promotions made in the MLflow UI; then return one row per study, sorted by name.
 
     Raises:
         StorageError: a service cannot be used.

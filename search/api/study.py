@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 
 class Study:
-    """A search that is stored in a database. `create` creates or joins a study, `open` opens an existing one.
+    """A search that is stored in a database. `create` creates or joins a study; `open` opens an existing study.
 
     Errors that a user can correct are SearchError, StorageError or ObjectiveError, with a message of one line. The
-    keywords `storage_url`, `tracking_uri`, `checkpoint_url` and `home` are the addresses of the services. Without them,
-    the environment variables apply (HPSEARCH_STORAGE_URL and so on), and without these the embedded services start.
+    keywords `storage_url`, `tracking_uri`, `checkpoint_url` and `home` are the addresses of the services. Their
+    defaults are the environment variables (HPSEARCH_STORAGE_URL and so on). If neither is set, the embedded services
+    start.
 
     Attributes:
         name: name of the study.
@@ -71,13 +72,14 @@ class Study:
         enqueue: Configurations | None = None,
         **settings: Unpack[Settings],
     ) -> Study:
-        """Create a study, or join the study of that name if its settings agree with the given ones.
+        """Create a study, or join the stored study of the same name if its settings agree with the given settings.
 
         Args:
-            objective: a built-in such as digits, package.module:Class, my_file.py, or a class in such a file.
-            spec: settings by key, or a .toml or .yaml file with settings; keywords override them.
+            objective: a built-in objective such as digits, package.module:Class, my_file.py, or a class in a file.
+            spec: a dictionary of settings, or a .toml or .yaml file with settings; keyword arguments override `spec`.
             enqueue: configurations to run first, as in `enqueue_trial`.
-            settings: addresses, and settings of the study; a table for a sampler or pruner has its `name` and options.
+            settings: addresses of the services, and settings of the study. A dictionary for `sampler` or `pruner` has
+                the key `name` and the options.
 
         Example:
             study = Study.create("wine.py", name="example", n_trials=2, epochs=2)
@@ -117,8 +119,8 @@ class Study:
 
         Args:
             name: name of the study.
-            progress: callback for each step of starting services, as text.
-            where: addresses.
+            progress: function that is called with a text for each step of starting the services.
+            where: addresses of the services.
 
         Example:
             study = Study.open("example")
@@ -129,7 +131,7 @@ class Study:
 
     @classmethod
     def _unsent(cls, name: str | None = None, **where: Unpack[Addresses]) -> list[Study]:
-        """Return the studies with records on this machine that were not sent yet, or the study of that name."""
+        """Return the study `name`; if None, return all studies with unsent records on this machine."""
         from hpsearch.search.api.opening import open_services
         from hpsearch.search.run.sync import find_studies_to_sync
         from hpsearch.search.study.study import load_study
@@ -143,15 +145,16 @@ class Study:
     def run(self, workers: int = 2, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Run the study with worker processes on this machine until its budget is spent, and show its progress.
 
-        The method also returns when the study is stopped from elsewhere. After an interrupt (Ctrl-C, a notebook's stop
-        button), the workers finish their epoch and save, and KeyboardInterrupt is raised; call `run` again to continue.
+        The method also returns when another process stops the study. After an interrupt (Ctrl-C, or the stop button of
+        a notebook), the workers finish their epoch and save a checkpoint, and the method raises KeyboardInterrupt. Call
+        `run` again to resume the study.
 
         Args:
             workers: number of processes; 0 only prepares the study.
             how: options of the workers.
 
         Raises:
-            SearchError: the study was stopped before, or its workers gave up before the budget was spent.
+            SearchError: the study was already stopped, or its workers gave up before the budget was spent.
 
         Example:
             summary = study.run(workers=1)
@@ -167,7 +170,7 @@ class Study:
         return ran.summary
 
     def _options(self, method: Callable[..., Any], workers: int, how: FleetWorkerOptions) -> WorkerOptions:
-        """Return the options of a fleet, and start the fork server, which imports modules in the background."""
+        """Return the options of a fleet's workers; start the fork server, which imports modules in the background."""
         if not isinstance(workers, int) or workers < 0:
             raise SearchError(f"{method.__name__}(workers={workers!r}) is invalid; give a number such as workers=2")
         from hpsearch.search.fleet.fork import start_fork_server
@@ -188,15 +191,16 @@ class Study:
     def run_worker(self, *, device: str | None = None, **how: Unpack[FleetWorkerOptions]) -> Summary:
         """Run a worker of the study in this process until the budget is spent or the study is stopped.
 
-        The worker logs at level INFO. After an interrupt it finishes its epoch, saves, releases the trial and raises
-        KeyboardInterrupt. In a thread other than the main one, only `stop` ends it.
+        The worker logs at level INFO. After an interrupt, the worker finishes its epoch, saves a checkpoint, releases
+        the trial and raises KeyboardInterrupt. Outside the main thread, signals have no effect, and only `stop` ends
+        the worker.
 
         Args:
-            device: device to train on; None stands for a GPU if one exists.
+            device: device to train on; None selects a GPU if there is one, else the CPU.
             how: options of the worker, as in `run`.
 
         Raises:
-            SearchError: the objective fails every trial, or the database does not answer.
+            SearchError: every trial failed, or the database does not answer.
 
         Example:
             study.extend("+1")
@@ -220,7 +224,7 @@ class Study:
 
     @property
     def _stored(self) -> StoredStudy:
-        """The study, read from the database, because `extend` changes its spec."""
+        """The stored study, read from the database at each access, because `extend` changes the spec."""
         from hpsearch.search.study.study import load_study
 
         return load_study(self._storage, self.name)
@@ -236,7 +240,7 @@ class Study:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """All trials in the order of their numbers, as Optuna's FrozenTrial.
+        """All trials as Optuna's FrozenTrial, in the order of their numbers.
 
         Example:
             assert [trial.number for trial in study.trials] == [0, 1, 2]
@@ -246,8 +250,8 @@ class Study:
     def trials_dataframe(self) -> pd.DataFrame:
         """Return a DataFrame with a row per trial: number, state, value, parameters, epochs, duration, worker, reason.
 
-        With several metrics, `value` is the one of the first metric, and each metric has a column such as
-        ``values_accuracy``. With constraints, the last column lists the violated ones.
+        In a multi-objective study, the column `value` has the first metric, and each metric has its own column, such as
+        ``values_accuracy``. In a study with constraints, the last column lists the violated constraints.
 
         Example:
             frame = study.trials_dataframe()
@@ -261,7 +265,7 @@ class Study:
     def best_trial(self) -> FrozenTrial:
         """The best feasible COMPLETE trial by the first metric.
 
-        The best of many trials has selection bias, which `train_finalists` measures.
+        The value of the best of many trials has selection bias; `train_finalists` measures this bias.
 
         Raises:
             SearchError: no trial is feasible and COMPLETE yet.
@@ -293,7 +297,7 @@ class Study:
 
     @property
     def best_trials(self) -> list[FrozenTrial]:
-        """The Pareto front in the order of the first metric, best first; with one metric, only the best trial.
+        """The Pareto front, best value of the first metric first; in a single-objective study, only the best trial.
 
         Example:
             assert study.best_trials == [study.best_trial]
@@ -301,7 +305,7 @@ class Study:
         return list(self.summary().front)
 
     def summary(self) -> Summary:
-        """Return the current counts of trials, the best trials and the savings of pruning.
+        """Return the current counts of trials, the best trials, and the epochs and time that pruning saved.
 
         Example:
             assert study.summary().failed == 0
@@ -311,7 +315,7 @@ class Study:
         return summarise(self._stored)
 
     def describe_trial(self, trial: int) -> str:
-        """Return all records of a trial as text: parameters, attempts, epochs, and the reason of its end.
+        """Return all records of a trial as text: parameters, attempts, epochs, and the reason why the trial ended.
 
         Example:
             print(study.describe_trial(0))
@@ -329,7 +333,7 @@ class Study:
 
     @property
     def optuna_study(self) -> optuna.Study:
-        """Optuna's study object, for Optuna's functions and plots. Trials are run by workers, not through this object.
+        """Optuna's study object, for Optuna's functions and plots. Only workers run trials; do not call its `optimize`.
 
         Example:
             assert study.optuna_study.best_trial.number == study.best_trial.number
@@ -338,7 +342,7 @@ class Study:
 
     @property
     def urls(self) -> dict[str, str]:
-        """The known URLs of the study's pages: ``dashboard`` (Optuna dashboard) and ``mlflow`` (its run).
+        """The known URLs of the study's pages: ``dashboard`` (Optuna dashboard) and ``mlflow`` (MLflow run).
 
         Example:
             assert study.urls.keys() <= {"dashboard", "mlflow"}
@@ -363,7 +367,7 @@ class Study:
     # --- steer ---
 
     def stop(self, *, wait: bool = False) -> str | None:
-        """Stop the study on all machines: its workers finish their epoch, save, release their trials and exit.
+        """Stop the study on all machines. Workers finish their epoch, save checkpoints, release their trials and exit.
 
         Args:
             wait: whether to wait until no trial is running.
@@ -382,7 +386,10 @@ class Study:
         return before
 
     def start(self) -> str | None:
-        """Start a study that was stopped or terminated early; return the reason of the stop, None if it had none.
+        """Start a study that was stopped or terminated early.
+
+        Returns:
+            User and time of the stop, the reason of the early termination, or both; None if the study was not stopped.
 
         Example:
             study.start()
@@ -405,7 +412,7 @@ class Study:
         budget_seconds: int | str | None = None,
         enqueue: Configurations | None = None,
     ) -> BudgetChange:
-        """Change one of the budgets. ``"+50"`` adds fifty, ``50`` is the new total. Running workers use the new budget.
+        """Change one of the budgets. ``"+50"`` adds fifty; ``50`` is the new total. Running workers use the new budget.
 
         The configurations of `enqueue` (see `enqueue_trial`) are added in the same transaction.
 
@@ -419,7 +426,7 @@ class Study:
             return self._extend(budgets, enqueue)
 
     def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
-        """Change a budget. Error messages have the flags of the command."""
+        """Change a budget. Error messages name the flags of the `extend` command."""
         from hpsearch.search.api.opening import update_mlflow
         from hpsearch.search.study.control import extend_study
         from hpsearch.search.tracking.study_run import reopen_study
@@ -436,14 +443,14 @@ class Study:
         return done
 
     def enqueue_trial(self, params: Configurations) -> int:
-        """Enqueue configurations, which run before sampled ones and count toward the budget.
+        """Enqueue configurations. They run before sampled configurations and count toward the budget.
 
         A configuration that was enqueued before is not enqueued again. If the study terminated early, a warning is
-        printed, because the configurations wait until the study is started.
+        printed, because the configurations wait until `start` is called.
 
         Args:
-            params: parameters by name, a list of such tables, or a .csv or .jsonl file; the sampler suggests missing
-                parameters.
+            params: a dictionary of parameters, a list of dictionaries, or a .csv or .jsonl file. The sampler suggests
+                the missing parameters.
 
         Returns:
             The number of newly enqueued configurations.
@@ -469,10 +476,10 @@ class Study:
 
         Args:
             trial: number of the trial.
-            from_start: whether to discard its checkpoints.
+            from_start: whether to discard the trial's checkpoints.
 
         Returns:
-            The epoch, from 0, after which the trial resumes; None if it starts from scratch.
+            The epoch, counted from 0, after which the trial resumes; None if the trial starts from scratch.
 
         Example:
             try:
@@ -506,17 +513,18 @@ class Study:
         infeasible: bool = False,
         **how: Unpack[FleetWorkerOptions],
     ) -> Finalists:
-        """Retrain the best configurations of a finished search, and return their table with the winner.
+        """Retrain the best configurations of a finished search, and return the table of results with the winner.
 
-        All configurations are trained on the same new seeds, each with a new train/validation split. A second call
-        continues the existing set.
+        All configurations are trained on the same new seeds, and each seed has a new train/validation split. A second
+        call continues the existing set of finalists.
 
         Args:
-            top: number of configurations; None stands for the existing set's, or 5. With several metrics the
-                configurations are from the Pareto front, and None without a set takes all of it.
-            seeds: number of seeds; None stands for the existing set's, or 2.
+            top: number of configurations. None uses the number of the existing set; for a new set, None selects 5
+                configurations, or in a multi-objective study all configurations of the Pareto front.
+            seeds: number of seeds. None uses the number of the existing set, or 2 for a new set.
             workers: number of processes on this machine; 0 only chooses the finalists.
-            new_set: whether to choose a new set on other seeds; an earlier winner stays until the new set has one.
+            new_set: whether to choose a new set of finalists on other seeds. The earlier winner remains the winner
+                until the new set has one.
             infeasible: whether to include trials that violate a constraint.
             how: options of the workers, as in `run`.
 
@@ -539,7 +547,7 @@ class Study:
         infeasible: bool = False,
         **how: Unpack[FleetWorkerOptions],
     ) -> RetrainResult[Finalists]:
-        """Train the finalists; return their table and how the training ended."""
+        """Train the finalists; return their table, and whether the training was interrupted or workers gave up."""
         options = self._options(self.train_finalists, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_finalists
@@ -552,11 +560,12 @@ class Study:
     def evaluate_test(
         self, *, trial: int | None = None, unconfirmed: bool = False, refit: bool = False
     ) -> dict[str, float]:
-        """Score the best weights of the finalists' winner on the test set, once per study, without confirmation prompt.
+        """Score the best weights of the finalists' winner on the test set, once per study, with no confirmation prompt.
 
         Args:
-            trial: number of the trial; None stands for the winner, or the best trial if `unconfirmed`.
-            unconfirmed: whether to accept a trial that did not win among finalists; the evaluation is marked as such.
+            trial: number of the trial; None selects the winner, or the best trial if `unconfirmed`.
+            unconfirmed: whether to accept a trial that did not win among finalists; the result is marked as
+                unconfirmed.
             refit: whether to evaluate the model that `promote(refit=True)` trained.
 
         Returns:
@@ -583,20 +592,20 @@ class Study:
         workers: int = 2,
         **how: Unpack[FleetWorkerOptions],
     ) -> PromotionResult:
-        """Register a trial's model in MLflow with its evidence, and set its alias.
+        """Register a trial's model in MLflow with the evidence for its score, and set the alias of the model version.
 
         Args:
-            trial: number of the trial; None stands for the winner of the finalists, without finalists for the best
-                trial, and with several metrics for the trial that dominates all others.
+            trial: number of the trial. None selects the winner of the finalists; without finalists, None selects the
+                best trial, or in a multi-objective study the trial that dominates all other trials.
             prefer: preference that selects a trial of the Pareto front, such as
                 ``accuracy >= 0.98 then latency_ms``.
-            alias: alias of the new version; the version that had it gets the alias ``previous``.
-            model: name of the registered model; None stands for the study's name.
+            alias: alias of the new version; the version that had this alias gets the alias ``previous``.
+            model: name of the registered model; None uses the study's name.
             infeasible: whether to accept a trial that violates a constraint.
-            refit: whether to train the winner on training and validation data together, for the number of epochs that
-                its runs on new seeds selected, and promote the run with the median training loss. A second call
-                continues an existing refit.
-            seeds: number of runs of the refit, odd; None stands for the existing refit's, or 3.
+            refit: whether to train the winner's configuration on training and validation data together, and to promote
+                the run with the median training loss. The number of epochs is the median of the best epochs of the
+                winner's runs on new seeds. A second call continues the existing refit.
+            seeds: odd number of refit runs. None uses the number of the existing refit, or 3 for a new refit.
             workers: number of processes on this machine for the refit.
             how: options of the workers, as in `run`.
 
@@ -615,7 +624,7 @@ class Study:
     def _train_refit(
         self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[FleetWorkerOptions]
     ) -> RetrainResult[Refit]:
-        """Train the refit of the winner; return the refit and how the training ended."""
+        """Train the refit of the winner; return the refit, and whether training was interrupted or workers gave up."""
         options = self._options(self.promote, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_refit
@@ -654,7 +663,7 @@ class Study:
         return report
 
     def sync(self) -> SyncResult:
-        """Send the records in this machine's outbox, and rebuild models of lost machines. Idempotent.
+        """Send the records in this machine's outbox, and rebuild missing models of lost machines' trials. Idempotent.
 
         Example:
             assert study.sync().left == 0
@@ -665,11 +674,11 @@ class Study:
         return sync_study(self._services, self._stored, PlainConsole())
 
     def gc(self, keep_top: int = 5, *, dry_run: bool = True) -> list[Garbage]:
-        """Return the surplus models, leftover checkpoints and old run directories of the study.
+        """List or remove the study's surplus models, leftover checkpoints and old run directories, and return the list.
 
         Args:
             keep_top: number of best trials that keep their models.
-            dry_run: whether to only list the files; otherwise they are removed.
+            dry_run: True only lists the files; False removes them.
 
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
@@ -685,7 +694,7 @@ class Study:
         return found
 
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
-        """Return the entries for `gc`, and an error text for each place that could not be searched."""
+        """Return the removable files for `gc`, and an error text for each place that could not be searched."""
         from hpsearch.search.study.cleanup import find_garbage
         from hpsearch.search.study.study import open_study_tracking
         from hpsearch.storage.attributes import RUN_ID
@@ -696,7 +705,7 @@ class Study:
 
 
 def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
-    """Return a row per study of a database, by name: counts, best value, promotions.
+    """Return one row per study of a database, sorted by study name: counts, best value, promotions.
 
     Example:
         assert "example" in [row.name for row in list_studies()]
@@ -707,7 +716,7 @@ def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
 
 
 def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
-    """Delete a study with its finalists, refits, checkpoints and files on this machine; return the deleted studies.
+    """Delete a study with its finalists, refits, checkpoints and files on this machine; return the deleted names.
 
     There is no confirmation prompt. Runs and models in MLflow are kept.
 
@@ -728,7 +737,7 @@ def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:
 
 
 def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Reject unknown keywords, such as misspelled ones."""
+    """Reject keyword arguments that `method` does not have."""
     for name in sorted(given.keys() - set(known)):
         parameters = inspect.signature(method).parameters.values()
         hint = suggest_names(name, [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *known])
@@ -736,7 +745,7 @@ def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: 
 
 
 def _raise_early_end(*, interrupted: bool, gave_up: Sequence[str]) -> None:
-    """Raise an error if a run was interrupted, or its workers gave up."""
+    """Raise an error if a run was interrupted, or if its workers gave up."""
     if interrupted:
         raise KeyboardInterrupt
     if gave_up:
