@@ -1,4 +1,4 @@
-"""The command line: a thin layer over :class:`hpsearch.Study`; user errors are one line, with exit code 2."""
+"""The command line: a thin layer over :class:`hpsearch.Study`. It prints a user error as one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command and return its exit code; user errors are one line on stderr, with code 2."""
+    """Run one command and return its exit code; print a user error as one line on stderr and return 2."""
     command = typer.main.get_command(app)
 
     def work() -> int:
@@ -56,7 +56,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _add_value(error: typer.TyperException, message: str, given: list[str]) -> str:
-    """Return the message with the rejected value, which typer omits, and a reference to the help."""
+    """Return typer's error message, completed by the rejected value and a reference to the help."""
     for name in getattr(getattr(error, "param", None), "opts", []):
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")

@@ -1,4 +1,4 @@
-"""Commands that confirm a winner and promote it: finalists, test set, registry, served model."""
+"""Commands that confirm and promote a winner: finalists, evaluate-test, promote, serve-check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that show studies: the list, one study, its live status, its report."""
+"""Commands that show studies: the list of studies, one study, the live status and the report of a study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands for an objective without a study: create, show, train, check."""
+"""Commands that need an objective but no study: create, show, train and check the objective."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
 
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
-    """Replace an existing value; raises SearchError if it does not exist."""
+    """Replace the value of an existing key.
+
+    Raises:
+        SearchError: `values` has no key `name`.
+    """
     from hpsearch.search.errors import SearchError, suggest_names
 
     if name not in values:
@@ -164,7 +168,7 @@ def train(
 
 @contextmanager
 def _print_warnings() -> Iterator[None]:
-    """Print the warnings of the run, whose log is in a file."""
+    """Print the warnings of a run on the console, because the run logs to a file."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("hpsearch: %(message)s"))
@@ -256,7 +260,7 @@ def lr_range(
 ) -> None:
     """Suggest a learning rate by a learning-rate range test.
 
-    Training with an increasing learning rate until the loss diverges gives the suggestion and a plot.
+    The command trains with an increasing learning rate until the loss diverges, and writes a plot.
     """
     from hpsearch.objectives.fit import require_model_objective
     from hpsearch.objectives.loading import load_objective
@@ -325,7 +329,7 @@ def _format_range(values: Any) -> str:
 
 
 def _rows(item: Setting) -> list[tuple[str, str]]:
-    """Return the lines of a setting, each a name and a text; one per setting of the model, named as for --set."""
+    """Return the lines of a setting as (name, text): one line, or one per entry of a dictionary, named as for --set."""
     if isinstance(item.value, dict) and item.value:
         return [
             (f"{item.name}.{name} = {json.dumps(value)}", "setting of the objective's model")
@@ -350,7 +354,7 @@ _INDENT = "    "
 
 
 def format_list(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
-    """Yield lines of names and texts: a text is next to its name, or below it in a narrow terminal."""
+    """Yield the lines of a list of (name, text). A text is next to its name, or below the name in a narrow terminal."""
     columns = min(columns, _MAX_WIDTH)
     found = list(rows)
     left = min(max((len(name) for name, _ in found), default=0), _MAX_NAME_WIDTH) + 2

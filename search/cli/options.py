@@ -1,4 +1,4 @@
-"""Options of commands: flags generated from the settings of studies and workers, and options of several commands."""
+"""Command-line options: flags generated from the settings of studies and workers, and options that commands share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["Addresses", "FleetWorkerOptions", "WorkerOptions"]
 
 
 class Settings(NamedTuple):
-    """Given settings of a study, and the names of those from a file."""
+    """The given settings of a study, and the names of the settings that come from a file."""
 
     given: dict[str, Any]
     in_file: set[str]
 
 
 def worker_option(name: str) -> Any:
-    """Return the flag of a field of `WorkerOptions`."""
+    """Return the typer option of a field of `WorkerOptions`."""
     variable = None if name in PER_WORKER_OPTIONS else format_variable(name)
     help_text = WorkerOptions.model_fields[name].description
     panel = "Addresses" if name in Addresses.__annotations__ else "Workers"
@@ -61,12 +61,12 @@ Enqueue = Annotated[
 
 
 def workers_option(help_suffix: str) -> Any:
-    """Return the flag `--workers`."""
+    """Return the typer option `--workers`."""
     return typer.Option("--workers", min=0, max=512, help=f"Worker processes on this machine{help_suffix}")
 
 
 def trial_option(help_suffix: str) -> Any:
-    """Return the flag `--trial`."""
+    """Return the typer option `--trial`."""
     return typer.Option("--trial", min=0, help=f"Number of {help_suffix}")
 
 
@@ -87,7 +87,7 @@ _Spec = Annotated[
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the command's parameters of type `Settings`, `WorkerOptions` or TypedDict by a flag for each field."""
+    """Replace each parameter of type `Settings`, `WorkerOptions` or TypedDict by one flag per field of the type."""
     own = inspect.signature(command, eval_str=True)
     expanded = {name: found for name, parameter in own.parameters.items() if (found := _flags(parameter.annotation))}
 
@@ -107,7 +107,11 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]] | None:
-    """Return the flags of a parameter of this type, and a function from their values to its value; None for others."""
+    """Return the flags for a parameter of type `kind`, and a function that makes its value from the flag values.
+
+    Returns:
+        None if a parameter of this type is not replaced by flags.
+    """
     if kind is Settings:
         fields = {key: field for key, field in specs.StudySpec.model_fields.items() if key not in specs.IN_FILES_ONLY}
         flags = [flag for key, field in fields.items() for flag in _study_flags(key, field)]
@@ -138,7 +142,7 @@ def _worker_flag(name: str) -> inspect.Parameter:
 
 
 def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
-    """Return the flag of a setting; for a sampler or pruner, also the flag of its options."""
+    """Return the flag of a setting; for `sampler` and `pruner`, also the flag --sampler-option or --pruner-option."""
     if key == "objective":
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
     if isinstance(field.default, RegisteredOptions):
@@ -169,7 +173,7 @@ def _study_option(key: str, help_text: str, default: Any) -> Any:
 
 
 def _type_of(field: FieldInfo) -> Any:
-    """Return the type to which typer converts the value of a field's flag."""
+    """Return the type to which typer converts the flag value of a field."""
     parts = {part for kind in (field.annotation, *get_args(field.annotation)) for part in (kind, *get_args(kind))}
     kind = next((kind for kind in (bool, int, float) if kind in parts), str)
     return kind if field.default is not None else kind | None
@@ -180,7 +184,7 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
 
 
 def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
-    """Return the settings of the file, overridden by the flags."""
+    """Return the settings of the spec file, overridden by the flags."""
     settings = read_spec_file(spec_file) if spec_file else {}
     flags = {key: value for key, value in flags.items() if value is not None}
     in_file = settings.keys() - flags.keys()

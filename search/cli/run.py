@@ -1,4 +1,4 @@
-"""Commands that run trials: `run`, `worker`, and `fleet print` for engines."""
+"""Commands that run trials: `run`, `worker`, and `fleet print`, which prints job files for engines such as Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands for the services of a search: embedded stack, checks, backups, migrations, containers."""
+"""Commands for the services of a search: embedded stack, doctor, backups, migrations, containers."""
 
 from __future__ import annotations
 
