@@ -1,1 +1,1 @@
-"""Doctor: check everything that a worker on this machine needs, with a remedy for each failure."""
+"""Doctor: check the prerequisites of a worker on this machine, and give a remedy for each failure."""

@@ -1,4 +1,4 @@
-"""The checks of `hpsearch doctor`, each with a remedy for its failure."""
+"""The checks of `hpsearch doctor`. The finding of a failed check has a remedy."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class Finding:
 
     Attributes:
         check: name of the check.
-        status: ``warning`` if a worker runs with a drawback, ``failed`` if it cannot run or loses data.
+        status: ``ok``, ``skipped``, ``warning`` if a worker can run with a drawback, or ``failed`` if a worker cannot
+            run or would lose data.
         found: description of the result.
-        remedy: command or action, if `found` does not include it.
+        remedy: command or action that solves the problem; empty if `found` includes the remedy.
     """
 
     check: str = field(default="", kw_only=True)
@@ -55,7 +56,7 @@ Checks = tuple[tuple[str, Callable[[Any], Finding], str], ...]
 
 
 class Checker:
-    """Runs checks, and skips those that depend on a failed check.
+    """Runner of checks. It skips checks that depend on a failed check.
 
     Args:
         secrets: URLs whose passwords no finding may contain.
@@ -66,12 +67,12 @@ class Checker:
         self._causes: dict[str, str] = {}  # the check that failed first, by failed or skipped check
 
     def run(self, name: str, look: Callable[[], Finding], *needs: str) -> Finding:
-        """Return the finding of a check.
+        """Run a check and return its finding.
 
         Args:
             name: name of the check.
-            look: the check; an exception is a failure.
-            needs: names of earlier checks; if one of them failed or was skipped, this check is skipped.
+            look: function that performs the check; if it raises an exception, the check fails.
+            needs: names of earlier checks; if one of these failed or was skipped, this check is skipped.
         """
         cause = next((self._causes[need] for need in needs if need in self._causes), None)
         found = self._try(look) if cause is None else Finding("skipped", f"needs {cause}")
@@ -80,7 +81,7 @@ class Checker:
         return replace(found, check=name)
 
     def has_passed(self, name: str) -> bool:
-        """Return whether a check has neither failed nor been skipped."""
+        """Return whether a check neither failed nor was skipped."""
         return name not in self._causes
 
     def _try(self, look: Callable[[], Finding]) -> Finding:
@@ -97,7 +98,7 @@ class Checker:
 
 
 def check_store(url: str) -> Finding:
-    """Check that checkpoints can be written to a URL."""
+    """Check that the checkpoint store at a URL is writable."""
     checkpoints = CheckpointStore(url)
     checkpoints.check(create=False)
     return Finding("ok", f"{checkpoints.url} is writable")
@@ -113,7 +114,7 @@ def check_cores() -> Finding:
 
 
 def check_gpus() -> Finding:
-    """List the GPUs that torch detects; warn about GPUs that only the driver detects."""
+    """List the GPUs that torch detects; warn about GPUs that only the NVIDIA driver detects."""
     import torch
     from rich.filesize import decimal
 
@@ -129,7 +130,7 @@ def check_gpus() -> Finding:
 
 
 def warn_undetected_gpus(names: list[str]) -> Finding:
-    """Return a warning about GPUs that the driver detects and torch does not, with the probable cause."""
+    """Return a warning about GPUs that the NVIDIA driver detects but torch does not, with the probable cause."""
     import torch
 
     kinds = ", ".join(sorted(set(names)))
@@ -144,7 +145,7 @@ def warn_undetected_gpus(names: list[str]) -> Finding:
 
 
 def _list_driver_gpus() -> list[str]:
-    """Return the names of the GPUs that nvidia-smi lists; none if it is missing or fails."""
+    """Return the names of the GPUs that nvidia-smi lists; an empty list if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -163,7 +164,7 @@ _ELSEWHERE = f"set {HOME_VARIABLE} to a folder on another disk"
 
 
 def check_home(home: Path) -> Finding:
-    """Check that the folder of runs, logs and the outbox can be written."""
+    """Check that the home folder, with runs, logs and the outbox, is writable."""
     try:
         with tempfile.TemporaryFile(dir=home) as file:
             file.write(b"hpsearch")
@@ -190,7 +191,7 @@ CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # only in
 
 
 def read_direct_dependencies() -> dict[str, str | None]:
-    """Return the installed version of each direct dependency by name; None if it is missing."""
+    """Return the installed version of each direct dependency, by name; None for a dependency that is not installed."""
     found: dict[str, str | None] = {}
     for line in requires("hpsearch") or []:
         requirement, _, marker = line.partition(";")
@@ -206,7 +207,7 @@ def read_direct_dependencies() -> dict[str, str | None]:
 
 
 def check_versions() -> Finding:
-    """Compare the installed direct dependencies with constraints.txt."""
+    """Compare the installed versions of the direct dependencies with constraints.txt."""
     installed = read_direct_dependencies()
     if missing := [name for name, there in installed.items() if there is None]:
         return Finding("failed", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
@@ -231,7 +232,7 @@ def _normalize_name(name: str) -> str:
 
 
 def check_tracking(uri: str) -> Finding:
-    """Check that a tracking server answers, and compare its version with the installed client."""
+    """Check that a tracking server answers, and compare its version with that of the installed MLflow client."""
     began = time.perf_counter()
     check_server(uri)
     took = 1000 * (time.perf_counter() - began)

@@ -31,7 +31,7 @@ _COUNT_CONNECTIONS = """
 
 
 def run_database_check(look: Callable[[Any], Finding], url: str, setting: str) -> Finding:
-    """Run one of `DATABASE_CHECKS` on the database at `url`; errors name `setting`, which gave the URL."""
+    """Run one of `DATABASE_CHECKS` on the database at `url`. Error messages name `setting`, the source of the URL."""
     with open_cursor(url, application_name="hpsearch doctor", setting=setting, autocommit=True) as cursor:
         return look(cursor)
 

@@ -43,18 +43,19 @@ def run_checks(
     checkpoint_url: str | None = None,
     home: str | None = None,
 ) -> Iterator[Finding]:
-    """Yield the result of each check of this machine; start no services, and remove all test files.
+    """Run all checks on this machine and yield their findings; start no services, and leave no test files.
 
     Args:
         study: name of a study that a worker on this machine should join; None checks no study.
-        storage_url: database URL; None for the embedded stack, if it runs.
-        tracking_uri: MLflow server; None for that of the embedded stack or the study.
-        checkpoint_url: address of the checkpoints; None for that of the study, else a folder in the home.
-        home: folder of the embedded stack, runs and logs; None for the default.
+        storage_url: database URL; None selects the database of the embedded stack, if the stack runs.
+        tracking_uri: MLflow server; None selects the server of the embedded stack or of the study.
+        checkpoint_url: address of the checkpoints; None selects the study's address, or else a folder in the home
+            folder.
+        home: home folder, with the embedded stack, runs and logs; None selects the default folder.
 
     Raises:
         SearchError: the study does not exist, or `tracking_uri` is given without `storage_url`.
-        StorageError: the home is unusable, or the database URL is invalid.
+        StorageError: the home folder is unusable, or the database URL is invalid.
     """
     check_pair({"storage_url": storage_url, "tracking_uri": tracking_uri}, both=False)
     folder = prepare_home(home)
@@ -117,7 +118,7 @@ _STATUS, _NAME = 9, 13  # widths of the columns
 
 
 def format_finding(finding: Finding, columns: int | None) -> Text:
-    """Return the line of a finding, wrapped at `columns`; None does not wrap."""
+    """Return a finding as text, wrapped at `columns` characters; if `columns` is None, the text is not wrapped."""
     head = f"{finding.status:{_STATUS}}{finding.check:{_NAME}}"
     line = head + finding.found + (f": {finding.remedy}" if finding.remedy else "")
     if columns is not None:
@@ -129,7 +130,7 @@ def format_finding(finding: Finding, columns: int | None) -> Text:
 
 
 def format_status_counts(findings: Iterable[Finding]) -> str:
-    """Return the number of checks by status: ``14 ok, 1 with a warning, 1 failed``."""
+    """Return the number of checks per status as text: ``14 ok, 1 with a warning, 1 failed``."""
     counts = Counter(finding.status for finding in findings)
     words = {"ok": "ok", "warning": "with a warning", "failed": "failed", "skipped": "skipped"}
     return ", ".join(f"{counts[status]} {said}" for status, said in words.items() if counts[status])  # type: ignore[index]  # a status is one of these words
