@@ -45,12 +45,12 @@ _MAX_NAME_LENGTH = 100  # of `StudySpec.name`
 
 
 def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
-    """Create the study with all its trials, under the first free name.
+    """Create the finalist or refit study of a search with all its trials, under the first unused name.
 
     Args:
         study: the search.
-        of: the configurations to retrain.
-        chosen: the trials of the search that `of` names, by number.
+        of: setting with the configurations to retrain and their seeds.
+        chosen: trials of the search that have these configurations, by number.
     """
     for number in itertools.count(1):
         spec = _make_spec(study.spec, of, number)
@@ -88,14 +88,14 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
 
 
 def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
-    """Return the attributes of the study: those of the search that its workers need, a folder, and its spec."""
+    """Return the user attributes of the new study: its folder and spec, and attributes copied from the search."""
     attrs = study.attrs
     shared = {key: attrs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in attrs}
     return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 
 def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
-    """Return waiting trials with fixed parameters, as `Study.enqueue_trial` creates them."""
+    """Return one waiting trial per configuration and seed, with fixed parameters as in Optuna's `enqueue_trial`."""
     return [
         create_trial(
             state=TrialState.WAITING,
@@ -115,15 +115,16 @@ def create_or_join(
     """Choose the finalists of a study and enqueue their trials, or join the existing set.
 
     Args:
-        study: the search, which must be over.
-        top: number of best configurations; None stands for `TOP` or the existing set's. With several metrics, None
-            takes the whole Pareto front, and a number takes its members with the largest crowding distance.
-        seeds: number of new seeds, common to all; None stands for `SEEDS` or the existing set's.
+        study: the search, which must have ended.
+        top: number of best configurations. None uses the number of the existing set, or `TOP` for a new set. In a
+            multi-objective study, None selects the whole Pareto front for a new set, and a number selects the trials of
+            the front with the largest crowding distance.
+        seeds: number of new seeds, common to all finalists. None uses the number of the existing set, or `SEEDS`.
         new_set: whether to choose a new set from the current results, on seeds that no other set uses.
         infeasible: whether to include trials that violate a constraint.
 
     Returns:
-        The study of the finalists, and whether it was created by this call.
+        The finalist study, and whether this call created it.
 
     Raises:
         SearchError: the search has not ended, it has no COMPLETE trial, or the set has another `top` or `seeds`.
@@ -159,15 +160,15 @@ def _describe_no_finalist(study: StoredStudy) -> str:
 def select_finalists(
     study: StoredStudy, top: int, *, removed: bool = False, infeasible: bool = False
 ) -> list[FrozenTrial]:
-    """Return the best COMPLETE trials, best first.
+    """Return the best COMPLETE trials with different configurations, best first.
 
-    Among equal values, and equal configurations, the lowest trial number comes first. With several metrics, only trials
-    of the Pareto front are returned.
+    Among equal values, the trial with the lowest number comes first. Of trials with equal configurations, only the
+    first is returned. In a multi-objective study, only trials of the Pareto front are returned.
 
     Args:
         study: the study.
         top: maximum number of trials.
-        removed: whether to include trials whose model was deleted, which cannot be tested or promoted.
+        removed: whether to include trials whose model was deleted. These trials cannot be tested or promoted.
         infeasible: whether to include trials that violate a constraint.
     """
     spec = study.spec
@@ -187,12 +188,12 @@ def select_finalists(
 
 
 def list_excluded_trials(study: StoredStudy, top: int) -> list[int]:
-    """Return the trials that would be among the best `top` if their models had not been deleted."""
+    """Return the numbers of the trials that would be among the best `top` if their models had not been deleted."""
     return [t.number for t in select_finalists(study, top, removed=True) if REMOVED in t.user_attrs]
 
 
 def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
-    """Return seeds that no training of the study has used, derived from the study's seed and `purpose`."""
+    """Return `count` seeds, derived from the study's seed and `purpose`, that no trial, finalist or refit has used."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
     for names in (read_finalist_studies, read_refit_studies):
         for name in names(study.engine, study.study_id):
@@ -222,7 +223,7 @@ def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | 
 
 
 def _check_search_ended(study: StoredStudy) -> None:
-    """Reject a search that may still find better trials."""
+    """Reject a search that has not ended, because it may still find better trials."""
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):
         return

@@ -1,7 +1,7 @@
-"""The refit of a study's winner: its configuration, trained on training and validation data with several new seeds.
+"""The refit of a winner: training of its configuration on training and validation data with several new seeds.
 
-The number of epochs is the winner's from its runs on new seeds. A refit has no validation data left to choose among its
-seeds, so the run with the median training loss is used.
+The number of epochs is the median of the best epochs of the winner's runs on new seeds. No validation data is left to
+compare the runs of a refit, so the run with the median training loss is promoted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Refit:
     """State of a refit.
 
     Attributes:
-        study: name of the study that trains it.
+        study: name of the refit study.
         search_trial: trial number of the winner in the search.
         epochs: number of epochs of each run.
         seeds: seeds of the runs.
-        losses: training loss of each run's last epoch; None if it has not ended, failed or diverged.
-        reasons: per run, why the loss is missing; None if it exists.
-        selected_trial: number of the run to promote; None until all have ended, and if none has a loss.
+        losses: training loss of each run's last epoch; None if the run has not ended, failed or diverged.
+        reasons: per run, why its loss is missing; None if the run has a loss.
+        selected_trial: number of the run to promote; None if some runs have not ended, or no run has a loss.
         pending: number of unfinished runs.
     """
 
@@ -52,15 +52,15 @@ class Refit:
 
 
 def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | None = None) -> tuple[StoredStudy, bool]:
-    """Create the refit of a study's winner with all its trials, or join the existing one.
+    """Create the refit study of a search's winner with all its trials, or join the existing refit study.
 
     Args:
         study: the search.
-        seeds: number of runs, odd; None stands for `SEEDS` or the existing refit's.
+        seeds: odd number of runs. None uses the number of the existing refit, or `SEEDS` for a new refit.
         trial: number of the expected winner; None accepts any winner.
 
     Returns:
-        The study of the refit, and whether it was created by this call.
+        The refit study, and whether this call created it.
 
     Raises:
         SearchError: `seeds` is even or differs from the existing refit's, the finalists have no result, or another
@@ -91,7 +91,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
 
 
 def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
-    """Return the effective set of finalists and its winner, with errors that name the option; see `find_winner`."""
+    """Call `find_winner`; its error messages are prefixed with the name of the option."""
     try:
         return find_winner(study, trial)
     except SearchError as error:
@@ -99,14 +99,14 @@ def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, in
 
 
 def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
-    """Return the median of the numbers of epochs that the winner's runs on new seeds selected.
+    """Return the number of epochs of a refit: the median of the best epochs of the winner's runs on new seeds.
 
-    For an even number of runs it is the upper median, because a run selects the first of several equal epochs.
+    For an even number of values, the upper median is returned, because a run selects the first of several equal epochs.
 
     Args:
         study: the search.
-        chosen: the study of its finalists.
-        winner: trial number, in the search, of a finalist with a value for each seed.
+        chosen: the finalist study of the search.
+        winner: number of the winner's trial in the search. The winner has a value for each seed.
     """
     of = _get_finalists_of(chosen)
     runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.assignment(trial.number)[0] == winner]
@@ -114,7 +114,10 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
 
 
 def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
-    """Return the 0-based epochs that the cross-fitted halves of a run selected; without them, its best epoch."""
+    """Return the best epoch of a run, counted from 0.
+
+    For a run with a cross-fitted score, return the best epoch according to each half of the validation data.
+    """
     if epochs := run.user_attrs.get(FRESH, {}).get("epochs"):
         return list(epochs)
     sign = -1 if maximize else 1
@@ -137,10 +140,10 @@ def _get_finalists_of(study: StoredStudy) -> FinalistsOf:
 
 
 def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStudy, Refit]:
-    """Return the study of the winner's refit, and the refit.
+    """Return the refit study of the winner, and the state of the refit.
 
     Raises:
-        SearchError: there is no refit, the finalists have no result, or another trial than `trial` won.
+        SearchError: there is no refit, the finalists have no result, or the winner is not `trial`.
     """
     chosen, winner = _find_winner(study, trial)
     made = _find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
@@ -154,7 +157,7 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
     """Return the run of a refit to promote.
 
     Raises:
-        SearchError: some runs have not ended, or none has a training loss.
+        SearchError: some runs have not ended, or no run has a training loss.
     """
     if refit.pending:
         raise SearchError(
@@ -188,7 +191,7 @@ def tabulate_refit(made: StoredStudy) -> Refit:
 
 
 def format_refit(made: StoredStudy, found: Refit) -> list[str]:
-    """Return one line per run with its training loss, and a mark at the selected run."""
+    """Return one line per run with its training loss; the line of the selected run is marked."""
     lines = []
     for number, (seed, loss, reason) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
         outcome = reason if loss is None else f"train loss {loss:.6g}"
@@ -208,6 +211,11 @@ def list_promotions(study: StoredStudy) -> list[Promotion]:
 
 
 def list_current_promotions(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
-    """Return the promotions of a study and its refits, or of one trial, whose alias still names the version."""
+    """Return the promotions of a study and its refits whose alias still points to the promoted version.
+
+    Args:
+        study: the search.
+        trial: number of the trial; None selects all trials.
+    """
     found = list_promotions(study) if trial is None else read_promotions(study.engine, study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]

@@ -37,13 +37,14 @@ class FinalistRow:
     Attributes:
         trial: number of the trial in the search.
         search_value: value in the search, which has selection bias.
-        values: per new seed, the value, cross-fitted if the set has new splits; None if missing.
-        mean: mean of the existing values; None without any.
-        spread: sample standard deviation (n - 1) of the existing values; None for fewer than two.
-        reasons: per seed, why the value is missing; None if it exists.
-        scores: per seed, the score with its error; None for a run on the study's own split.
-        search_values: all values in the search, for multi-objective studies; the fields above are of the first metric.
-        means: means of all metrics on new seeds, for multi-objective studies; empty without any.
+        values: value per new seed, which is cross-fitted if each seed has a new split; None if the value is missing. In
+            a multi-objective study, this and the other fields up to `scores` refer to the first metric.
+        mean: mean of the existing values; None if all are missing.
+        spread: sample standard deviation (n - 1) of the existing values; None if fewer than two exist.
+        reasons: per seed, why the value is missing; None if the value exists.
+        scores: per seed, the score with its standard error; None for a run without a cross-fitted score.
+        search_values: in a multi-objective study, the values of all metrics in the search; else empty.
+        means: in a multi-objective study, the means of all metrics on new seeds; empty if all runs are missing.
     """
 
     trial: int
@@ -58,7 +59,7 @@ class FinalistRow:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has a value for every seed, which a winner needs."""
+        """Whether the finalist has a value for every seed. Only complete finalists can win."""
         return None not in self.values
 
 
@@ -67,17 +68,17 @@ class Finalists:
     """The finalists of a study. The fields are stored with promotions.
 
     Attributes:
-        winner: trial number of the winner, which in a multi-objective study dominates all others; None until all runs
-            have ended, and if no finalist is complete.
-        tie: trials that are tied with the winner, better mean first.
-        seeds: the common training seeds.
-        rows: one row per finalist, in the order of the search.
-        study: name of the study that trains them.
+        winner: trial number of the winner; None until all runs have ended, or if no finalist is complete. In a
+            multi-objective study, the finalist that dominates all other finalists; None if no finalist does.
+        tie: trials that are tied with the winner, best mean first.
+        seeds: training seeds that all finalists share.
+        rows: one row per finalist, in the order of the search ranking.
+        study: name of the finalist study.
         pending: number of unfinished trials.
         error: standard error of the difference of two means; None if unknown.
-        expected: expected test score of the winner; None without a winner, or if the runs had no new splits.
-        front: trials of the Pareto front by the means, in the order of the first metric, best first; empty until all
-            runs have ended, and for one metric.
+        expected: expected test score of the winner; None if there is no winner, or if the runs had no new splits.
+        front: in a multi-objective study, the trials of the Pareto front of the means, best mean of the first metric
+            first; empty until all runs have ended, and in a single-objective study.
     """
 
     winner: int | None
@@ -96,11 +97,11 @@ class Finalists:
         return self.winner is not None or bool(self.front)
 
     def is_confirmed(self, trial: int) -> bool:
-        """Return whether a trial is the winner, tied with it, or on the front."""
+        """Return whether a trial is the winner, is tied with the winner, or is on the Pareto front."""
         return trial == self.winner or trial in self.tie or trial in self.front
 
     def dominating(self, row: FinalistRow, maximize: Sequence[bool]) -> list[int]:
-        """Return the trials of the front that dominate a finalist by their means."""
+        """Return the trials of the Pareto front whose means dominate those of a finalist."""
         pairs = ((trial, to_losses([self.row(trial).means, row.means], maximize)) for trial in self.front)
         return [trial for trial, losses in pairs if trial != row.trial and count_dominating(losses)[1]]
 
@@ -115,7 +116,7 @@ class Finalists:
         return bool(self.run_scores) and all(run.divided for run in self.run_scores)
 
     def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "front", "dominated", "confirmed", "incomplete"]:
-        """Return the verdict on a finalist; an incomplete one cannot win."""
+        """Return the verdict on a finalist. A finalist without a value for each seed is `incomplete` and cannot win."""
         if row.trial == self.winner:
             return "winner"
         if self.front and row.is_complete:
@@ -125,26 +126,26 @@ class Finalists:
         return "confirmed" if row.is_complete else "incomplete"
 
     def row(self, trial: int) -> FinalistRow:
-        """Return the row of a finalist."""
+        """Return the row of the finalist with this trial number."""
         return next(row for row in self.rows if row.trial == trial)
 
 
 def list_finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
-    """Yield the studies of finalists of a study, newest first."""
+    """Yield the finalist studies of a search, newest first."""
     for name in reversed(read_finalist_studies(study.engine, study.study_id)):
         with suppress(SearchError):  # deleted meanwhile
             yield load_study(study.storage, name)
 
 
 def find_newest_set(study: StoredStudy) -> StoredStudy | None:
-    """Return the newest study of finalists; None without any."""
+    """Return the newest finalist study of a search; None if there is none."""
     return next(list_finalist_sets(study), None)
 
 
 def find_effective_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | None:
-    """Return the newest set with a result, or the newest set if none has one; None without a set.
+    """Return the newest set of finalists with a result, or the newest set if no set has one; None if there is no set.
 
-    A new set replaces an older one only when it has a result.
+    A new set replaces an older set only when the new set has a result.
     """
     tables = ((chosen, tabulate(study, chosen)) for chosen in list_finalist_sets(study))
     first = next(tables, None)
@@ -164,7 +165,8 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
 
     Args:
         study: the search.
-        trial: number of the expected winner; with several metrics it selects a trial of the front.
+        trial: number of the expected winner; None accepts any winner. In a multi-objective study, the number selects a
+            trial of the Pareto front.
 
     Raises:
         SearchError: there are no finalists, the newest set is unfinished, or the winner is not `trial`.
@@ -192,7 +194,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
 
 
 def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
-    """Return the table of the finalists of `study`, which the study `chosen` trains."""
+    """Return the table of the finalists of the search `study` from the results of the finalist study `chosen`."""
     of = chosen.spec.finalists_of
     assert of is not None
     spec = study.spec
@@ -222,7 +224,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
 
 
 def _find_front_trials(rows: Sequence[FinalistRow], maximize: Sequence[bool]) -> tuple[int, ...]:
-    """Return the trials of the Pareto front by the means, in the order of the first metric, best first."""
+    """Return the trials of the Pareto front of the means, best mean of the first metric first."""
     members = [rows[place] for place in front_places(to_losses([row.means for row in rows], maximize))]
     sign = -1 if maximize[0] else 1
     return tuple(row.trial for row in sorted(members, key=lambda row: (sign * row.means[0], row.trial)))
@@ -262,7 +264,7 @@ def to_record(result: Any) -> dict[str, Any]:
 
 
 def describe_missing_value(trial: FrozenTrial | None) -> str | None:
-    """Return why a run has no value; None if it has one."""
+    """Return why a run has no value: its state, or how it ended; None if the run has a value."""
     if trial is None or trial.state == TrialState.WAITING:
         return "waiting"
     if trial.state == TrialState.COMPLETE:

@@ -1,4 +1,4 @@
-"""The finalists as text: a table and its summary in sentences."""
+"""Text output about finalists: a table, and sentences that summarize the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # verdicts that 
 
 
 def format_confirmation(study: StoredStudy) -> list[str]:
-    """Return lines about the finalists and the test evaluation of a study; empty without any."""
+    """Return lines about the finalists and the test evaluation of a study; empty if the study has neither."""
     effective, newest = read_finalists(study), find_newest_set(study)
     lines = [] if effective is None else format_finalists(study, effective)
     if effective is not None and newest is not None and newest.spec.name != effective.study:
@@ -28,16 +28,16 @@ def format_confirmation(study: StoredStudy) -> list[str]:
 
 
 def compute_optimism(study: StoredStudy, row: FinalistRow) -> float | None:
-    """Return by how much the search value of a finalist is better than its mean on new seeds; None without a mean."""
+    """Return the difference by which a finalist's search value is better than its mean; None if it has no mean."""
     if row.mean is None:
         return None
     return row.search_value - row.mean if study.spec.maximize else row.mean - row.search_value
 
 
 def rank_finalists(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
-    """Return the rows, best mean first; incomplete ones come last, in the order of the search.
+    """Return the rows, best mean first. Incomplete finalists come last, in the order of the search ranking.
 
-    With several metrics, the front comes first, and the first metric decides.
+    In a multi-objective study, the Pareto front comes first, and rows are sorted by the mean of the first metric.
     """
     means = {row.trial: row.mean for row in found.rows if row.is_complete and row.mean is not None}
     ranked = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
@@ -46,7 +46,7 @@ def rank_finalists(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
 
 
 def finalist_table(study: StoredStudy, found: Finalists) -> Table:
-    """Return the table: rank, trial, search value, mean, standard deviation, optimism, value per seed, verdict."""
+    """Return the table of finalists: rank, trial, search value, mean, deviation, optimism, value per seed, verdict."""
     if study.spec.is_multi_objective:
         return _make_front_table(study, found)
     numbers = ("rank", "trial", "search", "retrained", "std", "optimism")
@@ -81,12 +81,12 @@ def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> st
 
 
 def format_verdict_word(verdict: str) -> str:
-    """Return the word for a verdict in tables and figures."""
+    """Return the word that tables and figures show for a verdict."""
     return _VERDICT_WORDS.get(verdict, verdict)
 
 
 def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
-    """Return the table of a multi-objective study: per metric, the search value and the mean on new seeds."""
+    """Return the table of finalists of a multi-objective study: search value and mean on new seeds, per metric."""
     numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "retrained")))
     table = plain_table(*numbers, "", right=numbers)
     for row in rank_finalists(study, found):
@@ -97,7 +97,7 @@ def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
 
 
 def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
-    """Return lines with the winner, its ties, its expected test score, and the selection bias of the search."""
+    """Return lines with the winner, the tied trials, the expected test score, and the selection bias of the search."""
     n_seeds = len(found.seeds)
     seeds = describe_resampling(found)
     if found.pending:
@@ -148,7 +148,7 @@ def _format_front(found: Finalists) -> list[str]:
 
 
 def describe_resampling(found: Finalists) -> str:
-    """Return the number of new seeds or splits, as text."""
+    """Return the number of new seeds, or of new splits, as text."""
     return pluralize(len(found.seeds), "new split" if found.is_resplit else "new seed")
 
 
@@ -158,14 +158,14 @@ def format_interval(expected: ExpectedScore) -> str:
 
 
 def describe_method(found: Finalists) -> str:
-    """Return whether each seed had a new split, as text."""
+    """Return a text that states whether each seed had a new split."""
     if found.is_resplit:
         return "each seed has a new train/validation split"
     return "data() returns fixed splits, or a test split that depends on the others, so that only the seeds are new"
 
 
 def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None = None) -> str:
-    """Return a line with the test score, and whether it is within the prediction interval of the finalists."""
+    """Return a line with the test score, and whether the score is within the prediction interval of the finalists."""
     origin = f"evaluated {evaluation.description}{'' if evaluation.finalists else ', unconfirmed by finalists'}"
     if evaluation.scores is None:
         return f"test set: {origin}; its scores are not written yet"
@@ -175,7 +175,7 @@ def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Fi
 
 
 def _compare_with_interval(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None) -> str:
-    """Return the position of the test score relative to the prediction interval; empty without an interval."""
+    """Return a text with the position of the test score relative to the prediction interval; empty if there is none."""
     if (
         found is None
         or found.expected is None

@@ -1,4 +1,4 @@
-"""The winner among the finalists, and its expected score on new data."""
+"""Selection of the winner among the finalists, and estimation of the winner's score on new data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class WinnerSelection:
     """Result of comparing finalists on new seeds.
 
     Attributes:
-        winner: number of the finalist with the best mean; None if there is none.
-        tie: finalists within one standard error of the winner, better mean first.
+        winner: number of the finalist with the best mean; None if no finalist is complete.
+        tie: numbers of the finalists within one standard error of the winner, best mean first.
         error: standard error of the difference of two means; None if unknown.
     """
 
@@ -28,18 +28,19 @@ class WinnerSelection:
 
 
 def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> WinnerSelection:
-    """Select the finalist with the best mean; among equal means, the one with the lowest number.
+    """Select the finalist with the best mean; among equal means, the finalist with the lowest number.
 
-    A tie is a difference of means of at most one standard error of that difference (the one-standard-error rule of
-    Breiman et al., *Classification and Regression Trees*, 1984, section 3.4.3). Finalists and seeds form a randomised
-    block design with the seeds as blocks (Box, Hunter and Hunter, *Statistics for Experimenters*, 2nd edition, 2005,
-    chapter 4): the common effect of a seed is removed, and the variance is pooled over all finalists, because two seeds
-    give a pair only one degree of freedom. With r_ij the residual of finalist i of k and seed j of s after its row's
-    and its column's mean,
+    Two finalists are tied if their means differ by at most one standard error of the difference (the one-standard-error
+    rule of Breiman et al., *Classification and Regression Trees*, 1984, section 3.4.3). Finalists and seeds form a
+    randomised block design with the seeds as blocks (Box, Hunter and Hunter, *Statistics for Experimenters*, 2nd
+    edition, 2005, chapter 4). This design removes the common effect of a seed. The variance is pooled over all
+    finalists, because two seeds give a pair of finalists only one degree of freedom. There are k finalists and s seeds,
+    and r_ij is the residual of finalist i on seed j after subtraction of the finalist effect and the seed effect:
 
         variance = sum r_ij^2 / ((k - 1) (s - 1)),    error = sqrt(2 variance / s)
 
-    which for k = 2 is the error of the paired t-test. With one seed the error is unknown, and only equal values tie.
+    For k = 2, this is the standard error of the paired t-test. With one seed, the error is unknown, and only equal
+    values are tied.
 
     Args:
         values: per finalist number, one value for each seed, in the same order.
@@ -56,7 +57,7 @@ def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> W
 
 
 def _get_difference_error(table: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard error of the difference of two rows' means, with columns as blocks."""
+    """Return the standard error of the difference of two row means, with the columns as blocks."""
     rows, columns = len(table), len(table[0])
     if rows < 2 or columns < 2:
         return None
@@ -73,13 +74,13 @@ LEVEL = 0.9  # of the interval
 
 @dataclass(frozen=True)
 class RunScore:
-    """Score of a finalist's run.
+    """Score of one run of a finalist.
 
     Attributes:
         value: value of the metric.
         error: standard error of the value from the validation samples; None if unknown.
         trained, validated, tested: numbers of training, validation and test samples.
-        divided: whether the run had a new train/validation split.
+        divided: whether the run had its own, new train/validation split.
     """
 
     value: float
@@ -95,8 +96,8 @@ class ExpectedScore:
     """Expected score on new data.
 
     Attributes:
-        mean: expected score: the winner's mean, corrected for selection bias.
-        low, high: prediction interval of the test score, with probability `LEVEL`.
+        mean: expected score, which is the winner's mean corrected for selection bias.
+        low, high: bounds of the prediction interval of the test score, which contains it with probability `LEVEL`.
     """
 
     mean: float
@@ -105,7 +106,7 @@ class ExpectedScore:
 
 
 def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore | None:
-    """Return the score of a run from its stored record; None without a record."""
+    """Return the score of a run from its stored record; None if `record` is None."""
     if record is None:
         return None
     trained, validated, tested = record["sizes"]
@@ -115,33 +116,41 @@ def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore |
 def estimate_test_score(
     runs: Mapping[int, Sequence[RunScore]], choice: WinnerSelection, *, metric: str, maximize: bool
 ) -> ExpectedScore | None:
-    """Estimate the test score of the winner's model, which the search trained.
+    """Estimate the test score of the model that the search trained for the winner.
 
-    The winner's mean is the best of several and therefore biased. It is shrunk towards the mean of all finalists by the
-    best linear unbiased prediction (Henderson 1975, *Biometrics* 31), with E the squared error of a mean and B the
-    variance of the means, by the factor
+    The winner's mean is the best of several means and therefore biased. The best linear unbiased prediction (Henderson
+    1975, *Biometrics* 31) shrinks this mean towards the mean of all finalists. With E the squared error of a mean, and
+    B the variance of the means of all finalists, the distance of the winner's mean from the mean of all finalists is
+    multiplied by
 
         max(0, 1 - E / B)
 
-    The prediction error has three sources: the variation between runs, the validation samples, which all come from the
-    n samples that the study trains on, and a test set of t samples. The model is itself one run. s is the number of
-    runs of a finalist, w the variance of the runs about their mean, pooled over finalists, b the standard error of a
-    run from its v samples, and f = v / n the share of samples that two splits have in common (1 if `data()` fixes the
-    split):
+    The prediction error has three sources: the variation between runs, the finite number of validation samples, and the
+    finite test set. The model itself is one run. With
+
+    - s: number of runs of a finalist,
+    - w: variance of the runs about their mean, pooled over finalists,
+    - b: standard error of a run from its v validation samples,
+    - f = v / n: share of samples that two new validation splits have in common, where n is the number of training
+      samples, from which new validation splits are drawn; 1 if `data()` fixes the split,
+    - t: number of test samples,
+
+    the variance of the prediction is
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
-    The interval is that of Student's t, with the degrees of freedom of w for its share of the variance
-    (Satterthwaite 1946, *Biometrics Bulletin* 2).
+    The interval has the quantiles of Student's t distribution. The degrees of freedom are those of w, corrected for the
+    share of w in the variance (Satterthwaite 1946, *Biometrics Bulletin* 2).
 
     Args:
-        runs: per finalist number, the scores of its runs; the same number for each.
-        choice: the winner, and the error of the difference of two means.
-        metric: name of the metric, which determines its bounds.
+        runs: per finalist number, the scores of its runs; all finalists have the same number of runs.
+        choice: the winner, and the standard error of the difference of two means.
+        metric: name of the metric, which determines the bounds of the interval.
         maximize: whether higher is better.
 
     Returns:
-        None if the error from the validation samples is unknown: an interval without it would be too narrow.
+        The expected score; None if the error from the validation samples is unknown, because the interval would be too
+        narrow without this error.
     """
     from scipy import stats
 
@@ -171,10 +180,10 @@ def estimate_test_score(
 
 
 def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:
-    """Return the error of a run from its samples, which is positive even if all resamples are equal.
+    """Return the standard error of a run from its validation samples; it is positive even if all resamples are equal.
 
-    In that case a proportion p of n samples has the error of (n p + 1) / (n + 2) (Laplace's rule of succession), and
-    the error of other metrics is unknown.
+    If all resamples are equal, the stored error is 0. Then a metric that is a proportion p of n samples gets the error
+    of the proportion (n p + 1) / (n + 2) (Laplace's rule of succession), and the error of any other metric is unknown.
     """
     if run.error is None or run.error > 0:
         return run.error
