@@ -1,1 +1,1 @@
-"""Fleets: start, restart and stop the worker processes of one machine."""
+"""Fleets: start, restart and stop a study's worker processes on one machine."""

@@ -1,4 +1,4 @@
-"""Workers on several devices: launch the ranks, find their rendezvous, forward signals to them."""
+"""Workers on several devices: launch the ranks, find their rendezvous, and forward signals to the ranks."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Rendezvous:
     """The rendezvous of the processes of a worker, in the terms of torchrun.
 
     Attributes:
-        endpoint: ``HOST:PORT``; on one machine a file, which other users cannot access.
-        run_id: id that distinguishes the processes of this worker from those of others.
-        local_addr: address of this machine for the others; None lets torch look it up.
-        file: file of the process group's store on one machine; None with several machines.
+        endpoint: ``HOST:PORT``; for a worker on one machine, a file that other users cannot access.
+        run_id: id that distinguishes the processes of this worker from those of other workers.
+        local_addr: address at which other machines reach this machine; None lets torch look up the address.
+        file: file of the process group's store for a worker on one machine; None for a worker on several machines.
     """
 
     endpoint: str
@@ -61,16 +61,16 @@ class Rendezvous:
 def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
     """Return the rendezvous of a worker.
 
-    With several machines it is at `MASTER_ADDR` and `MASTER_PORT`, as for torchrun, or else on the first node of the
-    Slurm job.
+    A worker on several machines uses `MASTER_ADDR` and `MASTER_PORT`, as torchrun does. If these are not set, it uses
+    the first node of the Slurm job.
 
     Args:
-        nodes: number of machines.
-        environment: variables of torchrun and Slurm.
+        nodes: number of machines of the worker.
+        environment: environment with the variables of torchrun and Slurm.
         folder: private folder for the files of a rendezvous on one machine.
 
     Raises:
-        SearchError: the variables are missing, or the job has another number of machines.
+        SearchError: the variables are missing or invalid, or the Slurm job does not have `nodes` machines.
     """
     if nodes == 1:
         return Rendezvous(str(folder / "launcher"), "worker", "127.0.0.1", folder / "ranks")
@@ -92,7 +92,7 @@ def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) ->
 
 
 def _find_first_host(hosts: str) -> str:
-    """Return the first host of a Slurm host list such as ``node[01-08]``."""
+    """Return the first host name in a Slurm host list such as ``node[01-08]``."""
     scontrol = shutil.which("scontrol")
     if scontrol is None:
         raise SearchError("--nodes under Slurm needs scontrol, which is not installed; set MASTER_ADDR and MASTER_PORT")
@@ -107,9 +107,10 @@ _PREFIX = "hpsearch-ranks-"
 
 @contextmanager
 def make_private_folder() -> Iterator[Path]:
-    """Make a folder for this process and its children, and remove folders of this user's dead processes.
+    """Create a private folder for this process and its children, and remove the folders of this user's dead processes.
 
-    Each live process holds a lock on its folder. A kill releases the lock, and unlike a PID it is not reused.
+    Each live process holds a lock on its folder. The operating system releases the lock when the process is killed. A
+    PID could not identify dead processes reliably, because PIDs are reused.
     """
     _remove_stale_folders()
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # hidden from the clean-up of others until it is locked
@@ -144,10 +145,10 @@ _POLL_SECONDS = 0.2  # between two checks for a stop request
 def join_study_on_devices(name: str, options: WorkerOptions) -> int:
     """Run a worker of study `name` on `options.devices` devices of this machine; return rank 0's exit code.
 
-    With several `options.nodes`, it must be called on each machine.
+    If `options.nodes` is larger than 1, the function must be called on each machine.
 
-    If a rank dies, all are ended, another worker may resume the trial, and the exit code is `EXIT_UNAVAILABLE`, after
-    which engines restart the worker.
+    If a rank dies, the function ends all ranks and returns `EXIT_UNAVAILABLE`, after which engines restart the worker.
+    Any worker may then resume the trial.
 
     Raises:
         SearchError: there are too few devices, or the address of the rendezvous is missing.
@@ -219,7 +220,7 @@ def check_devices(options: WorkerOptions) -> None:
 
 
 def _stop_ranks_on_signals(folder: Path) -> StopEvent:
-    """Return the stop event of this worker; a stop request and the end of its fleet reach the ranks as SIGTERM."""
+    """Return the stop event of this worker. The ranks get SIGTERM when the event is set or the fleet has ended."""
 
     def kill() -> None:  # ranks end with this process
         shutil.rmtree(folder, ignore_errors=True)
@@ -252,7 +253,7 @@ def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folde
 
 
 def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
-    """Run one of the ranks; rank 0's exit code is that of the worker."""
+    """Run one rank and return its exit code. The exit code of rank 0 is that of the worker."""
     bind()
     import torch
 

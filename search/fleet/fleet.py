@@ -1,4 +1,4 @@
-"""The fleet of this machine: worker processes that are restarted when they die and stopped with the fleet."""
+"""The fleet of this machine: worker processes, which it restarts after they die and stops when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OUTAGE_GRACE_SECONDS = 5.0  # after the database's return, in which the outage 
 
 @dataclass
 class Slot:
-    """A place for one worker in the fleet, with its process, log and exit code."""
+    """One worker of the fleet: its current process, log and exit code. A restart replaces the process."""
 
     index: int
     log: Path
@@ -50,7 +50,7 @@ class Slot:
         return "stopped" if self.exit_code == EXIT_DRAINED or self.is_stop_requested else "failed"
 
     def read_last_error(self) -> str:
-        """Return the last error in the worker's log, else its last line."""
+        """Return the last error in the worker's log; if there is none, the last line of the log."""
         try:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
@@ -66,9 +66,9 @@ class Fleet:
         study: name of the study.
         options: options of the workers.
         workers: number of workers.
-        log_dir: folder of their logs.
-        gpus: CUDA devices to assign; empty for none.
-        failed_at_start: failed trials of the study at the start of the fleet.
+        log_dir: folder of the workers' logs.
+        gpus: CUDA devices to assign to the workers; if empty, no GPU is assigned.
+        failed_at_start: number of failed trials of the study at the start of the fleet.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Fleet:
         self._outage_until = 0.0
 
     def _lock_log(self, log: Path) -> bool:
-        """Lock a log file for this fleet; return False if another fleet of the study has locked it."""
+        """Lock a log file for this fleet; return False if another fleet of the study holds the lock."""
         descriptor = lock_file(log)
         if descriptor is None:
             return False
@@ -133,13 +133,14 @@ class Fleet:
         return None
 
     def poll(self, with_result: int, *, is_outage: bool = False) -> bool:
-        """Restart workers that died, unless they died too often.
+        """Restart the workers that died, except those that died too often.
 
         Args:
-            with_result: number of COMPLETE and PRUNED trials of the study. FAIL does not count: an objective that kills
-                its process fails every trial, and would spend the budget before the fleet gives up.
-            is_outage: whether the database is unavailable. Workers that exit meanwhile are not blamed, and restart
-                after its return.
+            with_result: number of COMPLETE and PRUNED trials of the study. When it increases, the counts of deaths are
+                reset. FAIL trials do not count: an objective that kills its process fails every trial, and would spend
+                the whole budget before the fleet gives up.
+            is_outage: whether the database is unavailable. The exit of a worker during an outage does not count as a
+                death; the worker restarts when the database is available again.
 
         Returns:
             Whether any worker is running or will be restarted.
@@ -168,7 +169,11 @@ class Fleet:
             slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _MAX_RESTART_DELAY_SECONDS)
 
     def stop(self, *, kill: bool = False) -> None:
-        """Send the workers SIGTERM, so that they save and exit; with `kill`, SIGKILL."""
+        """Send SIGTERM to the workers, so that they save a checkpoint and exit.
+
+        Args:
+            kill: whether to send SIGKILL instead.
+        """
         self._is_stopping = True
         for slot in self.slots:
             slot.is_stop_requested = slot.exit_code is None
@@ -179,7 +184,7 @@ class Fleet:
 
     @property
     def gave_up(self) -> tuple[str, ...]:
-        """A line with the reason for each worker that gave up."""
+        """One line per worker that gave up, with the reason."""
         return tuple(
             f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.read_last_error()}; log: {slot.log}"
             for slot in self.slots
@@ -188,7 +193,7 @@ class Fleet:
 
 
 def _start_interpreter(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a worker in a new interpreter."""
+    """Start a worker as a new Python interpreter."""
     with log.open("ab") as output:
         # -P: a module in the user's folder must not hide an installed package of the same name.
         # A new session: Ctrl-C in the terminal must reach only the fleet, which forwards it once.

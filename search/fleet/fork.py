@@ -1,4 +1,4 @@
-"""Start worker processes with a fork server, and assign cores and GPUs to them."""
+"""Start worker processes with a fork server, and assign cores and GPUs to the workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and the limit of its cgroup."""
+    """Return the number of cores that this process may use, given its CPU affinity and the CPU limit of its cgroup."""
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = read_cgroup_cpu_limit()
     return given if limit is None else max(1, min(given, int(limit)))
 
 
 def read_cgroup_cpu_limit(mine: Path = _PROCESS_CGROUPS, mounted: Path = _CGROUP_ROOT) -> float | None:
-    """Return the CPU limit of the cgroup in cores, which Slurm, Kubernetes and systemd set; None without a limit.
+    """Return the CPU limit, in cores, of this process's cgroup; None if there is no limit.
+
+    Slurm, Kubernetes and systemd set such limits.
 
     Args:
-        mine: file with the cgroups of this process.
-        mounted: mount point of the cgroups; in a container often with those of the container only, under another path.
+        mine: file that lists the cgroups of this process.
+        mounted: mount point of the cgroup file system. In a container, this file system often has only the container's
+            own cgroups, and under another path than in `mine`.
     """
     limits = []
     for line in _read(mine).splitlines():
@@ -50,7 +53,7 @@ def read_cgroup_cpu_limit(mine: Path = _PROCESS_CGROUPS, mounted: Path = _CGROUP
 
 
 def _parse_limit(text: str) -> float | None:
-    """Return the cores of a text ``QUOTA PERIOD``; None without a limit (``max``, -1, no file)."""
+    """Return the number of cores for a text ``QUOTA PERIOD``; None if it sets no limit (``max``, -1, or no file)."""
     try:
         quota, period = map(int, text.split())
         return quota / period if quota > 0 else None
@@ -68,7 +71,7 @@ def _read(path: Path) -> str:
 def thread_environment(workers: int) -> dict[str, str]:
     """Return environment variables that limit the threads of each worker to its share of the cores.
 
-    More threads than cores make every worker several times slower.
+    If there are more threads than cores, every worker is several times slower.
     """
     threads = str(max(1, count_cores() // max(1, workers)))
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
@@ -82,7 +85,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def can_fork() -> bool:
-    """Return whether workers can be forked on this machine; otherwise each is a new interpreter."""
+    """Return whether workers can be forked on this machine. If not, each worker is a new interpreter."""
     return sys.platform == "linux" and not any(Path(device).exists() for device in _ACCELERATOR_DEVICES)
 
 
@@ -117,10 +120,10 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence_output() -> Iterator[None]:
-    """Start processes without output within this block.
+    """Discard the output of processes that are started in this block.
 
-    The fork server lives until the last worker of a killed fleet has ended. A program that reads the output of the
-    fleet must not wait for it.
+    After a fleet is killed, the fork server lives until the last worker has ended. If the server inherited the fleet's
+    output, a program that reads this output would wait for the server.
     """
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     try:
@@ -133,15 +136,15 @@ def _silence_output() -> Iterator[None]:
 
 
 class ForkedProcess:
-    """A function in a forked process with its own session, without input, and with all output in a file.
+    """A forked process that runs a function, with its own session, no input, and all output in a file.
 
-    The methods have the meaning of those of :class:`subprocess.Popen`.
+    The methods have the same meaning as in :class:`subprocess.Popen`.
 
     Args:
         work: picklable function that returns the exit code.
-        command: arguments of the equivalent command line, which runs record as theirs.
-        environment: the complete environment.
-        log: file to which output is appended.
+        command: arguments of the equivalent command line, which MLflow runs record as their command.
+        environment: the complete environment of the process.
+        log: file to which the output is appended.
 
     Raises:
         OSError: the fork failed.
@@ -155,7 +158,7 @@ class ForkedProcess:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, which is negative after a signal; None while the process runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -167,7 +170,7 @@ class ForkedProcess:
 
 @contextlib.contextmanager
 def _hide_main_module() -> Iterator[None]:
-    """Hide the main module: `multiprocessing` would run the user's script again in each worker."""
+    """Hide the main module in this block, because `multiprocessing` would run the user's script in each worker."""
     program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -201,7 +204,7 @@ def _redirect(path: str, flags: int, descriptors: list[int]) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the CUDA devices that this process may use, in the form of ``CUDA_VISIBLE_DEVICES``."""
+    """Return the CUDA devices that this process may use, as entries of ``CUDA_VISIBLE_DEVICES``."""
     import torch
 
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -210,14 +213,14 @@ def visible_gpus() -> list[str]:
 
 
 def assign_gpus(index: int, gpus: list[str], gpus_per_trial: int) -> list[str]:
-    """Return the GPUs of the worker at `index`; workers share GPUs if there are not enough."""
+    """Return the GPUs of the worker with this index. If there are too few GPUs, workers share them."""
     sets = max(1, len(gpus) // gpus_per_trial)
     first = index % sets * gpus_per_trial
     return gpus[first : first + gpus_per_trial]
 
 
 def count_gpu_workers(gpus: list[str], *, workers_per_gpu: int, gpus_per_trial: int) -> int:
-    """Return the number of workers if `workers_per_gpu` of them share each set of `gpus_per_trial` GPUs.
+    """Return the number of workers if `workers_per_gpu` workers share each set of `gpus_per_trial` GPUs.
 
     Raises:
         SearchError: there are fewer than `gpus_per_trial` GPUs.
