@@ -52,17 +52,18 @@ class LaunchConfig:
         gpus: GPUs of each worker: 0, a whole number, or a fraction of a GPU that several workers share.
         cpus: cores of each worker.
         memory: memory of each worker in powers of two, such as ``8G``.
-        time: Slurm's time limit of a job, ``[DAYS-]HOURS:MINUTES:SECONDS``; None for that of the partition.
+        time: Slurm's time limit of a job, ``[DAYS-]HOURS:MINUTES:SECONDS``; None uses the limit of the partition.
         grace: seconds from SIGTERM to SIGKILL.
         image: container image with hpsearch.
-        storage_url: database URL without a password; None for the embedded stack, or if the Secret has it.
-        home: folder of the embedded stack, runs and logs; None for the default of each machine.
-        command: command that starts hpsearch on the machines; empty for this interpreter.
+        storage_url: database URL without a password; None if workers use the embedded stack, or if the Kubernetes
+            Secret contains the URL.
+        home: home folder, with the embedded stack, runs and logs; None uses the default of each machine.
+        command: command that starts hpsearch on the machines; if empty, this Python interpreter is used.
         folder: folder with the user's objectives.
 
     Raises:
-        SearchError: a setting is wrong.
-        StorageError: the URL is not a Postgres URL.
+        SearchError: a setting is invalid.
+        StorageError: `storage_url` is not a Postgres URL.
     """
 
     engine: str
@@ -208,7 +209,7 @@ def make_worker_command(launch: LaunchConfig) -> list[str]:
 
 
 def find_worker_user() -> str:
-    """Return the account for systemd's workers: that of this process, but ``hpsearch`` in place of root."""
+    """Return the user account for workers under systemd: the user of this process, or ``hpsearch`` if that is root."""
     number = os.geteuid()
     return "hpsearch" if number == 0 else pwd.getpwuid(number).pw_name
 
@@ -223,7 +224,7 @@ def make_job_name(study: str) -> str:
 
 
 def _escape_dollars(text: str) -> str:
-    """Escape a variable's value for Kubernetes, which expands $(NAME)."""
+    """Escape the value of an environment variable for Kubernetes, which expands $(NAME)."""
     return text.replace("$(", "$$(")
 
 
@@ -232,21 +233,24 @@ def quote_systemd_word(text: str, *, command: bool = True) -> str:
 
     Args:
         text: the word.
-        command: whether the word is in an Exec line, where systemd also expands variables.
+        command: whether the word is in an Exec line, in which systemd also expands variables.
     """
     text = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{text.replace("$", "$$") if command else text}"'
 
 
 def format_systemd_devices(launch: LaunchConfig) -> str:
-    """Return the GPUs of instance %i, counted from 0, as shell arithmetic in an Exec line."""
+    """Return shell arithmetic for an Exec line that computes the GPUs (counted from 0) of the unit's instance %i."""
     if launch.workers_per_gpu > 1:
         return f"$$((%i / {launch.workers_per_gpu}))"
     return ",".join(f"$$((%i * {int(launch.gpus)} + {index}))" for index in range(int(launch.gpus)))
 
 
 def check_study_exists(launch: LaunchConfig) -> str | None:
-    """Check that the study exists; return why this could not be checked, None after success.
+    """Check that the study exists in the database.
+
+    Returns:
+        Why the check was not possible; None if the study exists.
 
     Raises:
         SearchError: the database has no such study.
