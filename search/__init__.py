@@ -1,4 +1,4 @@
-"""The service: study definition, worker loop, fleets, report, Python API and command line."""
+"""The search service: study definition, worker loop, fleets, report, Python API and command line."""
 
 if __name__ != "hpsearch.search":
     raise ImportError(

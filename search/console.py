@@ -17,7 +17,7 @@ _FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not 
 
 
 class PlainConsole(Console):
-    """A console without markup, because error messages and paths contain brackets."""
+    """A rich console without markup, because error messages and paths contain brackets."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
@@ -25,16 +25,16 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, width=width)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, without the trailing spaces of table lines."""
+        """Print like rich's console, but without trailing spaces in the lines of tables."""
         super().print(*(_UnpaddedTable(each) if isinstance(each, Table) else each for each in objects), **options)
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, because a closed pipe must not end a search as rich would."""
+        """Raise BrokenPipeError. Rich's method exits the process, but a closed pipe must not end a search."""
         raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
 
 
 class _UnpaddedTable:
-    """A table without trailing spaces, for logs and copied lines."""
+    """A table without trailing spaces, which are unwanted in logs and copied lines."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -58,8 +58,8 @@ def plain_table(
     Args:
         columns: headings.
         right: right-aligned columns.
-        wrap: columns whose cells may wrap; None for all.
-        header_style: style of the headings.
+        wrap: columns whose cells may wrap; None lets all columns wrap.
+        header_style: rich style of the headings.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
     for column in columns:
@@ -79,13 +79,13 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def format_command(*arguments: str) -> str:
-    """Return an hpsearch command line as the user types it: quoted, and with the name of the wrapper script if used."""
+    """Return an hpsearch command line as the user types it: quoted, and with the name of the wrapper script, if any."""
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])
 
 
 @contextmanager
 def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: next to a spinner on a terminal, otherwise as a line."""
+    """Yield a function that shows the current step: next to a spinner on a terminal, else as a separate line."""
     if not console.is_terminal:
         yield console.print
         return

@@ -1,4 +1,4 @@
-"""The dashboard service: Optuna's pages with artifacts from MLflow; it also records promotions made in MLflow's UI."""
+"""The dashboard service: Optuna's pages with artifacts from MLflow. It also records promotions made in MLflow's UI."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hpsearch.storage.study_storage.storage import open_storage
 
 
 def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False) -> None:
-    """Serve the dashboard until the process ends; the tracking server may be unavailable.
+    """Serve the dashboard until the process ends. The tracking server may be unavailable.
 
     Args:
         storage_url: Postgres database with the studies.
-        tracking_uri: MLflow server; None serves no artifacts and records no promotions.
+        tracking_uri: MLflow server; if None, the dashboard serves no artifacts and records no promotions.
         host: address to listen on.
         port: port to listen on.
-        read_only: whether the pages reject changes; promotions are recorded in any case.
+        read_only: whether the pages reject changes by users; promotions are recorded even then.
 
     Raises:
         StorageError: the database is unusable, or the address is in use.

@@ -11,7 +11,7 @@ from hpsearch.storage.errors import StorageError
 
 
 class SearchError(Exception):
-    """An invalid request; the message is one line for the user."""
+    """An error that the user can correct. The message is one line."""
 
 
 USER_ERRORS = (SearchError, StorageError, ObjectiveError)
@@ -19,7 +19,7 @@ USER_ERRORS = (SearchError, StorageError, ObjectiveError)
 
 @contextmanager
 def as_search_error(prefix: str = "", kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Raise errors of a kind as a SearchError with the same message after a prefix."""
+    """Convert exceptions of type `kind` to a SearchError with the message ``PREFIX MESSAGE``."""
     try:
         yield
     except kind as error:

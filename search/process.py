@@ -1,4 +1,4 @@
-"""Start and end of hpsearch processes: signals, graceful shutdown, exit codes and one-line errors."""
+"""Start and end of hpsearch processes: signals, graceful shutdown, exit codes and error lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_working_folder_to_path() -> None:
 
 
 def report_errors(work: Callable[[], int]) -> int:
-    """Run `work` and return its exit code; print user errors and unavailable services as one line on stderr."""
+    """Run `work` and return its exit code; print user errors and service errors as one line on stderr."""
     try:
         return work()
     except USER_ERRORS as error:
@@ -54,7 +54,10 @@ def report_errors(work: Callable[[], int]) -> int:
 
 
 class StopEvent:
-    """A stop request with its time; without the lock of `threading.Event`, which can deadlock a signal handler."""
+    """Event for a stop request, with the time of the request.
+
+    Unlike `threading.Event`, it has no lock, because a lock could deadlock a signal handler.
+    """
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -65,7 +68,7 @@ class StopEvent:
             self.since = time.monotonic()
 
     def is_set(self) -> bool:
-        """Whether the stop is requested."""
+        """Return whether a stop was requested."""
         return self.since is not None
 
 
@@ -80,15 +83,15 @@ def stop_on_signals(
     request: Callable[[], object] = lambda: None,
     message: str = "",
 ) -> StopEvent:
-    """Return an event that the signals set; outside the main thread no handler is installed.
+    """Install signal handlers that set a stop event, and return the event.
 
-    Signals may repeat, because engines signal every process of a job and scripts forward signals. Only a second SIGINT
-    (a second Ctrl-C) calls `kill`.
+    A repeated SIGTERM has no further effect, because engines signal every process of a job, and scripts forward
+    signals. A second SIGINT (Ctrl-C) calls `kill`. Outside the main thread, no handler is installed.
 
     Args:
         numbers: signals to handle; SIGTERM and SIGINT if empty.
-        kill: called on the second SIGINT and each later one.
-        request: called on each other signal.
+        kill: called on the second SIGINT and on each signal after that.
+        request: called on each signal before the second SIGINT.
         message: text written to stderr on the first signal.
     """
     stop, own_pid, received = StopEvent(), os.getpid(), list[int]()
@@ -111,7 +114,7 @@ def stop_on_signals(
 
 
 def stop_worker_on_signals() -> StopEvent:
-    """Return the stop event of a worker process, and shield its children from the signals."""
+    """Return a stop event that SIGTERM and SIGINT set, and shield the worker's child processes from these signals."""
     stop = stop_on_signals(message="finishing the epoch or saving a mid-epoch checkpoint, then exiting")
     if threading.current_thread() is threading.main_thread():
         shield_children()
@@ -120,7 +123,7 @@ def stop_worker_on_signals() -> StopEvent:
 
 @contextmanager
 def restore_handlers() -> Iterator[None]:
-    """Restore the signal handlers of the calling program at the end; do nothing outside the main thread."""
+    """Restore the current signal handlers at the end of this block; do nothing outside the main thread."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -131,11 +134,11 @@ def restore_handlers() -> Iterator[None]:
 
 
 def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None:
-    """Let signals end this process at once; do nothing outside the main thread.
+    """Install signal handlers that end this process at once; do nothing outside the main thread.
 
     Args:
         numbers: signals to handle; SIGTERM if empty.
-        only_forked: whether they end only the processes that this one forks.
+        only_forked: whether the signals end only the processes that this process forks.
     """
     survivor = os.getpid() if only_forked else None
 
@@ -150,11 +153,11 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
 
 @functools.cache  # the patches must be applied once
 def shield_children() -> None:
-    """Shield processes that this one forks from now on from SIGTERM and SIGINT; they end with this process.
+    """Shield processes that this process forks later from SIGTERM and SIGINT; they end when this process ends.
 
-    Forked processes inherit the worker's handlers, which do nothing there; exec restores the defaults. The handler that
-    torch installs in loader processes is replaced. Pools and loaders end their processes with `terminate`, which sends
-    SIGKILL instead of the ignored SIGTERM.
+    Forked processes inherit the worker's signal handlers, which have no effect in them; exec restores the default
+    handlers. This function replaces the handler that torch installs in data loader processes. Pools and data loaders
+    end their processes with `terminate`. Because the processes ignore SIGTERM, `terminate` sends SIGKILL instead.
     """
     from torch.utils.data._utils import signal_handling
 
@@ -175,16 +178,16 @@ def shield_children() -> None:
 
 
 def _ignore_signal(*_: object) -> None:
-    """Do nothing; unlike SIG_IGN, a program that is executed does not inherit it."""
+    """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
 
 
 class GracefulShutdown:
-    """The shutdown state of a worker, with the seconds left until it is killed.
+    """The graceful shutdown of a worker: whether it has begun, and the seconds until the worker is killed.
 
     Args:
         stop: event that starts the shutdown.
         grace: seconds from the stop request to SIGKILL.
-        max_time: seconds from now after which the shutdown starts by itself; None for no limit.
+        max_time: seconds from now after which the shutdown starts without a stop request; None sets no limit.
     """
 
     def __init__(self, stop: StopEvent | threading.Event, *, grace: float, max_time: float | None = None) -> None:
@@ -209,13 +212,13 @@ class GracefulShutdown:
         return self._since is not None
 
     def seconds_left(self) -> float:
-        """Return the seconds until SIGKILL, once the shutdown has begun."""
+        """Return the seconds until SIGKILL; if the shutdown has not begun, the seconds if it began now."""
         since = time.monotonic() if self._since is None else self._since
         return min(since + self._grace - time.monotonic(), self._job_end - time.time())
 
 
 def _job_end() -> float:
-    """Return the Unix time at which Slurm ends this job; infinite without a limit."""
+    """Return the Unix time at which Slurm ends this job; infinity if there is no time limit."""
     try:
         return float(os.environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
@@ -223,7 +226,7 @@ def _job_end() -> float:
 
 
 def make_fleet_watcher(pid: int) -> Callable[[], bool]:
-    """Return a function that returns whether the fleet with this PID, or its fork server, has ended."""
+    """Return a function that checks whether the fleet with this PID, or the fleet's fork server, has ended."""
     fleet, parent = multiprocessing.parent_process(), os.getppid()
     if fleet is not None and fleet.pid == pid:
         return lambda: not fleet.is_alive() or os.getppid() != parent
