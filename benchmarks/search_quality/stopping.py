@@ -18,7 +18,7 @@ from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.production import Production
 from benchmarks.search_quality.simulation import History, Simulation, Work
 from benchmarks.search_quality.surrogates import surrogate
-from hpsearch.search.study.terminator import AGAIN, FIRST, RemainingBudget, compute_expected_gain
+from hpsearch.search.study.terminator import DECISION_FACTOR, MIN_ENDED_TRIALS, RemainingBudget, compute_expected_gain
 
 THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
@@ -44,7 +44,7 @@ class Judged:
         trials = self.way._trials
         begun, spent = len(trials.values), sum(map(len, trials.values.values()))
         ended = begun - len(trials.running)
-        if ended >= max(FIRST, AGAIN * self.judged):
+        if ended >= max(MIN_ENDED_TRIALS, DECISION_FACTOR * self.judged):
             self.judged = ended
             trials.study._thread_local.cached_all_trials = None
             left = RemainingBudget(begun * (self.budget - spent) / spent, self.epochs)

@@ -27,7 +27,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import EXPECTED_GAIN
 from hpsearch.storage.trials.budget import EarlyStop, stop_early
 
-FUNCTIONS = 500  # samples of the posterior
+POSTERIOR_SAMPLES = 500
 MAX_STARTED, MAX_NEW = 50, 250  # limits of the evaluated trials: started ones, and promising new ones
 _JITTER = 1e-6
 _BEST_SHARE = 4  # the slope from scores to values is fitted to the best quarter
@@ -93,7 +93,7 @@ def _predict_gain_in_scores(posterior: Posterior, space: Space, trials: float, r
     numbers = np.concatenate([best, -2 - np.arange(len(promising))])  # a separate trial number for each new trial
     features = space.to_features(np.concatenate([space.rows[best], rows[promising]]))
     center, factor = _compute_joint_posterior(posterior, Points.at_final_epoch(features, numbers))
-    samples = center + random.standard_normal((FUNCTIONS, len(numbers))) @ factor.T
+    samples = center + random.standard_normal((POSTERIOR_SAMPLES, len(numbers))) @ factor.T
     gains = np.maximum(samples[:, : len(best)].min(1)[:, None] - samples[:, len(best) :], 0.0)
     return float(min(gains.max(1).mean(), trials * gains.mean(0).max()))
 
@@ -127,8 +127,8 @@ def _fit_slope(points: Observations) -> float | None:
     return slope if math.isfinite(slope) else None
 
 
-FIRST = 20  # ended trials before the first decision, as in Optuna's terminator
-AGAIN = 1.1  # factor on the ended trials between two decisions
+MIN_ENDED_TRIALS = 20  # ended trials before the first decision, as in Optuna's terminator
+DECISION_FACTOR = 1.1  # factor on the ended trials between two decisions
 
 
 class Terminator:
@@ -154,7 +154,7 @@ class Terminator:
         trials = self._study.trials()
         ended = sum(trial.state.is_finished() for trial in trials)
         judged = (attrs.get(EXPECTED_GAIN) or {}).get("ended", 0)
-        if ended < max(FIRST, AGAIN * judged) or (left := self._estimate_left(len(trials))) < 1:
+        if ended < max(MIN_ENDED_TRIALS, DECISION_FACTOR * judged) or (left := self._estimate_left(len(trials))) < 1:
             return None
         seed = derive_seed(self._study.spec.seed, "rest", ended)
         self._sampled._thread_local.cached_all_trials = None  # the cache has the trials of the last suggestion

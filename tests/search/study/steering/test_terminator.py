@@ -24,7 +24,7 @@ from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.search.study.terminator import FIRST, Terminator
+from hpsearch.search.study.terminator import MIN_ENDED_TRIALS, Terminator
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
@@ -61,14 +61,14 @@ def rest(stored: StoredStudy) -> Terminator:
 def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path
 ) -> None:
-    ran(study, np.linspace(1, 0, FIRST - 1))
+    ran(study, np.linspace(1, 0, MIN_ENDED_TRIALS - 1))
     assert rest(stored).stop_early() is None
     assert EXPECTED_GAIN not in stored.attrs, "before there are enough trials nothing is judged"
     ran(study, np.array([0.69]))
     running = take(claims)
     early_stop = rest(stored).stop_early()
     assert early_stop is not None
-    assert (early_stop.started, early_stop.budget) == (FIRST + 1, 100)
+    assert (early_stop.started, early_stop.budget) == (MIN_ENDED_TRIALS + 1, 100)
     assert 0 <= early_stop.gain < 0.01
     assert rest(stored).stop_early() is None, "it is written once"
     assert isinstance(claims.claim(), NoTrialAvailable)
@@ -76,7 +76,7 @@ def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     assert not claims.report(running, 0, 0.5).is_stopped
     claims.finish_attempt(running, Outcome.COMPLETE, value=0.5)
     assert not claims.has_trials_left()
-    assert load_study(stored.storage, "s").is_spent(FIRST + 1)
+    assert load_study(stored.storage, "s").is_spent(MIN_ENDED_TRIALS + 1)
     standing = read_status(stored)
     assert (standing.progress.share, standing.eta) == (1.0, 0.0)
     line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {early_stop.gain:.2g} (< 0.01)"
@@ -104,14 +104,14 @@ def test_a_study_with_expected_gain_continues_and_is_checked_again_later(
     study: optuna.Study, stored: StoredStudy
 ) -> None:
     random = np.random.default_rng(0)
-    for _ in range(FIRST):  # eight parameters, and few trials
+    for _ in range(MIN_ENDED_TRIALS):  # eight parameters, and few trials
         params = {f"x{place}": float(random.random()) for place in range(8)}
         value = -sum((x - 0.5) ** 2 for x in params.values())
         kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}
         study.add_trial(create_trial(**kind, value=value, intermediate_values={0: value, 1: value}))
     assert rest(stored).stop_early() is None
     expected_gain = stored.attrs[EXPECTED_GAIN]
-    assert expected_gain["ended"] == FIRST
+    assert expected_gain["ended"] == MIN_ENDED_TRIALS
     assert expected_gain["gain"] > 0.01
     ran(study, np.array([0.7]))
     assert rest(stored).stop_early() is None
@@ -119,13 +119,13 @@ def test_a_study_with_expected_gain_continues_and_is_checked_again_later(
 
 
 def test_a_study_that_improved_recently_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
-    ran(study, np.linspace(0, 0.7, FIRST))
+    ran(study, np.linspace(0, 0.7, MIN_ENDED_TRIALS))
     assert rest(stored).stop_early() is None
     assert stored.attrs[EXPECTED_GAIN]["gain"] > 0.1, "the later half of the trials gained a tenth"
 
 
 def test_a_study_near_its_bound_is_stopped_although_it_improved(study: optuna.Study, stored: StoredStudy) -> None:
-    ran(study, np.linspace(0, 0.7, FIRST), best=0.995)
+    ran(study, np.linspace(0, 0.7, MIN_ENDED_TRIALS), best=0.995)
     early_stop = rest(stored).stop_early()
     assert early_stop is not None, "no accuracy is above 1"
     assert early_stop.gain == pytest.approx(0.005)
@@ -135,7 +135,7 @@ def test_a_study_near_its_bound_is_stopped_although_it_improved(study: optuna.St
 def test_a_study_started_by_the_user_continues(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, verb
 ) -> None:
-    ran(study, np.linspace(1, 0, FIRST))
+    ran(study, np.linspace(1, 0, MIN_ENDED_TRIALS))
     assert rest(stored).stop_early() is not None
     assert isinstance(claims.claim(), NoTrialAvailable)
     ran(study, np.linspace(0.9, 0.1, 5))  # like trials that ran or waited at a rung at the early termination
@@ -150,8 +150,8 @@ def test_a_study_started_by_the_user_continues(
 def test_one_of_two_concurrent_decisions_is_written(
     study: optuna.Study, stored: StoredStudy, database_url: str
 ) -> None:
-    ran(study, np.linspace(1, 0, FIRST))
-    judged = {"gain": 0.001, "ended": FIRST}
+    ran(study, np.linspace(1, 0, MIN_ENDED_TRIALS))
+    judged = {"gain": 0.001, "ended": MIN_ENDED_TRIALS}
     engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         written = list(
@@ -164,12 +164,12 @@ def test_one_of_two_concurrent_decisions_is_written(
 def test_a_claim_that_waits_during_early_termination_starts_no_trial(
     study: optuna.Study, stored: StoredStudy, claims: Claims, database_url: str
 ) -> None:
-    ran(study, np.linspace(1, 0, FIRST))
+    ran(study, np.linspace(1, 0, MIN_ENDED_TRIALS))
     waits = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with ThreadPoolExecutor(1) as pool:
         with stored.engine.begin() as connection:
             connection.execute(LOCK_STUDY, {"study": stored.study_id})
-            early_stop = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
+            early_stop = {"gain": 0.001, "threshold": 0.01, "started": MIN_ENDED_TRIALS, "budget": 100}
             set_attrs_in(connection, stored.study_id, {EARLY_TERMINATION: early_stop})
             claim = pool.submit(claims.claim)
             while not rows(database_url, waits):
@@ -178,7 +178,7 @@ def test_a_claim_that_waits_during_early_termination_starts_no_trial(
 
 
 def test_enqueued_trials_run_before_early_termination(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
-    ran(study, np.linspace(1, 0, FIRST))
+    ran(study, np.linspace(1, 0, MIN_ENDED_TRIALS))
     study.enqueue_trial({"x": 0.3})
     assert rest(stored).stop_early() is None
     take(claims)
@@ -188,7 +188,7 @@ def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path, stack: StackInfo,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    ran(study, np.linspace(1, 0, FIRST))
+    ran(study, np.linspace(1, 0, MIN_ENDED_TRIALS))
     assert find_stopped_warning(stored) is None
     assert rest(stored).stop_early() is not None
     assert find_stopped_warning(stored) is None
@@ -207,7 +207,7 @@ def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     assert capsys.readouterr().err == f"warning: {why.replace('1 enqueued trial', '2 enqueued trials')}\n"
     say("start", "s")
     assert find_stopped_warning(stored) is None
-    assert [take(claims).number for _ in range(2)] == [FIRST, FIRST + 1]
+    assert [take(claims).number for _ in range(2)] == [MIN_ENDED_TRIALS, MIN_ENDED_TRIALS + 1]
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
