@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from hpsearch.former_names import current_training
+from hpsearch.former_names import translate_training_config
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
 
 # `hpsearch.objectives.training.optimizers` builds them by these names.
@@ -212,7 +212,7 @@ class TrainConfig:
         Raises:
             ObjectiveError: a field is unknown (the message has similar names), or a value is invalid.
         """
-        return cls(**current_training({str(name): value for name, value in values.items()}))
+        return cls(**translate_training_config({str(name): value for name, value in values.items()}))
 
 
 FIELDS: dict[str, FieldInfo] = vars(TrainConfig)["__pydantic_fields__"]

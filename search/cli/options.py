@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
 import typer
 from pydantic.fields import FieldInfo
 
-from hpsearch.former_names import VARIABLES
+from hpsearch.former_names import RENAMED_VARIABLES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import RegisteredOptions
@@ -125,7 +125,7 @@ def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]
 
 
 def _make_worker_options(values: dict[str, Any]) -> WorkerOptions:
-    for former, current in VARIABLES.items():
+    for former, current in RENAMED_VARIABLES.items():
         if former in os.environ:
             raise SearchError(f"{former}={os.environ[former]} is not supported any more; set {current}")
     return WorkerOptions(**values)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
-from hpsearch.former_names import current_spec
+from hpsearch.former_names import translate_spec
 from hpsearch.objectives.loading import normalize_reference
 from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.search.errors import SearchError, suggest_names
@@ -390,7 +390,7 @@ def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
     Raises:
         SearchError: a setting is invalid.
     """
-    return parse_spec(current_spec(values))
+    return parse_spec(translate_spec(values))
 
 
 def _format_first_error(error: ValidationError) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 _SETTINGS = {"stop_when": "min_expected_gain"}
 _SAMPLERS = {"curves": "freeze_thaw"}
 _TRAINING = {"accumulate": "gradient_accumulation_steps", "shard_above": "shard_checkpoint_above_gib"}
-VARIABLES = {"HPSEARCH_STALL": "HPSEARCH_STALL_FACTOR"}
+RENAMED_VARIABLES = {"HPSEARCH_STALL": "HPSEARCH_STALL_FACTOR"}
 
 # Current name by former name, for error messages.
 RENAMED = {
@@ -29,7 +29,7 @@ RENAMED = {
 }
 
 
-def current_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
+def translate_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored study spec, with each former name replaced by the current one."""
     spec = _with_current_keys(stored, _SETTINGS)
     if isinstance(sampler := spec.get("sampler"), Mapping):
@@ -37,7 +37,7 @@ def current_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def current_training(stored: Mapping[str, Any]) -> dict[str, Any]:
+def translate_training_config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored training configuration, with each former name replaced by the current one."""
     return _with_current_keys(stored, _TRAINING)
 

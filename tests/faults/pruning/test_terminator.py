@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.study.terminator import FIRST
+from hpsearch.search.study.terminator import MIN_ENDED_TRIALS
 from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.harness import Arena
@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 BUDGET = 60
-ADDED = FIRST - 3  # imported trials: a few more have to end
+ADDED = MIN_ENDED_TRIALS - 3  # imported trials: a few more have to end
 SETTINGS = "--pruner asha --pruner-option reduction_factor=2 --min-expected-gain 1000"
 SPACE = {"lr": FloatDistribution(1e-3, 1e-1, log=True), "weight_decay": FloatDistribution(1e-5, 1e-1, log=True)}
 
