@@ -97,13 +97,13 @@ def _reject_foreign_origins(app: _Wsgi) -> _Wsgi:
 def _guard(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
     """Wrap an application so that it answers requests that are not allowed with status 403 and the reason."""
 
-    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def answer_if_allowed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if is_allowed(environ):
             return app(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", content_type)])
         return [reason]
 
-    return guarded
+    return answer_if_allowed
 
 
 def _parse_hostname(value: str) -> str | None:

@@ -18,7 +18,7 @@ from hpsearch.search.finalists.table import describe_missing_value, find_winner
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study
-from hpsearch.storage.attributes import FRESH, REFIT
+from hpsearch.storage.attributes import REFIT, RESPLIT_SCORE
 from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.records.promotions import Promotion, read_promotions
 from hpsearch.storage.trials.history import read_refit_studies
@@ -118,7 +118,7 @@ def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
 
     For a run with a cross-fitted score, return the best epoch according to each half of the validation data.
     """
-    if epochs := run.user_attrs.get(FRESH, {}).get("epochs"):
+    if epochs := run.user_attrs.get(RESPLIT_SCORE, {}).get("epochs"):
         return list(epochs)
     sign = -1 if maximize else 1
     return [min(run.intermediate_values, key=lambda epoch: (sign * run.intermediate_values[epoch], epoch))]

@@ -22,7 +22,7 @@ from hpsearch.search.finalists.winner import (
 )
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import FRESH, INFEASIBLE
+from hpsearch.storage.attributes import INFEASIBLE, RESPLIT_SCORE
 from hpsearch.storage.rungs.fronts import count_dominating, to_losses
 from hpsearch.storage.rungs.fronts import find_front as front_places
 from hpsearch.storage.trials.history import read_finalist_studies
@@ -252,7 +252,7 @@ def _make_row(number: int, search_values: tuple[float, ...], trials: list[Frozen
         spread=statistics.stdev(existing) if len(existing) > 1 else None,
         reasons=tuple(describe_missing_value(trial) for trial in trials),
         scores=tuple(
-            None if value is None or trial is None else read_run_score(value, trial.user_attrs.get(FRESH))
+            None if value is None or trial is None else read_run_score(value, trial.user_attrs.get(RESPLIT_SCORE))
             for value, trial in zip(values, trials, strict=True)
         ),
     )

@@ -25,7 +25,7 @@ from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
 from hpsearch.search.worker.trial_session import TrialSession, measure_violations
-from hpsearch.storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING, VIOLATIONS
+from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, REFIT, RESPLIT_SCORE, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
 from hpsearch.storage.rungs.rungs import RungRank
 from hpsearch.storage.trials.claims import Claim
@@ -149,7 +149,7 @@ class Attempt:
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
             if result.resplit_score is not None:
                 value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
-                attrs = {**throughput, FRESH: result.resplit_score.record()}
+                attrs = {**throughput, RESPLIT_SCORE: result.resplit_score.record()}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 attrs = {**throughput, REFIT: {"train_loss": loss}}

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-MARKER = "HPSEARCH_SERVICE"
+MARKER_VARIABLE = "HPSEARCH_SERVICE"
 _LOG_LIMIT = 10_000_000  # bytes; a larger log is rotated at the next start
 _CLOCK_STEP = 60.0  # seconds; start times shift when the clock is adjusted
 
@@ -149,6 +149,6 @@ def read_tail(log: Path, *, lines: int = 1) -> str:
 
 def _read_marker(process: psutil.Process) -> str | None:
     try:
-        return process.environ().get(MARKER)
+        return process.environ().get(MARKER_VARIABLE)
     except (psutil.Error, OSError):
         return None

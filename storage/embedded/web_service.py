@@ -55,7 +55,7 @@ class WebService:
         return f"http://{ports.LOOPBACK}:{self.record.port}"
 
     @property
-    def marker(self) -> str:
+    def process_marker(self) -> str:
         """Value in the environment of the service's processes, unique for this service and home folder."""
         return f"{self.name}:{self.home}"
 
@@ -121,7 +121,7 @@ class WebService:
 
     def _find_processes(self) -> list[psutil.Process]:
         main = self.find()
-        marked = process.find_by_marker(self.marker)
+        marked = process.find_by_marker(self.process_marker)
         return [main, *(other for other in marked if other != main)] if main else marked
 
     def _restart(self) -> None:
@@ -131,7 +131,7 @@ class WebService:
         self.save()
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
-        env |= {"PYTHONUNBUFFERED": "1", process.MARKER: self.marker} | added
+        env |= {"PYTHONUNBUFFERED": "1", process.MARKER_VARIABLE: self.process_marker} | added
         self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home)
         self.save()
 

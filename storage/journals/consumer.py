@@ -122,7 +122,7 @@ class Consumer(ABC):
                 return True
             is_complete = self.write_records(cursor, entries)
         finally:
-            cursor.return_buffered()
+            cursor.release_buffered_lines()
         if not journal.is_live and (not is_complete or self.is_superseded(cursor)):
             # The writer died before it recorded the outcome.
             if (ended := self._outcomes.read_outcome(journal.header.trial)) is not None:

@@ -228,7 +228,7 @@ class Cursor:
         self._read_offset = self.position.offset  # ahead of the committed offset while entries are in flight; shared
 
     def read_pending(self) -> list[JournalEntry]:
-        """Return the entries to send, in order; call `return_buffered` when they were sent or sending failed.
+        """Return the entries to send, in order; call `release_buffered_lines` when they were sent or sending failed.
 
         A truncated last line, left by a crash, is skipped.
         """
@@ -279,7 +279,7 @@ class Cursor:
         with self.journal.mutex:
             self._read_offset = self.position.offset
 
-    def return_buffered(self) -> None:
+    def release_buffered_lines(self) -> None:
         """Let the journal write the buffered lines that `read_pending` returned and that were not consumed."""
         with self.journal.mutex:
             self.journal.buffer_readers.discard(self.consumer)

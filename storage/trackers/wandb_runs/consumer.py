@@ -123,7 +123,7 @@ class WandbConsumer(OptionalTracker):
         if not entries:
             return False
         if self._opened_run(cursor) is None:  # an earlier process may have lost the entries in flight
-            cursor.return_buffered()
+            cursor.release_buffered_lines()
             cursor.rewind()
             entries = cursor.read_pending()
         run, is_complete = self._open_run(cursor), False

@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, create_trial
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import FRESH, INFEASIBLE, REFIT, SPEC, VIOLATIONS
+from hpsearch.storage.attributes import INFEASIBLE, REFIT, RESPLIT_SCORE, SPEC, VIOLATIONS
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
@@ -79,7 +79,9 @@ def train(
         if value is None:
             claims.finish_attempt(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:
-            claims.finish_attempt(claim, Outcome.COMPLETE, value=value, attrs={} if fresh is None else {FRESH: fresh})
+            claims.finish_attempt(
+                claim, Outcome.COMPLETE, value=value, attrs={} if fresh is None else {RESPLIT_SCORE: fresh}
+            )
         done += 1
 
 

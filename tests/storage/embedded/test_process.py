@@ -39,7 +39,7 @@ def marker(tmp_path: Path) -> Iterator[str]:
 
 def _spawn(command: list[str], tmp_path: Path, marker: str) -> process.ProcessIdentity:
     log = tmp_path / "log"
-    identity = process.spawn(command, log=log, env={**os.environ, process.MARKER: marker}, cwd=tmp_path)
+    identity = process.spawn(command, log=log, env={**os.environ, process.MARKER_VARIABLE: marker}, cwd=tmp_path)
     deadline = time.monotonic() + 600
     while "ready" not in log.read_text():
         assert time.monotonic() < deadline

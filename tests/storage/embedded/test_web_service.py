@@ -60,7 +60,7 @@ class Small:
         return service
 
     def running(self) -> list[psutil.Process]:
-        return process.find_by_marker(self.found().marker)
+        return process.find_by_marker(self.found().process_marker)
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_a_full_disk_is_logged_once_and_records_are_written_later(
             "no torn line stands in the file"
         )
         assert values(journal) == [{"epoch": epoch} for epoch in range(3)], "they can be sent all the same"
-        cursor(journal).return_buffered()
+        cursor(journal).release_buffered_lines()
     assert [record.message for record in caplog.records if "cannot write" in record.message] == [
         f"{journal.path}: cannot write (File too large); records are kept in memory"
     ]
@@ -185,7 +185,7 @@ def test_records_sent_from_memory_are_not_written_later(box: Outbox) -> None:
         entries = cursor(journal).read_pending()
         journal.append(Epoch(0, 0.0, {"epoch": 1}))  # while the sender has the first
         cursor(journal).commit(entries)
-        cursor(journal).return_buffered()
+        cursor(journal).release_buffered_lines()
     journal.append(Epoch(0, 0.0, {"epoch": 2}))
     journal.close()
     [left] = box.take_orphaned()

@@ -237,7 +237,7 @@ def read_steps(cursor: Cursor) -> list[int]:
     """Return the steps of the pending records and commit these."""
     entries = cursor.read_pending()
     cursor.commit(entries)
-    cursor.return_buffered()
+    cursor.release_buffered_lines()
     return [entry.record.step for entry in entries if isinstance(entry.record, Epoch)]
 
 
@@ -266,7 +266,7 @@ def test_unconfirmed_records_are_read_again(box: Outbox) -> None:
     cursor = journal.cursors["second"]
     entries = cursor.read_pending()
     cursor.mark_in_flight(entries)
-    cursor.return_buffered()
+    cursor.release_buffered_lines()
     assert cursor.read_pending() == []
     cursor.rewind()
     assert cursor.read_pending() == entries
