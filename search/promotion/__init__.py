@@ -1,1 +1,1 @@
-"""Promotion: the test evaluation, promoted models with their evidence, and the check of the served model."""
+"""Promotion: test evaluation, registration of models with their evidence, and checks of registered models."""

@@ -1,7 +1,7 @@
-"""Evaluate a study's test set once, with the winner's model.
+"""Evaluate the winner's model on the test set, once per study.
 
-The weights are downloaded and loaded first, and must reproduce the validation value. Then the evaluation is recorded in
-the database, which rejects a second one. The test samples are scored last.
+First, the weights are downloaded and loaded, and must reproduce the validation value. Then the database records the
+evaluation, and rejects a second evaluation. The test samples are scored last.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from hpsearch.storage.records.test_evaluations import (
 
 @dataclass(frozen=True)
 class Candidate:
-    """Model to evaluate on the test set.
+    """A model to evaluate on the test set.
 
     Attributes:
-        trial: trial of the study.
-        finalists: name of the finalist study in which the trial won; None if unconfirmed.
-        refit: study of the refit and its selected run, which replaces the trial's own model; None without a refit.
+        trial: trial of the search.
+        finalists: name of the finalist study in which the trial won; None if the trial is unconfirmed.
+        refit: refit study and its selected run, whose model is evaluated instead of the trial's own model; None to
+            evaluate the trial's own model.
     """
 
     trial: FrozenTrial
@@ -53,20 +54,21 @@ class Candidate:
 
 
 def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
-    """Return the model with which to evaluate the test set of a study.
+    """Return the model to evaluate on the test set of a study.
 
-    A recorded evaluation without scores is continued with its model, even if another trial is the winner by now.
+    If an earlier evaluation was recorded but has no scores, its model is returned, even if another trial is now the
+    winner.
 
     Args:
         study: the study.
-        trial: number of the trial; None takes the winner of the finalists, or the best trial if `unconfirmed`.
+        trial: number of the trial; None selects the winner of the finalists, or the best trial if `unconfirmed`.
         unconfirmed: whether to accept a trial that did not win among finalists.
         refit: whether to evaluate the refit of the winner.
 
     Raises:
         SearchError: the trial did not win among finalists and `unconfirmed` is False, the trial is not COMPLETE, or the
             refit is not trained.
-        AlreadyEvaluatedError: the test set was evaluated with another trial, or has scores.
+        AlreadyEvaluatedError: the test set was evaluated with another model, or the recorded evaluation has scores.
     """
     evaluation = read_test_evaluation(study.engine, study.study_id)
     if evaluation is not None:

@@ -1,4 +1,4 @@
-"""The evidence of a promotion, and the model card that shows it."""
+"""The evidence for a promoted model, and the model card that shows this evidence."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evidence:
-    """Lineage of a trial's model. Its plain values are stored with the promotion.
+    """Evidence for the score of a trial's model: lineage, results and confirmation. It is stored with the promotion.
 
     Attributes:
         study: name of the study.
         study_id: id of the study in the database.
         trial: number of the trial.
         run_id: id of its MLflow run.
-        run_url: page of that run.
+        run_url: URL of the run's page.
         attempts: number of attempts of the trial.
         metric: the optimized validation metric.
         value: value of the trial in the search, which has selection bias.
         reason: why the trial ended.
         params: the suggested parameters.
-        config: the resolved training configuration; None if the run has none.
+        config: the resolved training configuration; None if MLflow does not return it.
         seed: training seed.
         git_sha: commit of the objective's source; None if unknown.
         git_dirty: whether the source had uncommitted changes.
         data_sha256: hash of the split data.
-        finalists: table of the finalists; None without any.
-        test: test evaluation of this trial, with its scores; None before it.
-        unconfirmed: why the choice of this trial is not confirmed; empty if it is.
-        weights_only: why the model is only a checkpoint, which needs the objective's code; empty if it is exported.
-        refit: for a refit, the search, its trial, epochs, seeds and training losses of the runs, and the selected run.
-            `value` is then measured on training samples. None for a trial of a search.
+        finalists: table of the finalists; None if there are no finalists.
+        test: test evaluation of this trial, with its scores; None if the trial was not evaluated on the test set.
+        unconfirmed: why the choice of this trial is not confirmed; empty if the choice is confirmed.
+        weights_only: why the model is a checkpoint, which needs the objective's code; empty if the model was exported.
+        refit: for the model of a refit: the search, the trial of the winner, the epochs, the seeds and training losses
+            of the runs, and the selected run. In this case, `value` is measured on training samples. None for other
+            models.
     """
 
     study: str
@@ -84,20 +85,20 @@ class Evidence:
     refit: dict[str, Any] | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """Return the plain values for the database."""
+        """Return the evidence as JSON values for the database."""
         return {**asdict(self), "confirmed": not self.unconfirmed}
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Everything that confirms the choice of a trial, read once.
+    """All stored results that can confirm the choice of a trial, at one point in time.
 
     Attributes:
-        study: study of the trial: a search, its finalists or a refit.
-        search: the search.
-        finalists: finalists of the search; None without any.
-        evaluation: test evaluation of the search; None before it.
-        refit: the refit that `study` trains; None for other studies.
+        study: study that contains the trial: a search, finalist study or refit study.
+        search: the search of a refit study; else `study`.
+        finalists: finalists of the search; None if there are none.
+        evaluation: test evaluation of the search; None if the test set was not evaluated.
+        refit: state of the refit if `study` is a refit study; else None.
     """
 
     study: StoredStudy
@@ -108,13 +109,13 @@ class Confirmation:
 
     @classmethod
     def read(cls, study: StoredStudy) -> Confirmation:
-        """Read the confirmation from the database."""
+        """Read the results from the database."""
         refit = None if study.spec.refit is None else tabulate_refit(study)
         search = study if refit is None else load_parent_study(study)
         return cls(study, search, read_finalists(search), read_test_evaluation(search.engine, search.study_id), refit)
 
     def is_evaluated(self, trial: int) -> bool:
-        """Return whether the test set was evaluated with the model of this trial; for a refit, its selected run."""
+        """Return whether the model of this trial was evaluated on the test set."""
         if self.evaluation is None:
             return False
         if self.refit is not None:
@@ -122,10 +123,11 @@ class Confirmation:
         return self.evaluation.refit is None and self.evaluation.trial_number == trial
 
     def why_unconfirmed(self, trial: int) -> str:
-        """Return why the choice of a trial is not confirmed; empty if it is.
+        """Return why the choice of a trial is not confirmed; an empty text if the choice is confirmed.
 
-        A confirmed trial won among finalists on new seeds, and was evaluated on the test set, because the best of many
-        trials has selection bias. A refit needs only the test evaluation.
+        A trial is confirmed if it won among finalists on new seeds and was evaluated on the test set. Both are
+        necessary because the best of many trials has selection bias. The selected run of the winner's refit needs only
+        the evaluation on the test set.
         """
         if why := self._why_not_winner(trial) if self.refit is None else self._why_not_selected(self.refit, trial):
             return why
@@ -165,7 +167,7 @@ class Confirmation:
 
 
 def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClient) -> Evidence:
-    """Return the evidence of a trial and its model; values that MLflow does not return are None."""
+    """Return the evidence for a trial and its model. Values that MLflow does not return are None."""
     study, refit = found.study, found.refit
     run_id = str(trial.user_attrs[RUN_ID])
     resolved = _read_resolved_config(client, run_id)
@@ -199,7 +201,7 @@ def _make_record(test: TestEvaluation) -> dict[str, Any]:
 
 
 def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
-    """Return the run's `config.yaml`: configuration, seeds, data and environment; empty if unavailable."""
+    """Return the run's `config.yaml`: configuration, seeds, data, environment; an empty dictionary if unavailable."""
     try:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
@@ -213,7 +215,7 @@ _UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the 
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:
-    """Return the tags of a model version with its evidence."""
+    """Return the tags with which a model version stores its evidence."""
     tags = {key: value for key, value in vars(evidence).items() if key not in _UNTAGGED_FIELDS}
     tags |= {"metric": f"val_{evidence.metric}", "confirmed": str(not evidence.unconfirmed).lower()}
     if evidence.git_sha and evidence.git_dirty:
@@ -230,12 +232,12 @@ HEADING = "## Lineage"  # the text above it is the user's
 
 
 def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
-    """Return the description of a model version.
+    """Return the description of a model version: its model card, in Markdown.
 
     Args:
-        evidence: evidence of its trial.
-        address: URI of the version: ``models:/digits/3``.
-        written: current description; text above `HEADING` is kept.
+        evidence: evidence for the trial of the version.
+        address: URI of the version, such as ``models:/digits/3``.
+        written: current description of the version; the result keeps the text above `HEADING`.
     """
     kept = written.partition(HEADING)[0].rstrip()
     room = DESCRIPTION_LIMIT - len(kept) - 2
@@ -274,7 +276,7 @@ def _format_loading(evidence: Evidence, address: str) -> str:
 
 
 def _format_refit(refit: dict[str, Any]) -> list[str]:
-    """Return the lines about a refit, with the training loss of each run."""
+    """Return the lines of the model card about a refit, with the training loss of each run."""
     runs = [
         (f"**{number}**" if number == refit["taken"] else str(number), str(seed), _format_number(loss))
         for number, (seed, loss) in enumerate(zip(refit["seeds"], refit["losses"], strict=True))

@@ -2,7 +2,7 @@
 
 ``serve-check`` runs this file by its path, with ``python -I``:
 ``predict_isolated.py URI INPUTS OUTPUTS.pt SEED BLOCKED...``. INPUTS is a folder with one .npz file of tensors per
-batch. The process cannot import the packages BLOCKED.
+batch. The process cannot import the packages that the arguments BLOCKED name.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MAX_ROWS = 256  # approximate number of rows of one request
 
 
 class ImportBlocker(MetaPathFinder):
-    """Import hook that rejects some packages, even if they are installed, because a server may not have them."""
+    """Import hook that rejects packages even if they are installed, because a model server may not have them."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = set(packages)
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002 importlib's interface
-        """Raise ModuleNotFoundError for a blocked package; return None for others, which other finders import."""
+        """Raise ModuleNotFoundError for a blocked package; return None for others, which the next finders import."""
         if name.partition(".")[0] in self._packages:
             raise ModuleNotFoundError(f"the model needs {name}, which a server does not have", name=name)
         return None
 
 
 def main() -> None:
-    """Load the model and write its predictions."""
+    """Load the model and write its predictions to the output file."""
     uri, inputs, outputs, seed, *blocked = sys.argv[1:]
     sys.meta_path.insert(0, ImportBlocker(blocked))
     import mlflow
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
-    """Return a function that predicts from one array with ``mlflow.pyfunc``, as MLflow's model server does."""
+    """Return a function that predicts with ``mlflow.pyfunc`` from a single array, as MLflow's model server does."""
     import mlflow
     import numpy as np
     import torch
@@ -74,7 +74,10 @@ def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
 
 
 def load_multi_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
-    """Return a function for models with several inputs or outputs, which ``mlflow.pyfunc`` does not support."""
+    """Return a function that predicts from a list of arrays, for models with several inputs or outputs.
+
+    ``mlflow.pyfunc`` does not support these models.
+    """
     import mlflow.pytorch
     import torch
 

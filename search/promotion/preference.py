@@ -24,14 +24,14 @@ _MAX_NEAREST = 3  # trials in the message if no trial satisfies the preference
 
 @dataclass(frozen=True)
 class Condition:
-    """Bound on a metric: ``accuracy >= 0.98``."""
+    """Bound on a metric in a preference: ``accuracy >= 0.98``."""
 
     metric: str
     sign: str
     limit: float
 
     def holds(self, values: Mapping[str, float]) -> bool:
-        """Return whether the values satisfy the condition."""
+        """Return whether `values`, by metric, satisfy the condition."""
         return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
 
     def violation(self, values: Mapping[str, float]) -> float:
@@ -40,14 +40,14 @@ class Condition:
 
 
 def parse_preference(text: str, metrics: Sequence[str]) -> tuple[list[Condition], list[str]]:
-    """Return the conditions of a preference, and the metrics that rank the trials that satisfy them.
+    """Return the conditions of a preference, and the metrics by which it ranks the trials that satisfy all conditions.
 
     Args:
-        text: such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
+        text: a preference such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
         metrics: the metrics of the study.
 
     Raises:
-        SearchError: the text has a syntax error or another metric.
+        SearchError: the text has a syntax error, or names a metric that the study does not have.
     """
     conditions: list[Condition] = []
     then: list[str] = []
@@ -77,7 +77,7 @@ def _parse_limit(text: str, given: str) -> float:
 def resolve_trial(
     study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
 ) -> int | None:
-    """Return the given trial, or the one that a preference selects; None if neither is given.
+    """Return `trial`, or the number of the trial that `preference` selects; None if both are None.
 
     Raises:
         SearchError: both are given, or no trial satisfies the preference.
@@ -90,9 +90,9 @@ def resolve_trial(
 
 
 def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
-    """Return the number of the trial of the Pareto front that a preference selects.
+    """Return the number of the trial on the Pareto front that the preference `text` selects.
 
-    With finalists, the front is that of their means on new seeds.
+    If the study has finalists with results, the preference applies to the Pareto front of their means on new seeds.
 
     Raises:
         SearchError: the preference cannot be parsed, no trial satisfies it, or the study has one metric.
@@ -112,7 +112,7 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
 
 
 def read_front(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
-    """Return the trials of the Pareto front with their values, with finalists the means on new seeds."""
+    """Return the values of each trial on the Pareto front; with finalists, the front and the values of their means."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
@@ -120,7 +120,7 @@ def read_front(study: StoredStudy, finalists: Finalists | None, *, infeasible: b
 
 
 def _describe_nearest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
-    """Return the trials with the smallest violations, relative to the range of each metric on the front."""
+    """Return a text with the trials whose violations, relative to the metric's range on the front, are the smallest."""
     metrics = {each.metric for each in conditions}
     span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
 

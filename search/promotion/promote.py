@@ -40,8 +40,8 @@ class PromotionResult:
         model: name of the registered model.
         version: number of the version.
         alias: alias of the version.
-        replaced: version that the alias named before; None if it named none or this one.
-        unconfirmed: why the choice is not confirmed; empty if it is.
+        replaced: version to which the alias pointed before; None if it pointed to no version or to this version.
+        unconfirmed: why the choice of the trial is not confirmed; empty if the choice is confirmed.
         checkable: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
         made: whether this call made the model from the best checkpoint.
     """
@@ -57,7 +57,7 @@ class PromotionResult:
 
     @property
     def previous(self) -> str:
-        """The alias of the replaced version."""
+        """The alias that the replaced version gets."""
         return previous_alias(self.alias)
 
 
@@ -73,18 +73,18 @@ def promote(
 ) -> PromotionResult:
     """Register a trial's model with its evidence, and set an alias.
 
-    A trial without a model gets one from its best checkpoint. Idempotent: existing parts are reused. The alias is set
-    before the database is updated; if the process dies in between, :mod:`hpsearch.search.promotion.registry_watch`
-    records the promotion, with the user in the version's tag.
+    If the trial has no model, its model is made from the best checkpoint. The function is idempotent: an existing model
+    and version are reused. The alias is set before the database is updated. If the process dies in between,
+    :mod:`hpsearch.search.promotion.registry_watch` records the promotion and reads the user from a tag of the version.
 
     Args:
         study: the study.
-        tracking: the MLflow server with its runs.
-        trial: number of the trial; None takes the winner of the finalists, or without finalists the best trial. A
-            multi-objective study requires a number, unless one trial dominates all others.
+        tracking: client of the MLflow server with the study's runs.
+        trial: number of the trial; None selects the winner of the finalists, or the best trial if there are no
+            finalists. A multi-objective study requires a number, unless one trial dominates all others.
         refit: whether to promote the refit of the winner.
-        alias: alias of the version; its former version gets `previous_alias` of it.
-        model: name of the registered model; None takes the study's name.
+        alias: alias of the new version; the version that had this alias gets the alias ``previous_alias(alias)``.
+        model: name of the registered model; None uses the study's name.
         infeasible: whether to accept a trial that violates a constraint.
 
     Raises:
@@ -150,7 +150,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
 
 
 def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
-    """Update the evidence of a study's promotions after finalists or the test evaluation have changed it.
+    """Update the evidence of a study's current promotions if finalists or the test evaluation have changed it.
 
     Raises:
         StorageError: MLflow is unavailable or rejects a request.
@@ -175,7 +175,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
-    """Write the evidence of a trial to the tags and the description of a model version."""
+    """Write the evidence for a trial to the tags and the description of a model version."""
     text = describe(evidence, address=version.uri, written=version.description)
     registry.update_version(version, tags=version_tags(evidence), description=text)
 

@@ -1,8 +1,9 @@
-"""Synchronization of promotions made in the MLflow UI: the study records them, and the version gets its evidence.
+"""Synchronization of promotions that users make in the MLflow UI.
 
-It polls instead of using MLflow's webhooks, which reject addresses of private networks unless the server's protection
-against forged requests is disabled, and are delivered from memory with three tries. Without changes, a poll costs one
-MLflow request, and a process's first poll one query.
+The study records the promotion, and the model version gets its evidence. This module polls the model registry instead
+of using MLflow's webhooks: webhooks reject addresses of private networks, unless the server's protection against forged
+requests is disabled, and undelivered webhooks are lost after three tries or a restart of the server. A poll of an
+unchanged registry costs one MLflow request. The first poll of a process also costs one database query.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Alia
     Args:
         storage: storage of the studies.
         tracking: the MLflow server.
-        known: earlier return value; if the registry is unchanged, nothing is done.
+        known: result of an earlier call; if the registry has not changed since then, the function does nothing.
 
     Returns:
         The version of each alias.
@@ -73,7 +74,7 @@ def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Alia
 
 
 def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
-    """Return the aliases (model, alias) whose version differs from the recorded one."""
+    """Return the aliases, as (model, alias), whose version in the registry differs from the recorded version."""
     versions = {key: promotion.version for key, promotion in recorded.items()}
     keys = sorted(aliases.keys() | versions.keys())
     return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
@@ -144,9 +145,9 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
 
 
 class RegistryWatcher:
-    """Background thread that synchronizes promotions periodically.
+    """Background thread that periodically calls `sync_promotions`.
 
-    Failures of MLflow or the database are logged at level info, and the thread tries again.
+    The thread logs failures of MLflow or the database at level info, and tries again.
 
     Args:
         storage: storage of the studies.

@@ -1,4 +1,4 @@
-"""Check that a registered model, loaded as a model server does, reproduces the validation value of its trial."""
+"""Check that a registered model reproduces the validation value of its trial when it is loaded as in a model server."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ServeCheckResult:
         trial: number of the trial.
         metric: the validation metric of the study.
         recorded: value of the trial.
-        scored: value of the predictions; None if the model could not be loaded or run.
-        why: the difference, or the error of the isolated process; empty if the value is reproduced.
-        weights_only: why the model was loaded with the objective's code; empty if it was loaded without it.
+        scored: value of the model's predictions; None if the model could not be loaded or run.
+        why: the difference between the values, or the error of the isolated process; empty if the value is reproduced.
+        weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
     """
 
     version: Version
@@ -76,16 +76,16 @@ class ServeCheckResult:
 def serve_check(
     storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE
 ) -> ServeCheckResult:
-    """Load a version in a new process without this project's code, and score its predictions on the validation split.
+    """Load a model version in a process without this project's code, and score its predictions on the validation split.
 
     Args:
         storage: storage of the studies.
         tracking: client of the MLflow server.
         reference: ``NAME@ALIAS`` or ``NAME/VERSION``, with or without ``models:/``.
-        tolerance: largest accepted absolute difference to the recorded value.
+        tolerance: largest accepted absolute difference from the recorded value.
 
     Raises:
-        SearchError: the version does not exist, or does not belong to a trial of these studies.
+        SearchError: the version does not exist, or no study in `storage` has its trial.
         ObjectiveError: the objective cannot be loaded on this machine.
         StorageError: MLflow is unavailable or rejects a request.
     """
@@ -116,7 +116,7 @@ def serve_check(
 
 
 def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
-    """Return the score of a model that could not be exported, from its checkpoint and the objective's code."""
+    """Return the score of a model that was not exported, computed from its checkpoint with the objective's code."""
     assert version.model_id is not None
     path = download_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
     return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
@@ -125,14 +125,18 @@ def _score_weights(version: Version, objective: Objective, tracking_uri: str, fo
 def _score_isolated(
     version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
 ) -> tuple[float | None, str]:
-    """Return the score of a model in a process without this project's code, or None and the error."""
+    """Compute the score of a model that a process without this project's code loads.
+
+    Returns:
+        The score, or None if the process failed; and the error, or an empty text.
+    """
     _write_inputs(splits, folder, get_eval_batch_size(config))
     predictions, error = _predict(version, objective, tracking_uri, folder)
     return None if predictions is None else _score_predictions(predictions, objective, splits, config), error
 
 
 def find_version(registry: Registry, reference: str) -> Version:
-    """Return the version that a reference names.
+    """Return the model version that ``NAME@ALIAS`` or ``NAME/VERSION`` names.
 
     Raises:
         SearchError: the reference is invalid, or the version does not exist.
@@ -155,7 +159,7 @@ def find_version(registry: Registry, reference: str) -> Version:
 
 
 def _describe_changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
-    """Return the changes of data and code since the trial ran, as the end of a sentence."""
+    """Return a text with the changes of data and code since the trial ran, to append to a message; empty if none."""
     changed = []
     if version.tags.get(tag_names.DATA_SHA256, splits.hash()) != splits.hash():
         changed.append("the data have changed since the trial ran")
@@ -165,7 +169,11 @@ def _describe_changes(study: StoredStudy, objective: Objective, splits: Splits, 
 
 
 def _predict(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> tuple[list[Any] | None, str]:
-    """Return the predictions for each validation batch from an isolated process, or None and the error."""
+    """Compute the predictions for each validation batch in an isolated process.
+
+    Returns:
+        The predictions, or None if the process failed; and the error, or an empty text.
+    """
     outputs, empty = folder / "outputs.pt", folder / "cwd"
     empty.mkdir()
     blocked = {"hpsearch", type(objective).__module__.partition(".")[0]}
@@ -193,7 +201,10 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
 
 
 def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
-    """Write the validation inputs, one file per batch, because all together may exceed the memory."""
+    """Write the validation inputs to `folder`, one file per batch of `rows` samples.
+
+    All batches together may exceed the memory.
+    """
     for number, start in enumerate(range(0, len(splits.val), rows)):
         inputs = tensors(splits.val.inputs(slice(start, start + rows)))
         parts: dict[str, Any] = {name or predict_isolated.SINGLE_INPUT_KEY: part.numpy() for name, part in inputs}
@@ -201,7 +212,7 @@ def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
 
 
 class _Replay(nn.Module):
-    """Module that returns the predictions of the isolated process, one batch per call."""
+    """PyTorch module that returns the stored predictions of the isolated process, one batch per call."""
 
     def __init__(self, predictions: list[Any], batches: Iterator[Any], name: str) -> None:
         super().__init__()
@@ -227,7 +238,7 @@ class _Replay(nn.Module):
 
 
 def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
-    """Return the metric of predictions for the validation split, computed as in training."""
+    """Return the metric of the predictions for the validation split, computed as in training."""
     rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):
         return float("nan")

@@ -1,4 +1,4 @@
-"""The best weights of a trial, and the export of a model from them."""
+"""The best weights of a trial, and the export of a model from these weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BestWeights:
     Attributes:
         study: the study.
         trial: the trial.
-        undone: end of each error message, with the action that was not done.
+        undone: last clause of each error message, which states the action that did not take place.
     """
 
     study: StoredStudy
@@ -50,7 +50,7 @@ class BestWeights:
     undone: str
 
     def fetch(self, tracking: Tracking, folder: Path) -> Path:
-        """Download the best weights that the trial logged.
+        """Download the checkpoint with the best weights from the trial's MLflow run, and return its path.
 
         Raises:
             SearchError: the weights are unavailable.
@@ -71,7 +71,7 @@ class BestWeights:
             ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the content of the checkpoint.
+        """Return the content of the checkpoint file.
 
         Raises:
             SearchError: the file is damaged, or does not belong to the trial.
@@ -100,7 +100,7 @@ class BestWeights:
         """Check that the weights reproduce the validation value of the trial.
 
         Raises:
-            SearchError: the weights have another value, because the code or data has changed.
+            SearchError: the weights have another value, for example because the code or the data have changed.
         """
         metric = self.study.spec.metric
         now, then = restored.validate()[metric], float(get_first_value(self.trial) or 0.0)
@@ -112,12 +112,12 @@ class BestWeights:
 
 
 def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> str:
-    """Make the model of a COMPLETE trial without one, and return its id. Idempotent.
+    """Make the model of a COMPLETE trial that has no model, and return the id of the model. Idempotent.
 
     Raises:
         SearchError: the weights are unavailable or do not match the trial, or its objective exports no model.
         ObjectiveError: the weights do not fit the current code.
-        StorageError: MLflow is unavailable or rejects the model, or another process makes it.
+        StorageError: MLflow is unavailable or rejects the model, or another process is making the model.
     """
     missing = f"--trial {trial.number}: MLflow has no model of it"
     if removed := trial.user_attrs.get(REMOVED):
@@ -139,7 +139,10 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
 
 
 def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], ExportableModel]:
-    """Return the function that exports the model, after verifying the score of the weights."""
+    """Return a function that exports the model.
+
+    Without a custom training loop, first verify the score of the weights.
+    """
     objective = study.objective()
     if isinstance(objective, LoopObjective):  # only a custom loop can measure its value
         if not objective.defines("export"):
@@ -154,7 +157,10 @@ def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any
 
 
 def _read_best_epoch(tracking: Tracking, run_id: str, key: str, best: dict[str, Any]) -> EpochRecord:
-    """Return the record of the best epoch with its timestamp in MLflow, because another one would log it twice."""
+    """Return the record of the best epoch, with its timestamp in MLflow.
+
+    With another timestamp, MLflow would have the epoch twice.
+    """
     history = tracking.client.get_metric_history(run_id, sanitize_name(key))
     at = next((point.timestamp for point in history if point.step == best["epoch"]), int(time.time() * 1000))
     # The middle of a millisecond, so that rounding to MLflow's milliseconds gives the same one.
