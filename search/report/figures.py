@@ -1,4 +1,4 @@
-"""The figures of the report: learning curves, Pareto front, hypervolume."""
+"""The data of the report's figures: learning curves, importances, Pareto front, hypervolume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_figure_data(
     epoch_usage: EpochUsage,
     forecasts: Mapping[int, Forecast],
 ) -> dict[str, Any]:
-    """Return the JSON data of all figures; None stands for non-finite numbers."""
+    """Return the JSON data of all figures. Non-finite numbers are None."""
     stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _MAX_CURVE_POINTS) or 1
     return {
         "metric": format_metric_label(study.spec),
@@ -80,16 +80,16 @@ def make_figure_data(
 
 
 def format_metric_label(spec: StudySpec) -> str:
-    """Return the label of the (first) metric in figures and tables."""
+    """Return the label of the metric in figures and tables; in a multi-objective study, of the first metric."""
     return spec.metric if spec.is_multi_objective else f"val {spec.metric}"
 
 
 def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple[str, float]] | str:
-    """Return the importance of each parameter, the largest first; if there is none yet, a text with the reason.
+    """Return (parameter, importance), most important first; if importances are unavailable, a text with the reason.
 
     Args:
         study: the study.
-        metric_index: index of the metric.
+        metric_index: index of the metric in the values of a trial.
     """
     values = [t.values[metric_index] for t in study.trials(TrialState.COMPLETE) if t.values]
     if len(values) < 2:
@@ -115,7 +115,7 @@ def round_for_json(value: float | None) -> float | None:
 
 
 def to_json_value(value: Any) -> Any:
-    """Return the JSON value of a parameter; texts for booleans, categories and non-finite numbers."""
+    """Return a parameter's value for JSON. Booleans, categories and non-finite numbers become texts."""
     if isinstance(value, float) and math.isfinite(value):
         return round_for_json(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -136,13 +136,13 @@ def _thin_curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None
 
 
 def _find_best_number(study: StoredStudy) -> int | None:
-    """Return the number of the best trial with a finite (first) value; None without one."""
+    """Return the number of the best trial with a finite value of the first metric; None if there is none."""
     ranked = study.front() if study.spec.is_multi_objective else study.best_trials()
     return next((trial.number for trial in ranked if round_for_json(get_first_value(trial)) is not None), None)
 
 
 def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
-    """Return number and value of each trial that was better than all before it, without those out of bounds."""
+    """Return number and value of each feasible trial that was better than all earlier feasible trials."""
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
     for trial in study.trials():
@@ -157,10 +157,10 @@ def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
 
 
 def _make_axes(shown: list[FrozenTrial], names: list[str], important: list[str]) -> list[dict[str, Any]]:
-    """Return the axes of the parallel coordinates.
+    """Return the axes of the parallel coordinates plot.
 
-    They are the most important parameters that differ between trials and that all complete trials have: trials without
-    a conditional parameter could not be drawn.
+    The axes are the most important parameters that differ between trials and that all complete trials have. A trial
+    that lacks a (conditional) parameter has no point on the axis of this parameter.
     """
     complete = [t for t in shown if t.state == TrialState.COMPLETE and round_for_json(get_first_value(t)) is not None]
     axes = []
@@ -199,12 +199,13 @@ _MAX_VOLUME_POINTS = 1000  # of the figure; with more epochs, the hypervolume is
 
 @dataclass(frozen=True)
 class HypervolumeHistory:
-    """The hypervolume over the epochs of a study, as a share of the final hypervolume.
+    """The hypervolume of the Pareto front over the epochs of a study, as a share of the final hypervolume.
 
     Attributes:
-        epochs: number of epochs of all trials.
-        points: each change, as (epochs of the study so far, share, trial, epoch of the trial from 1).
-        reference: reference point: the worst value of each metric among complete trials.
+        epochs: total number of epochs of all trials.
+        points: each change of the hypervolume, as (epochs of the study so far, share, trial, epoch of the trial from
+            1).
+        reference: reference point, which is the worst value of each metric among complete trials.
     """
 
     epochs: int
@@ -218,14 +219,14 @@ class HypervolumeHistory:
 
 
 def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, int]]) -> HypervolumeHistory | None:
-    """Return the hypervolume over the epochs of a study; None if it is zero.
+    """Return the hypervolume over the epochs of a study; None if the final hypervolume is zero.
 
-    A trial counts with the values of its best epoch so far by the first metric, whose weights its model has. A better
-    epoch may have a worse second metric, so the hypervolume can decrease.
+    A trial counts with the values of its best epoch so far by the first metric, because its model has the weights of
+    this epoch. A new best epoch may have a worse second metric, so the hypervolume can decrease.
 
     Args:
         study: a multi-objective study.
-        order: (trial, epoch from 0) of all epochs, in the order in which they ended.
+        order: (trial, epoch from 0) of all epochs, in the order in which the epochs ended.
     """
     maximize, trials = study.spec.maximized, study.trials()
     complete = [t.values for t in trials if t.state == TrialState.COMPLETE and t.values]
@@ -260,7 +261,7 @@ _MAX_FRONT_ROWS = 200
 
 
 def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
-    """Return the JSON data of the figure of the Pareto front."""
+    """Return the JSON data of the Pareto front figure."""
     names = list(study.spec.direction_by_metric)
     return {
         "metrics": [
@@ -278,13 +279,13 @@ def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
 def make_front_section(
     study: StoredStudy, summary: Summary, rows: list[dict[str, Any]], found: HypervolumeHistory | None
 ) -> dict[str, Any]:
-    """Return the template values of the section on the Pareto front.
+    """Return the template values for the report's section on the Pareto front.
 
     Args:
         study: a multi-objective study.
-        summary: its summary.
+        summary: summary of the study.
         rows: rows of the table of trials.
-        found: hypervolume over the epochs; None if it is zero.
+        found: hypervolume over the epochs; None if the hypervolume is zero.
     """
     spec, numbers = study.spec, {trial.number for trial in summary.front}
     worst = zip(spec.direction_by_metric, found.reference, strict=True) if found else ()
@@ -299,7 +300,7 @@ def make_front_section(
 
 
 def format_front_headline(study: StoredStudy, summary: Summary) -> str:
-    """Return the result of a multi-objective study with a Pareto front in a sentence."""
+    """Return one sentence with the result of a multi-objective study that has a Pareto front."""
     metrics = list(study.spec.direction_by_metric)
     names = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
     trials, many = pluralize(summary.finished, "trial"), len(summary.front)
@@ -309,7 +310,7 @@ def format_front_headline(study: StoredStudy, summary: Summary) -> str:
 
 
 def make_front_cards(study: StoredStudy, summary: Summary) -> list[tuple[str, str]]:
-    """Return the cards with the size of the Pareto front and the best value of each metric on it."""
+    """Return the report's cards with the size of the Pareto front and the best value of each metric on the front."""
     if not summary.front:
         return []
     found = [(str(len(summary.front)), f"on the front, of {pluralize(summary.complete, 'complete trial')}")]

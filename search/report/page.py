@@ -53,7 +53,7 @@ from hpsearch.storage.rungs.rungs import read_rung_counts
 
 
 def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
-    """Return a row for each epoch, counted from 1, at which trials were pruned, with counts, cutoffs and peers."""
+    """Return a table row for each epoch, counted from 1, at which trials were pruned: counts, cutoffs and peers."""
     records: dict[tuple[int, int | None], list[dict[str, Any]]] = defaultdict(list)
     for trial in study.trials():
         record = trial.user_attrs.get(PRUNING)
@@ -73,7 +73,7 @@ def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
 
 
 def _format_range(values: Sequence[object], form: str) -> str:
-    """Return ``0.91 to 0.95``, without non-finite values, which are stored as text."""
+    """Return the range of the finite values as text: ``0.91 to 0.95``. Non-finite values are stored as texts."""
     numbers = sorted(v for v in values if isinstance(v, int | float))
     if not numbers:
         return ""
@@ -86,7 +86,7 @@ _MAX_FAILURES = 20  # in the section of failures; the table of trials has all
 
 
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
-    """Write the report of `study` to `path` and return it."""
+    """Write the report of `study` to `path` and return the path."""
     summary, finalists = summarise(study), read_finalists(study)
     opening = read_test_evaluation(study.engine, study.study_id)
     shown = select_shown_trials(study)
@@ -145,7 +145,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
 
 
 def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> str:
-    """Return the result of the study in a sentence."""
+    """Return one sentence with the result of the study."""
     metric, trials = study.spec.metric, pluralize(summary.finished, "trial")
     if finalists is not None and finalists.winner is not None:
         row = finalists.row(finalists.winner)
@@ -173,7 +173,7 @@ def _join_bounds(study: StoredStudy) -> str:
 
 
 def _format_early_stop(study: StoredStudy) -> str:
-    """Return a sentence with the reason if the study ended before its budget was spent, else an empty text."""
+    """Return a sentence with the reason for an early termination; an empty text if there was none."""
     stop = study.early_stop
     return "" if stop is None else f" Stopped after {stop.started} of {stop.budget} trials: {stop.reason}."
 
@@ -181,7 +181,7 @@ def _format_early_stop(study: StoredStudy) -> str:
 def _make_cards(
     study: StoredStudy, summary: Summary, finalists: Finalists | None, opening: TestEvaluation | None
 ) -> list[tuple[str, str]]:
-    """Return the cards at the top of the page, each with a number and its label; the most reliable number first."""
+    """Return the cards at the top of the page as (number, label), most reliable number first."""
     metric, cards = study.spec.metric, []
     if opening is not None and opening.scores is not None and metric in opening.scores:
         cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.model_description}"))
@@ -209,7 +209,7 @@ def _make_cards(
 
 
 def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
-    """Return a row for each rung that a trial has reached: its epoch, and the number of trials by outcome."""
+    """Return a table row for each rung that a trial has reached: epoch of the rung, and number of trials by outcome."""
     rungs = make_rungs(study.spec)
     if rungs is None:
         return []
@@ -224,7 +224,7 @@ def _make_rung_rows(study: StoredStudy) -> list[dict[str, Any]]:
 
 
 def _describe_best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
-    """Return the parameters of the finalists' winner, else of the best trial; None without either."""
+    """Return the parameters of the finalists' winner, or else of the best trial; None if neither exists."""
     best, title = None if study.spec.is_multi_objective else summary.best, "Parameters of the best"
     if finalists is not None and finalists.winner is not None:
         best, title = study.trials()[finalists.winner], "Parameters of the winner"
@@ -251,7 +251,7 @@ def _make_promotion_row(promotion: Promotion) -> dict[str, str]:
 
 
 def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, Any]:
-    """Return the template values of the section on finalists: a row each, best first, and the result in sentences."""
+    """Return the template values for the section on finalists: rows, best first, and the result as sentences."""
     rows = []
     for row in rank_finalists(study, found):
         over = compute_optimism(study, row)

@@ -62,7 +62,7 @@ from hpsearch.storage.trials.history import (
 
 
 def format_last_failure(study: StoredStudy) -> list[str]:
-    """Return a line with the reason of the last failed trial; none if no trial has failed."""
+    """Return a line with the reason of the last failed trial; an empty list if no trial has failed."""
     failed = [t for t in study.trials(TrialState.FAIL) if REASON in t.user_attrs]
     return [f"last failure: trial {t.number}: {t.user_attrs[REASON]}" for t in failed[-1:]]
 
@@ -115,7 +115,12 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
 
 
 def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[str]:
-    """Return a line for each current promotion of a study, or of one of its trials."""
+    """Return one line per current promotion of a study.
+
+    Args:
+        study: the study.
+        trial: number of the trial whose promotions are returned; None selects all trials.
+    """
     return [format_promotion(promotion) for promotion in list_current_promotions(study, trial=trial)]
 
 
@@ -135,7 +140,7 @@ def format_utc(moment: datetime.datetime) -> str:
 
 
 def describe_model(promotion: Promotion) -> str:
-    """Return the origin of the promoted model: ``trial 7``, or ``the refit of trial 7``."""
+    """Return the origin of the promoted model as text: ``trial 7``, or ``the refit of trial 7``."""
     refit = promotion.evidence.get("refit")
     return f"trial {promotion.trial_number}" if refit is None else f"the refit of trial {refit['of']}"
 
@@ -146,12 +151,12 @@ _MAX_FORECASTS = 10  # without --all, the best first
 def forecast_trials(
     study: StoredStudy, trials: Sequence[FrozenTrial], of: Container[int] | None = None
 ) -> dict[int, Forecast]:
-    """Return forecasts of final values by trial number, the best first; none for multi-objective studies.
+    """Return forecasts of final values by trial number, best first; an empty dictionary for multi-objective studies.
 
     Args:
         study: the study.
-        trials: all its trials.
-        of: numbers of the trials to forecast; None for all running and waiting trials.
+        trials: all trials of the study.
+        of: numbers of the trials to forecast; None selects all running and waiting trials.
     """
     spec = study.spec
     if spec.is_multi_objective or not can_forecast(trials, spec.epochs):
@@ -164,7 +169,7 @@ def forecast_trials(
 
 
 def format_best_forecast(study: StoredStudy) -> str | None:
-    """Return the best forecast of a running or waiting trial in one line; None without a forecast."""
+    """Return a line with the best forecast among running and waiting trials; None if there are no forecasts."""
     trials = study.trials()
     for number, found in forecast_trials(study, trials).items():
         return f"trial {number} ({_STATES[trials[number].state]}): forecast of the final {study.spec.metric}: {found}"
@@ -175,7 +180,12 @@ _STATES = {TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
 
 
 def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
-    """Return the table of forecasts, or of the best of them; None without a forecast."""
+    """Return the table of forecasts; None if there are no forecasts.
+
+    Args:
+        study: the study.
+        every: whether to show all forecasts instead of only the best ones.
+    """
     trials = study.trials()
     found = forecast_trials(study, trials)
     if not found:
@@ -218,7 +228,7 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
 
 
 def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
-    """Return for each waiting trial, by its number, why it waits."""
+    """Return the reasons why trials wait, by trial number."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
     attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
     enqueued = "enqueued: no worker has claimed it yet"
@@ -267,7 +277,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
 
 
 def _format_pruning(record: dict[str, object] | None) -> str:
-    """Return the reason for a pruner's decision: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
+    """Return a pruner's decision as text: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
     if not record:
         return ""
     parts = {key: value for key, value in record.items() if key != "pruner"}
@@ -314,7 +324,7 @@ def _format_time(moment: datetime.datetime) -> str:
 
 
 def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
-    """Return the values of each epoch, counted from 1, with the rungs that the trial reached."""
+    """Return a table with the values of each epoch, counted from 1, and the rungs that the trial reached."""
     rungs, spec = _find_reached_rungs(study, trial), study.spec
     names = list(spec.direction_by_metric) if spec.is_multi_objective else [f"val {spec.metric}"]
     others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.is_multi_objective else {}
@@ -327,7 +337,7 @@ def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
 
 
 def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
-    """Return the rungs at which the trial has stored a value, each with its epoch, counted from 0."""
+    """Return the epoch, counted from 0, of each rung at which the trial has stored a value."""
     halving = study.spec.pruner.get_halving(study.spec.name, trial.number)
     rungs: dict[int, int] = {}
     while halving is not None and get_rung_key(len(rungs)) in trial.system_attrs:

@@ -30,19 +30,19 @@ _ETA_ENDS = 20  # trials whose ends give the rate for the ETA
 
 @dataclass(frozen=True)
 class StudyStatus:
-    """The status of a study at one time.
+    """Snapshot of a study's status.
 
     Attributes:
         study, metric, direction, epochs: settings of the spec.
-        stopped: user and time of a stop request; None without one.
+        stopped: user and time of a stop request; None if the study was not stopped.
         progress: counts, best trial and running trials.
         workers: all registered workers, active ones first.
-        events: the ends of the last attempts, newest first.
+        events: the attempts that ended last, newest first.
         reached: number of trials that reached an epoch, by epoch.
-        eta: seconds to the end of the budget; None while too few trials have ended.
-        at: time of the database's clock.
-        directions: direction of each metric in a multi-objective study; None in others.
-        front: number and values of the trials on the Pareto front; None in single-objective studies.
+        eta: estimated seconds until the budget is spent; None while too few trials have ended.
+        at: time of the snapshot, by the database's clock.
+        directions: direction of each metric in a multi-objective study; None in a single-objective study.
+        front: number and values of the trials on the Pareto front; None in a single-objective study.
     """
 
     study: str
@@ -102,7 +102,7 @@ _EPOCHS_PER_TRIAL = sa.text("""
 
 
 def _count_rungs_reached(study: StoredStudy) -> dict[int, int]:
-    """Count the trials that reached the first epoch, the last, and the last divided by powers of two."""
+    """Return the number of trials that reached epoch 1, and epochs N, N/2, N/4 and so on, with N the last epoch."""
     lengths = [row.epochs for row in Database(study.engine).fetch_rows(_EPOCHS_PER_TRIAL, {"study": study.study_id})]
     total = study.spec.epochs
     marks = sorted({1, total, *(total // 2**power for power in range(1, int(math.log2(total)) + 1))})
@@ -137,7 +137,7 @@ _WIDE_WIDTH = 100  # characters; below it only the narrow columns are shown
 
 
 class EpochRate:
-    """The number of epochs per second, over the last seconds."""
+    """Moving average of the number of epochs per second."""
 
     _WINDOW_SECONDS = 20.0
 
@@ -145,11 +145,11 @@ class EpochRate:
         self._samples: deque[tuple[float, int]] = deque()
 
     def add(self, seconds: float, epochs: int) -> float | None:
-        """Add a sample and return the epochs per second; None after the first sample.
+        """Add a sample and return the current epochs per second; None after the first sample.
 
         Args:
             seconds: time of a monotonic clock.
-            epochs: epochs reported in the study so far.
+            epochs: number of epochs reported in the study so far.
         """
         self._samples.append((seconds, epochs))
         while len(self._samples) > 2 and seconds - self._samples[0][0] > self._WINDOW_SECONDS:
@@ -183,7 +183,7 @@ def render_progress(
 
     Args:
         study: name of the study.
-        details: texts of the title after the name, with their styles.
+        details: (text, rich style) of the parts of the title after the name.
         progress: progress of the study.
         counts: text of `format_counts`.
         rate: text of `format_rate`, possibly with other text before it.
@@ -201,9 +201,9 @@ def render_status(
 
     Args:
         status: status of the study.
-        epochs_per_second: rate of the study; None if unknown.
-        width: characters; a narrow view omits the less important columns.
-        height: approximate number of lines.
+        epochs_per_second: epochs per second of the study; None if unknown.
+        width: width in characters; a narrow view omits the less important columns.
+        height: approximate height in lines.
     """
     room = max(height - _RESERVED_LINES, 6)
     shown = min(len(status.workers), max(room * 2 // 3, 3))

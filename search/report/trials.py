@@ -1,4 +1,4 @@
-"""The trials of the report: rows of the table, and the use of epochs over time."""
+"""The trials in the report: rows of the table of trials, and the epochs over time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 
 
 def format_state(trial: FrozenTrial) -> str:
-    """Return the state of a trial as the page shows it."""
+    """Return the state of a trial as text for the report."""
     if trial.user_attrs.get(INFEASIBLE):
         return "infeasible"
     return "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
 
 
 def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials that the page shows: complete ones, best first, then the latest others.
+    """Return the trials that the report shows: feasible complete trials, best first, then all others.
 
-    The Pareto front of a multi-objective study comes first. Complete trials out of bounds follow the others.
+    In a multi-objective study, the Pareto front comes first. The feasible trials are followed by complete trials that
+    violate a constraint, best first, and then by all other trials, latest first. The number of trials is limited.
     """
     within = [*study.front(), *study.best_trials()] if study.spec.is_multi_objective else study.best_trials()
     order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
@@ -39,14 +40,14 @@ def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
 
 
 def list_parameter_names(trials: list[FrozenTrial]) -> list[str]:
-    """Return the names of all parameters, in the order of their first use."""
+    """Return the names of all parameters of the trials, in the order of their first use."""
     return list(dict.fromkeys(name for t in sorted(trials, key=lambda t: t.number) for name in t.params))
 
 
 def make_trial_rows(
     study: StoredStudy, trials: list[FrozenTrial], names: list[str], forecasts: Mapping[int, Forecast]
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table, with formatted values and with sort keys."""
+    """Return the rows of the table of trials, with formatted values and with sort keys."""
     seconds, waiting = compute_run_seconds(study, trials), find_waiting_reasons(study)
     rows = []
     for trial in trials:
@@ -83,13 +84,13 @@ def _make_trial_row(
 
 @dataclass(frozen=True)
 class EpochUsage:
-    """The epochs of all trials in the order of time.
+    """The epochs of all trials of a study, in chronological order.
 
     Attributes:
-        epochs: number of epochs of all trials, including pruned and failed ones.
+        epochs: total number of epochs of all trials, including pruned and failed trials.
         best: each new best value, as (epochs of the study so far, value, trial, epoch of the trial from 1).
-        pauses: epochs, from 1, after which a trial paused, by trial number.
-        order: (trial, epoch from 0) of all epochs, in the order in which they ended.
+        pauses: epochs, counted from 1, after which a trial paused, by trial number.
+        order: (trial, epoch from 0) of all epochs, in the order in which the epochs ended.
     """
 
     epochs: int
@@ -104,7 +105,7 @@ class EpochUsage:
 
 
 def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
-    """Return the epochs of all trials of a study in the order of time."""
+    """Return the epochs of all trials of a study, in chronological order."""
     rungs = make_rungs(study.spec)
     by_trial: dict[int, list[RunInterval]] = defaultdict(list)
     for interval in read_run_intervals(study.engine, study.study_id):
@@ -128,7 +129,7 @@ def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
 
 
 def find_eligible_trials(study: StoredStudy) -> set[int]:
-    """Return the numbers of the trials that neither failed nor diverged, and violate no constraint."""
+    """Return the numbers of the trials that did not fail, are not infeasible, and violate no constraint."""
     return {
         trial.number
         for trial in study.trials()
@@ -141,12 +142,14 @@ def find_eligible_trials(study: StoredStudy) -> set[int]:
 def estimate_epoch_ends(
     trial: FrozenTrial, intervals: Sequence[RunInterval], rungs: Sequence[int]
 ) -> Iterator[tuple[float, int]]:
-    """Estimate when the epochs of a trial ended; epochs between two pauses are assumed to have equal durations.
+    """Estimate when the epochs of a trial ended.
+
+    The epochs between two pauses are assumed to have equal durations.
 
     Args:
-        trial: trial with its start and end, which are used if no worker of hpsearch ran it.
-        intervals: periods in which it ran.
-        rungs: epochs after which it may have paused.
+        trial: the trial. If no worker of hpsearch ran it, its start and end times are used.
+        intervals: periods in which the trial ran.
+        rungs: epochs after which the trial may have paused.
 
     Yields:
         The end in Unix seconds, and the epoch, counted from 0.
