@@ -1,1 +1,1 @@
-"""Runs on this machine: the search, its finalists, the live view, and the upload of remaining records."""
+"""Commands that run trials on this machine: search, finalists, refit, live view, and upload of remaining records."""

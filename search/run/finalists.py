@@ -1,6 +1,6 @@
-"""Retrain finalists, or refit the winner, with a fleet on this machine.
+"""Retrain finalists or refit the winner with a fleet on this machine.
 
-Finalists and refits are trained in a companion study of the search.
+Finalists and refits are trained in a separate study, the companion study of the search.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hpsearch.storage.records.test_evaluations import read_test_evaluation
 
 @dataclass(frozen=True)
 class CompanionStudy:
-    """A study with the finalists or the refit of a search.
+    """A finalist or refit study of a search, with its services.
 
     Attributes:
         study: the companion study.
-        created: whether it is new.
-        services: its services.
+        created: whether the companion study is new.
+        services: services of the companion study.
         tracking_error: why MLflow is unavailable; None if it answers.
     """
 
@@ -60,10 +60,10 @@ def open_companion_study(
         services: services of the search.
         search: the search.
         options: options of the workers.
-        make: creates or joins the companion study; returns it and whether it is new.
+        make: function that creates or joins the companion study; returns the study, and whether it is new.
 
     Raises:
-        SearchError: `search` is itself a companion study, or has nothing to retrain.
+        SearchError: `search` is itself a companion study, or has no trial to retrain.
         StorageError: a service is unusable.
     """
     if options.checkpoint_url is not None:
@@ -81,7 +81,7 @@ def open_companion_study(
 def train_companion_study(
     console: Console, companion: CompanionStudy, options: WorkerOptions, workers: int
 ) -> tuple[bool, tuple[str, ...]]:
-    """Train the remaining trials and send their records to MLflow.
+    """Train the remaining trials of a companion study and send their records to MLflow.
 
     Args:
         console: console for the live view.
@@ -90,7 +90,7 @@ def train_companion_study(
         workers: number of workers; 0 trains nothing.
 
     Returns:
-        Whether a signal interrupted the training, and why workers gave up.
+        Whether a signal interrupted the training, and one line per worker that gave up, with the reason.
 
     Raises:
         SearchError: the study was stopped.
@@ -116,12 +116,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetrainResult(Generic[T]):
-    """The result of retraining.
+    """The result of training a companion study.
 
     Attributes:
         table: the table of the finalists, or the refit.
         is_interrupted: whether a signal ended the training.
-        gave_up: a line with the reason for each worker that gave up.
+        gave_up: one line per worker that gave up, with the reason.
     """
 
     table: T
@@ -141,14 +141,14 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     workers: int,
     console: Console,
 ) -> RetrainResult[Finalists]:
-    """Choose or continue the finalists of a study, train the remaining ones, and print and return the results table.
+    """Choose finalists or continue the existing set, train the remaining trials, and print and return the results.
 
     Args:
         services: services of the study.
         study: the study, whose search has ended.
         options: options of the workers.
-        top: number of finalists; None for the default or the existing set.
-        seeds: number of new seeds; None for the default or the existing set.
+        top: number of finalists; None uses the number of the existing set, or the default.
+        seeds: number of new seeds; None uses the number of the existing set, or the default.
         new_set: whether to choose a new set of finalists.
         infeasible: whether trials that violate a constraint may be chosen.
         workers: number of workers; 0 only chooses and shows the finalists.
@@ -231,19 +231,19 @@ def run_refit(
     workers: int,
     console: Console,
 ) -> RetrainResult[Refit]:
-    """Create or continue the refit of a study's winner, train its remaining trials, and return it.
+    """Create or continue the refit of a study's winner, train its remaining trials, and return its state.
 
     Args:
         services: services of the study.
         study: the search, whose finalists have a winner.
         options: options of the workers.
-        trial: number of the winner, which is compared with the stored one; None does not compare.
-        seeds: number of seeds; None for the default.
+        trial: number of the expected winner; None accepts any winner.
+        seeds: number of seeds; None uses the number of the existing refit, or the default.
         workers: number of workers; 0 only creates and shows the refit.
         console: console for the live view and the result.
 
     Raises:
-        SearchError: there is no winner, its objective has a custom training loop, or the refit was stopped.
+        SearchError: there is no winner, the objective has a custom training loop, or the refit was stopped.
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service is unusable.
     """

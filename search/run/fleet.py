@@ -41,7 +41,11 @@ _SUPERVISION_SECONDS = 5.0  # between two checks, which take about 30 ms
 
 @contextmanager
 def supervise_services(home: Path) -> Iterator[threading.Event]:
-    """Restart services of the embedded stack that die; yield an event that is set after ``hpsearch down``."""
+    """Restart dead services of the embedded stack during this block.
+
+    Yields:
+        An event that is set when the stack was stopped with ``hpsearch down``.
+    """
     done, stopped = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -69,7 +73,7 @@ _INTERRUPTED_UPLOAD_SECONDS = 10.0  # for the upload to MLflow after Ctrl-C
 
 
 def open_study_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
-    """Open the run of the study in MLflow; return why it cannot be opened now, None after success.
+    """Open the study's run in MLflow.
 
     Args:
         services: services of the study.
@@ -77,7 +81,7 @@ def open_study_run(services: Services, study: StoredStudy, *, required: bool) ->
         required: whether an unavailable tracking server is an error.
 
     Raises:
-        StorageError: the tracking server is `required` and unavailable, or the experiment was deleted.
+        StorageError: the tracking server is `required` and unavailable, or the run or experiment was deleted.
     """
     if services.tracking_error:
         return services.tracking_error
@@ -113,7 +117,11 @@ def run_fleet(
     workers: int,
     options: WorkerOptions,
 ) -> tuple[bool, tuple[str, ...]]:
-    """Run a fleet until no worker is left; return whether a signal interrupted it, and why workers gave up."""
+    """Run a fleet until no worker is left.
+
+    Returns:
+        Whether a signal interrupted the fleet, and one line per worker that gave up, with the reason.
+    """
     options = options.model_copy(update=dict(services.addresses))
     check_devices(options)
     logs = services.home / "logs" / study.spec.name
@@ -158,12 +166,12 @@ def run_fleet(
 
 @contextmanager
 def warn_on_mlflow_error(console: Console, what: str, again: str) -> Iterator[None]:
-    """Print a warning for an error in this block, because an unavailable server must not hide a result.
+    """Convert an MLflow error in this block to a printed warning, because such an error must not hide the result.
 
     Args:
         console: console for the warning.
-        what: the data that MLflow does not receive.
-        again: the command that sends the data.
+        what: name of the data that MLflow did not receive, for the warning.
+        again: command that sends the data again, for the warning.
     """
     try:
         yield
@@ -172,7 +180,7 @@ def warn_on_mlflow_error(console: Console, what: str, again: str) -> Iterator[No
 
 
 def flush_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
-    """Send the study's records in this machine's outbox to all trackers, and print how many trials remain."""
+    """Send the study's records in this machine's outbox to all trackers, and print the number of unsent trials."""
     checkpoints = open_checkpoints(study, services.home, None)
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 

@@ -1,4 +1,4 @@
-"""The live view of a run: progress of the study, and a line for each worker."""
+"""The live view of a run: progress of the study, and one line per worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
 
 
 class LiveView:
-    """A progress view that is redrawn on a terminal and in a notebook; elsewhere it prints a line from time to time."""
+    """View of the progress of a run. It is redrawn on a terminal or in a notebook; elsewhere it prints lines."""
 
     def __init__(self, console: Console, spec: StudySpec, fleet: Fleet) -> None:
         self._console = console
@@ -53,7 +53,7 @@ class LiveView:
                 self._live.stop()
 
     def update(self, progress: Progress, *, is_outage: bool = False) -> None:
-        """Show `progress`, and a line when the database becomes unavailable."""
+        """Show the progress; print a line when the database becomes unavailable."""
         if is_outage and not self._is_outage:
             self.print_line("the database is unavailable; waiting for it")
         self._is_outage = is_outage
@@ -92,7 +92,7 @@ class LiveView:
         return format_counts(progress, self._spec.metric, several)
 
     def _eta(self, progress: Progress) -> float | None:
-        """Return the seconds left at the rate of this run so far; None at its start."""
+        """Return the estimated seconds until the budget is spent, at the average rate of this run; None if unknown."""
         assert self._first is not None
         spent = progress.share - self._first.share
         if spent <= 0:
@@ -124,7 +124,7 @@ class LiveView:
 
 
 class _NotebookCell:
-    """A redrawn view in a notebook; rich's own needs ipywidgets, which few users have."""
+    """A redrawn view in a notebook. Rich's own notebook view needs ipywidgets, which few users have."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._display = display
@@ -146,7 +146,7 @@ class _NotebookCell:
 
 
 def _make_display(console: Console) -> Live | _NotebookCell | None:
-    """Return the view of a terminal or notebook; None without either."""
+    """Return a view for the terminal or notebook; None if the output is neither."""
     notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # not a dependency
     if notebook is not None:
         return _NotebookCell(notebook.display)

@@ -36,8 +36,8 @@ class RunResult:
         report: path of the report; None if it was not written.
         is_interrupted: whether a signal ended the run; its trials were saved.
         stopped: user and time of a stop request; empty without one.
-        is_finished: whether the budget or the time is spent.
-        gave_up: a line with the reason for each worker that gave up.
+        is_finished: whether the budget is spent or the timeout has expired.
+        gave_up: one line per worker that gave up, with the reason.
     """
 
     summary: Summary
@@ -51,7 +51,7 @@ class RunResult:
 def run_search(
     services: Services, study: StoredStudy, options: WorkerOptions, *, workers: int, created: bool, console: Console
 ) -> RunResult:
-    """Run a study with a fleet until its budget or time is spent, or it is stopped.
+    """Run a study with a fleet until its budget is spent, its timeout expires, or it is stopped.
 
     Args:
         services: services of the study.
@@ -62,7 +62,7 @@ def run_search(
         console: console for the live view and the result.
 
     Raises:
-        SearchError: the study was stopped before or deleted meanwhile, or its database became unavailable.
+        SearchError: the study was already stopped, it was deleted during the run, or its database became unavailable.
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service is unusable.
     """
@@ -105,7 +105,7 @@ def run_search(
 
 
 def _make_extend_options(study: StoredStudy, begin: Summary) -> tuple[str, str]:
-    """Return the option of `extend` that doubles the spent budget."""
+    """Return the flag of `extend`, and its value, that double the budget that is spent."""
     spec, spending = study.spec, study.spending
     if begin.finished >= study.budget or spending is None:
         return "--trials", f"+{spec.n_trials}"
@@ -129,7 +129,7 @@ def _print_begin(
 def _finish_search(
     console: Console, services: Services, study: StoredStudy, *, interrupted: bool, gave_up: tuple[str, ...]
 ) -> RunResult:
-    """Send the result to MLflow and the dashboard, write the report, print the summary."""
+    """Send the result to MLflow and the dashboard, write the report, and print the summary."""
     try:
         summary = summarise(study)
     except KeyError:

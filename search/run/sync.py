@@ -1,4 +1,4 @@
-"""``hpsearch sync``: send the records of this machine's outbox, and recreate the models of lost machines."""
+"""``hpsearch sync``: send the records in this machine's outbox, and rebuild missing models of lost machines' trials."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The result of an upload.
+    """The result of ``hpsearch sync``.
 
     Attributes:
         sent: number of trials whose records were sent.
         left: number of trials with records that were not sent.
-        problems: a line for each model that could not be recreated.
+        problems: one line per trial whose missing records could not be rebuilt.
     """
 
     sent: int
@@ -41,7 +41,7 @@ class SyncResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all trackers have all records."""
+        """Whether all trackers have all records of the study."""
         return not self.left and not self.problems
 
 
@@ -59,7 +59,7 @@ def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStu
 
 
 def sync_study(services: Services, study: StoredStudy, console: Console) -> SyncResult:
-    """Send the records of a study in this machine's outbox, recreate the models of lost machines, and print the result.
+    """Send the study's records in this machine's outbox, rebuild records of lost machines, and print the result.
 
     Raises:
         SearchError: the study has no tracking server, and none was given.
