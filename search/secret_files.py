@@ -27,10 +27,10 @@ SECRET_VARIABLES = (
 
 
 def read_secret_files(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set the `SECRET_VARIABLES` from their files and remove the NAME_FILE variables.
+    """Set each of the `SECRET_VARIABLES` from its file, and remove the NAME_FILE variables.
 
     Args:
-        environment: variables to read and to change; None for those of this process.
+        environment: environment to read and change; None selects the environment of this process.
 
     Raises:
         SearchError: a variable is also set directly, or its file cannot be read or is empty.

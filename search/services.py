@@ -1,4 +1,4 @@
-"""The services that a command uses: those of the given URLs, or the embedded stack."""
+"""The services that a command uses: services at given URLs, or the embedded stack."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Services:
     """Addresses of the services of a search.
 
     Attributes:
-        home: folder of the embedded stack, runs and logs.
-        storage_url: Postgres database with the studies.
-        tracking_uri: MLflow server; None until the study is read.
-        dashboard_url: dashboard of hpsearch; None without one.
-        checkpoint_url: the given address; None for that of the study.
-        is_embedded: whether these are the services of the embedded stack.
+        home: home folder, with the embedded stack, runs and logs.
+        storage_url: URL of the Postgres database with the studies.
+        tracking_uri: URI of the MLflow server; None if it is not given and will be read from the study.
+        dashboard_url: URL of the dashboard; None if there is no dashboard.
+        checkpoint_url: given address of the checkpoints; None uses the address that is stored in the study.
+        is_embedded: whether the services are those of the embedded stack.
         tracking_error: why the tracking server is unavailable; None if it answers.
     """
 
@@ -49,7 +49,7 @@ class Services:
 
     @property
     def addresses(self) -> Addresses:
-        """Addresses for a worker."""
+        """The addresses of the services, as options of a worker."""
         return {
             "storage_url": self.storage_url,
             "tracking_uri": self.tracking_uri,
@@ -61,7 +61,7 @@ class Services:
         """Return a client of the tracking server.
 
         Args:
-            uri: address of the server; None for `tracking_uri`.
+            uri: URI of the server; None uses `tracking_uri`.
         """
         address = uri or self.tracking_uri
         assert address is not None
@@ -69,7 +69,7 @@ class Services:
 
 
 def resolve_addresses(where: Addresses) -> Addresses:
-    """Return the given addresses, completed from the environment (HPSEARCH_STORAGE_URL and so on).
+    """Return the given addresses; missing addresses come from environment variables such as HPSEARCH_STORAGE_URL.
 
     Raises:
         SearchError: `where` has a key that is not the name of an address.
@@ -88,7 +88,7 @@ def find_services(
     tracking_required: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Services:
-    """Return the services at the given addresses after a check; without addresses, start and return the embedded stack.
+    """Return the services at the given addresses; if there are none, start and return the embedded stack.
 
     Args:
         where: the given addresses.
@@ -97,7 +97,7 @@ def find_services(
         progress: called with the name of each step.
 
     Raises:
-        SearchError: one of the two URLs is missing.
+        SearchError: `where` has a tracking URI without a database URL, or, with `both`, only a database URL.
         StorageError: a service is unusable.
     """
     check_pair(where, both=both)
@@ -121,7 +121,7 @@ def check_pair(where: Addresses, *, both: bool = True) -> None:
         both: whether a database URL without a tracking URI is an error.
 
     Raises:
-        SearchError: one of the two URLs is missing.
+        SearchError: `where` has a tracking URI without a database URL, or, with `both`, only a database URL.
         StorageError: the database URL is not a Postgres URL.
     """
     storage_url, tracking_uri = where.get("storage_url"), where.get("tracking_uri")
@@ -139,11 +139,11 @@ def probe_tracking(uri: str, *, required: bool = False) -> str | None:
     """Return why the tracking server is unavailable; None if it answers.
 
     Args:
-        uri: address of the server.
-        required: whether an unavailable server is an error; otherwise records wait for it in the outbox.
+        uri: URI of the server.
+        required: whether an unavailable server is an error. If not, records wait in the outbox.
 
     Raises:
-        StorageError: the address is invalid, or the server is `required` and unavailable.
+        StorageError: the URI is invalid, or the server is `required` and unavailable.
     """
     try:
         check_server(uri)
