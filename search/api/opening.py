@@ -76,11 +76,11 @@ class StudyRow:
         best_value, best_number: value and number of the best trial by the first metric; None if no trial is COMPLETE.
         front: number of trials on the Pareto front; 0 in a single-objective study.
         promoted: current promotions, such as ``digits@champion (trial 7)``.
-        stopped: whether a user stopped the study.
-        stopped_early: whether the study terminated early.
-        of_finalists: whether the study retrains the finalists of another study.
-        of_refit: whether the study refits the winner of another study.
-        ours: whether hpsearch created the study.
+        is_stopped: whether a user stopped the study.
+        is_stopped_early: whether the study terminated early.
+        is_finalist_study: whether the study retrains the finalists of another study.
+        is_refit_study: whether the study refits the winner of another study.
+        is_from_hpsearch: whether hpsearch created the study.
     """
 
     name: str
@@ -97,11 +97,11 @@ class StudyRow:
     best_number: int | None = None
     front: int = 0
     promoted: tuple[str, ...] = ()
-    stopped: bool = False
-    stopped_early: bool = False
-    of_finalists: bool = False
-    of_refit: bool = False
-    ours: bool = True
+    is_stopped: bool = False
+    is_stopped_early: bool = False
+    is_finalist_study: bool = False
+    is_refit_study: bool = False
+    is_from_hpsearch: bool = True
 
 
 def open_services(where: Addresses, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
@@ -144,7 +144,7 @@ def list_studies(where: Addresses) -> list[StudyRow]:
 
 def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
     if (stored := frozen.user_attrs.get(SPEC)) is None:
-        return StudyRow(frozen.study_name, ours=False)
+        return StudyRow(frozen.study_name, is_from_hpsearch=False)
     spec, engine = parse_stored_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
     current = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
@@ -163,8 +163,8 @@ def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy
         best_number=at.best_number,
         front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.is_multi_objective else 0,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in current),
-        stopped=bool(frozen.user_attrs.get(STOPPED)),
-        stopped_early=at.stopped_after is not None,
-        of_finalists=spec.finalists_of is not None and spec.refit is None,
-        of_refit=spec.refit is not None,
+        is_stopped=bool(frozen.user_attrs.get(STOPPED)),
+        is_stopped_early=at.stopped_after is not None,
+        is_finalist_study=spec.finalists_of is not None and spec.refit is None,
+        is_refit_study=spec.refit is not None,
     )

@@ -162,13 +162,13 @@ def promote(
     done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
     source = f"the refit, trial {done.trial} of {ran.table.study}," if refit else f"trial {done.trial} of {name}"
     typer.echo(f"{source} is models:/{done.model}@{done.alias} (version {done.version})")
-    if done.made:
+    if done.is_new_model:
         typer.echo("the run had no model: it was created now from the best checkpoint")
-    if done.replaced is not None:
-        typer.echo(f"version {done.replaced}, which had the alias before, is models:/{done.model}@{done.previous}")
+    if done.old_version is not None:
+        typer.echo(f"version {done.old_version}, which had the alias before, is models:/{done.model}@{done.old_alias}")
     if done.unconfirmed:
         typer.echo(f"{'test set' if refit else 'unconfirmed'}: {done.unconfirmed}")
-    if done.checkable:
+    if done.can_serve_check:
         typer.echo(f"check it with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
 
@@ -202,10 +202,10 @@ def serve_check(
     done = check(storage, services.open_tracking(), model, tolerance=tolerance)
     typer.echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
     typer.echo(f"recorded   val {done.metric} {done.recorded:.9g}")
-    if done.scored is not None:
-        typer.echo(f"as served  val {done.metric} {done.scored:.9g}")
-    if done.why:
-        typer.echo(f"not reproduced: {done.why}")
+    if done.recomputed is not None:
+        typer.echo(f"as served  val {done.metric} {done.recomputed:.9g}")
+    if done.mismatch:
+        typer.echo(f"not reproduced: {done.mismatch}")
         return 1
     if done.weights_only:
         typer.echo(f"reproduced by the objective's code: the model cannot be exported ({done.weights_only})")

@@ -45,11 +45,11 @@ def studies(where: o.Addresses) -> None:
 def _format_row(row: StudyRow) -> dict[str, str]:
     from hpsearch.objectives.errors import format_path
 
-    if not row.ours:
+    if not row.is_from_hpsearch:
         return {"study": row.name, "objective": "(not made by hpsearch)"}
-    kind = " (finalists)" if row.of_finalists else " (refit)" if row.of_refit else ""
-    name = row.name + kind + (" (stopped)" if row.stopped else "")
-    name += " (stopped early)" if row.stopped_early else ""
+    kind = " (finalists)" if row.is_finalist_study else " (refit)" if row.is_refit_study else ""
+    name = row.name + kind + (" (stopped)" if row.is_stopped else "")
+    name += " (stopped early)" if row.is_stopped_early else ""
     best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
     best += f", {row.front} on the front" if row.front else ""
     path, colon, cls = row.objective.rpartition(":")

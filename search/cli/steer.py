@@ -177,7 +177,7 @@ def gc(
 
     found: list[Garbage] = []
     problems: list[str] = []
-    names = [row.name for row in list_studies(**where) if row.ours] if name is None else [name]
+    names = [row.name for row in list_studies(**where) if row.is_from_hpsearch] if name is None else [name]
     for each in names:
         garbage, skipped = Study.open(each, **where)._garbage(keep_top)
         found, problems = found + garbage, problems + skipped

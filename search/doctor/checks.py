@@ -270,7 +270,7 @@ def _check_study(study: StoredStudy) -> Finding:
         )
     if study.is_timed_out:
         return Finding("ok", f"{text}; its time is spent")
-    return Finding("ok", f"{text}; its budget is spent" if at.share >= 1 else text)
+    return Finding("ok", f"{text}; its budget is spent" if at.finished_fraction >= 1 else text)
 
 
 def _check_release(study: StoredStudy) -> Finding:

@@ -123,7 +123,7 @@ def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tra
     """
     trained_by, trial = candidate.refit or (study, candidate.trial)
     with tempfile.TemporaryDirectory() as folder:
-        weights = BestWeights(trained_by, trial, undone="the test set was not evaluated")
+        weights = BestWeights(trained_by, trial, error_end="the test set was not evaluated")
         path = weights.fetch(tracking, Path(folder))
         restored = restore_model(trained_by.objective(), weights.read(path))
         if not isinstance(restored, RestoredLoop):  # only the custom loop can measure its validation value

@@ -42,21 +42,21 @@ class PromotionResult:
         alias: alias of the version.
         replaced: version to which the alias pointed before; None if it pointed to no version or to this version.
         unconfirmed: why the choice of the trial is not confirmed; empty if the choice is confirmed.
-        checkable: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
-        made: whether this call made the model from the best checkpoint.
+        can_serve_check: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
+        is_new_model: whether this call made the model from the best checkpoint.
     """
 
     trial: int
     model: str
     version: int
     alias: str
-    replaced: int | None
+    old_version: int | None
     unconfirmed: str
-    checkable: bool
-    made: bool
+    can_serve_check: bool
+    is_new_model: bool
 
     @property
-    def previous(self) -> str:
+    def old_alias(self) -> str:
         """The alias that the replaced version gets."""
         return previous_alias(self.alias)
 
@@ -142,10 +142,10 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         model=name,
         version=version.number,
         alias=alias,
-        replaced=replaced.number if replaced else None,
+        old_version=replaced.number if replaced else None,
         unconfirmed=evidence.unconfirmed,
-        checkable=bool(evidence.data_sha256),
-        made=made,
+        can_serve_check=bool(evidence.data_sha256),
+        is_new_model=made,
     )
 
 

@@ -58,8 +58,8 @@ class ServeCheckResult:
         trial: number of the trial.
         metric: the validation metric of the study.
         recorded: value of the trial.
-        scored: value of the model's predictions; None if the model could not be loaded or run.
-        why: the difference between the values, or the error of the isolated process; empty if the value is reproduced.
+        recomputed: value of the model's predictions; None if the model could not be loaded or run.
+        mismatch: the difference between the values, or the error of the isolated process; empty if the value is reproduced.
         weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
     """
 
@@ -68,8 +68,8 @@ class ServeCheckResult:
     trial: int
     metric: str
     recorded: float
-    scored: float | None
-    why: str
+    recomputed: float | None
+    mismatch: str
     weights_only: str = ""
 
 

@@ -42,12 +42,12 @@ class BestWeights:
     Attributes:
         study: the study.
         trial: the trial.
-        undone: last clause of each error message, which states the action that did not take place.
+        error_end: last clause of each error message, which states the action that did not take place.
     """
 
     study: StoredStudy
     trial: FrozenTrial
-    undone: str
+    error_end: str
 
     def fetch(self, tracking: Tracking, folder: Path) -> Path:
         """Download the checkpoint with the best weights from the trial's MLflow run, and return its path.
@@ -58,16 +58,16 @@ class BestWeights:
         name, number = self.study.spec.name, self.trial.number
         run_id = self.trial.user_attrs.get(RUN_ID)
         if run_id is None:
-            raise SearchError(f"trial {number} of {name!r} has no run in MLflow and no stored weights; {self.undone}")
+            raise SearchError(f"trial {number} of {name!r} has no MLflow run and no stored weights; {self.error_end}")
         if removed := self.trial.user_attrs.get(REMOVED):
-            raise SearchError(f"the weights of trial {number} were deleted ({removed}); {self.undone}")
+            raise SearchError(f"the weights of trial {number} were deleted ({removed}); {self.error_end}")
         try:
             return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
         except Exception as error:  # MLflow's client raises errors of its transport
             send = format_command("sync", name)
             raise SearchError(
                 f"the weights of trial {number}, checkpoints/best.pt of its run {run_id} in MLflow, are unavailable "
-                f"({describe_error(error)}); {self.undone}; if they are on another machine, send them with {send}"
+                f"({describe_error(error)}); {self.error_end}; if they are on another machine, send them with {send}"
             ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class BestWeights:
             best = checkpoint.read(path)
         except checkpoint.CheckpointError as error:
             raise SearchError(
-                f"the weights of trial {self.trial.number} are unusable: {error}; {self.undone}"
+                f"the weights of trial {self.trial.number} are unusable: {error}; {self.error_end}"
             ) from None
         spec = self.study.spec
         wanted = {
@@ -92,7 +92,7 @@ class BestWeights:
         if differ:
             raise SearchError(
                 f"checkpoints/best.pt in the run of trial {self.trial.number} belongs to another training "
-                f"({', '.join(differ)}); {self.undone}; restore the file that the trial logged"
+                f"({', '.join(differ)}); {self.error_end}; restore the file that the trial logged"
             )
         return best
 
@@ -107,7 +107,7 @@ class BestWeights:
         if not math.isclose(now, then, rel_tol=_VALUE_TOLERANCE, abs_tol=1e-6):
             raise SearchError(
                 f"the weights of trial {self.trial.number} give val {metric} {now:.6g} now and gave {then:.6g} in "
-                f"the search; {self.undone}; restore the code of the study"
+                f"the search; {self.error_end}; restore the code of the study"
             )
 
 
@@ -124,7 +124,7 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
         raise SearchError(f"{missing} ({removed}); promote a trial with a model")
     if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
         raise SearchError(f"{missing} yet ({known}); send it with {format_command('sync', study.spec.name)}")
-    weights = BestWeights(study, trial, undone="nothing was promoted")
+    weights = BestWeights(study, trial, error_end="nothing was promoted")
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder, run_id = Path(name), str(trial.user_attrs[RUN_ID])
         path = weights.fetch(tracking, folder)

@@ -119,13 +119,13 @@ _RECENT_ENDS = sa.text("""
 
 
 def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
-    if progress.share >= 1:
+    if (done := progress.finished_fraction) >= 1:
         return 0.0
     [row] = Database(study.engine).fetch_rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_ENDS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
     # At the rate of the last ends, for the budget that is spent most.
-    left = progress.finished / progress.share * (1 - progress.share) if progress.share else progress.budget
+    left = progress.finished / done * (1 - done) if done else progress.budget
     return float(row.seconds) / int(row.ends) * left
 
 
@@ -189,7 +189,7 @@ def render_progress(
         rate: text of `format_rate`, possibly with other text before it.
     """
     bar = Table.grid()  # a progress bar has no line break
-    bar.add_row(ProgressBar(total=1, completed=progress.share, width=60))
+    bar.add_row(ProgressBar(total=1, completed=progress.finished_fraction, width=60))
     title = Text.assemble(("study ", "dim"), (study, "bold"), *details)
     return [title, bar, Text(counts), Text(rate, style="dim")]
 

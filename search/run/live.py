@@ -80,7 +80,7 @@ class LiveView:
             return
         counts = self._counts(progress)
         if progress.finished != self._finished:
-            wait = _FINISHED_SECONDS if progress.share < 1 else 0.0
+            wait = _FINISHED_SECONDS if progress.finished_fraction < 1 else 0.0
         else:
             wait = _CHANGED_SECONDS if counts != self._printed else _UNCHANGED_SECONDS
         if now - self._printed_at > wait:
@@ -94,10 +94,10 @@ class LiveView:
     def _eta(self, progress: Progress) -> float | None:
         """Return the estimated seconds until the budget is spent, at the average rate of this run; None if unknown."""
         assert self._first is not None
-        spent = progress.share - self._first.share
+        spent = progress.finished_fraction - self._first.finished_fraction
         if spent <= 0:
             return None
-        return (time.monotonic() - self._begin) / spent * (1 - progress.share)
+        return (time.monotonic() - self._begin) / spent * (1 - progress.finished_fraction)
 
     def render(self, progress: Progress) -> RenderableType:
         """Return the view as a rich renderable."""

@@ -171,6 +171,6 @@ class Terminator:
     def _estimate_left(self, started: int) -> float:
         """Return the number of trials left to start, by the budget that is spent first at the current rate."""
         left = float(self._study.budget - started)
-        if (spending := self._study.spending) is not None and spending.share > 0:
-            left = min(left, started * (1 - spending.share) / spending.share)
+        if (spending := self._study.spending) is not None and spending.spent_fraction > 0:
+            left = min(left, started * (1 - spending.spent_fraction) / spending.spent_fraction)
         return left

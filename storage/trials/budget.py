@@ -35,10 +35,10 @@ class Spending:
     @property
     def is_exhausted(self) -> bool:
         """Whether one of the budgets is spent."""
-        return self.share >= 1
+        return self.spent_fraction >= 1
 
     @property
-    def share(self) -> float:
+    def spent_fraction(self) -> float:
         """Spent share, from 0 to 1, of the budget that is closer to its end."""
         return min(max(spent / budget for spent, budget, _ in self._units()), 1.0)
 

@@ -157,11 +157,11 @@ class Progress:
         return "" if self.stopped_after is None else ", stopped early"
 
     @property
-    def share(self) -> float:
+    def finished_fraction(self) -> float:
         """Finished share of the study, from 0 to 1, by the budget that is closest to its end."""
         last = self.budget if self.stopped_after is None else min(self.budget, self.stopped_after)
         trials = self.finished / last if last else 1.0
-        return max(trials, 0.0 if self.spending is None else self.spending.share)
+        return max(trials, 0.0 if self.spending is None else self.spending.spent_fraction)
 
     @property
     def count_with_result(self) -> int:

@@ -83,7 +83,7 @@ def test_list_studies_has_a_row_for_each_study(study: Study, database_url: str) 
     study.stop()
     (row,) = list_studies(storage_url=database_url)
     assert (row.name, row.finished, row.budget, row.best_value, row.best_number) == ("s", 3, 4, 0.9, 1)
-    assert row.stopped
+    assert row.is_stopped
     assert row.promoted == ()
 
 

@@ -34,7 +34,8 @@ WHO = r"\S+@\S+"
 
 def test_the_best_trial_is_promoted_with_its_metadata(tracked: Tracked, capsys: pytest.CaptureFixture[str]) -> None:
     done = promote(tracked.stored, tracked.tracking)
-    assert (done.trial, done.model, done.version, done.alias, done.replaced) == (1, tracked.name, 1, "champion", None)
+    assert (done.trial, done.model, done.version, done.alias) == (1, tracked.name, 1, "champion")
+    assert done.old_version is None
     version = tracked.version("champion")
     assert version.run_id == tracked.run_of(1)
     assert version.source == f"models:/{tracked.model_of(1)}"
@@ -70,7 +71,7 @@ def test_promoting_again_changes_nothing(tracked: Tracked) -> None:
 def test_the_previous_model_can_be_promoted_again(tracked: Tracked) -> None:
     promote(tracked.stored, tracked.tracking)
     done = promote(tracked.stored, tracked.tracking, trial=2)
-    assert (done.version, done.replaced) == (2, 1)
+    assert (done.version, done.old_version) == (2, 1)
     assert tracked.version("champion").run_id == tracked.run_of(2)
     assert tracked.version("previous").run_id == tracked.run_of(1)
     assert [(trial, holds) for trial, *_, holds in tracked.promotion_rows()] == [(1, False), (2, True)]

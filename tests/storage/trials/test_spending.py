@@ -230,7 +230,7 @@ def test_a_study_without_such_a_budget_needs_no_further_query(
 def test_the_texts_about_budgets() -> None:
     both = Spending(2000, 7200.0, epochs=120, seconds=3600.4)
     assert both.summary == "120/2000 epochs, 3600/7200 s"
-    assert both.share == pytest.approx(0.5, abs=0.001)
+    assert both.spent_fraction == pytest.approx(0.5, abs=0.001)
     assert not both.is_exhausted
     assert UNBOUNDED_TRIALS == MAX_TRIALS
 

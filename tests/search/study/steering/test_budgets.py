@@ -60,7 +60,8 @@ def test_the_spent_budget_is_printed_in_its_unit(
     assert "the budget of 2 epochs was spent" in shown
     assert "the budget of 2 epochs was spent" in say("show", "s", "--trial", "0")
     standing = read_status(load_study(storage, "s"))
-    assert (standing.progress.summary, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
+    assert standing.progress.summary == "1 trial, 2/2 epochs"
+    assert (standing.progress.finished_fraction, standing.eta) == (1.0, 0.0)
     assert render_status(standing, None)
     assert load_study(storage, "s").is_spent(1)
     assert "1 trial, 2/2 epochs" in say("studies")

@@ -78,7 +78,7 @@ def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     assert not claims.has_trials_left()
     assert load_study(stored.storage, "s").is_spent(MIN_ENDED_TRIALS + 1)
     standing = read_status(stored)
-    assert (standing.progress.share, standing.eta) == (1.0, 0.0)
+    assert (standing.progress.finished_fraction, standing.eta) == (1.0, 0.0)
     line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {early_stop.gain:.2g} (< 0.01)"
     summary = summarise(stored)
     assert format_summary(stored, summary, dashboard_url=None)[:2] == [
