@@ -87,7 +87,7 @@ class Study:
         """
         from hpsearch.search.spec import spec as specs
         from hpsearch.search.spec.resolve import check_settings
-        from hpsearch.search.spec.settings import expand_names, keys_in_errors, read_spec_file
+        from hpsearch.search.spec.settings import convert_names_to_tables, keys_in_errors, read_spec_file
 
         _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
@@ -99,7 +99,7 @@ class Study:
                 from hpsearch.search.api.actions import find_objective_reference
 
                 given["objective"] = find_objective_reference(objective)
-            given = expand_names(given)
+            given = convert_names_to_tables(given)
             check_settings(given)
 
             from hpsearch.search.console import PlainConsole
@@ -666,7 +666,7 @@ class Study:
         """Send the records in this machine's outbox, and rebuild missing models of lost machines' trials. Idempotent.
 
         Example:
-            assert study.sync().left == 0
+            assert study.sync().unsent == 0
         """
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.sync import sync_study

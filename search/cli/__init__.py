@@ -18,7 +18,7 @@ from hpsearch.search.process import (
     report_errors,
 )
 from hpsearch.search.secret_files import read_secret_files
-from hpsearch.search.spec.kinds import rephrase
+from hpsearch.search.spec.kinds import rephrase_error
 
 COMMANDS = (run, monitor, steer, confirm, objective, services)  # their imports register the commands on the app
 
@@ -65,4 +65,4 @@ def _add_value(error: typer.TyperException, message: str, given: list[str]) -> s
         close = suggest_names(error.option_name, near) if near else ""
         message = f"unknown option {error.option_name}{close}"
     context = getattr(error, "ctx", None)
-    return f"{rephrase(message)} (see '{context.command_path} --help')" if context else rephrase(message)
+    return f"{rephrase_error(message)} (see '{context.command_path} --help')" if context else rephrase_error(message)

@@ -40,7 +40,7 @@ class PromotionResult:
         model: name of the registered model.
         version: number of the version.
         alias: alias of the version.
-        replaced: version to which the alias pointed before; None if it pointed to no version or to this version.
+        old_version: version to which the alias pointed before; None if it pointed to no version or to this version.
         unconfirmed: why the choice of the trial is not confirmed; empty if the choice is confirmed.
         can_serve_check: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
         is_new_model: whether this call made the model from the best checkpoint.

@@ -59,7 +59,7 @@ class ServeCheckResult:
         metric: the validation metric of the study.
         recorded: value of the trial.
         recomputed: value of the model's predictions; None if the model could not be loaded or run.
-        mismatch: the difference between the values, or the error of the isolated process; empty if the value is reproduced.
+        mismatch: difference between the values, or error of the isolated process; empty if the value is reproduced.
         weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
     """
 

@@ -31,18 +31,18 @@ class SyncResult:
 
     Attributes:
         sent: number of trials whose records were sent.
-        left: number of trials with records that were not sent.
+        unsent: number of trials with records that were not sent.
         problems: one line per trial whose missing records could not be rebuilt.
     """
 
     sent: int
-    left: int
+    unsent: int
     problems: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
         """Whether all trackers have all records of the study."""
-        return not self.left and not self.problems
+        return not self.unsent and not self.problems
 
 
 def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStudy]:

@@ -113,10 +113,10 @@ def format_validation_error(setting: str, first: Mapping[str, Any]) -> str:
     """Return a pydantic error as one line with the setting, its value and the constraint."""
     if first["type"] == "value_error":
         return f"{setting}: {first['ctx']['error']}"
-    return f"{setting} is {first['input']!r}: {rephrase(str(first['msg']))}"
+    return f"{setting} is {first['input']!r}: {rephrase_error(str(first['msg']))}"
 
 
-def rephrase(message: str) -> str:
+def rephrase_error(message: str) -> str:
     """Return a pydantic message as a clause: ``it must have at least 1 character``."""
     clause = re.sub(r"\b[A-Z]\w+ should (.+?)(, unable to .+| after validation, .+)?$", r"it must \1", message)
     return clause.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")

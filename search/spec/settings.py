@@ -42,10 +42,10 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         raise SearchError(f"--spec {path}: {detail}") from None
     if not isinstance(values, dict):
         raise SearchError(f"--spec {path}: must contain settings such as 'n_trials', not {type(values).__name__}")
-    return expand_names(values)
+    return convert_names_to_tables(values)
 
 
-def expand_names(settings: dict[str, Any]) -> dict[str, Any]:
+def convert_names_to_tables(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with a table in place of a sampler or pruner that is only a name."""
     short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
     return {**settings, **short}

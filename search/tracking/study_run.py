@@ -281,4 +281,4 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
     """Set the run of a trial to SCHEDULED until the next attempt resumes it."""
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
-        tracking.schedule_run(str(run_id))
+        tracking.mark_run_scheduled(str(run_id))

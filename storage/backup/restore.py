@@ -243,7 +243,7 @@ def _restore_all(
     with _open_cursors(locations) as (studies, mlflow):
         release_trials(studies)
         if mlflow is not None:
-            reconcile(studies, mlflow)
+            reconcile_databases(studies, mlflow)
         unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
         external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
         studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
@@ -304,7 +304,7 @@ _RECORD_UPLOADED = """
 """
 
 
-def reconcile(studies: Any, mlflow: Any) -> None:
+def reconcile_databases(studies: Any, mlflow: Any) -> None:
     """Reconcile the two databases, because the snapshot of MLflow is slightly newer than that of the studies.
 
     Runs of trials that started between the two snapshots are marked as deleted, because their trial numbers will be

@@ -187,7 +187,7 @@ class Tracking:
         self.client.update_run(run_id, status="RUNNING")
 
     @_retry
-    def schedule_run(self, run_id: str) -> None:
+    def mark_run_scheduled(self, run_id: str) -> None:
         """Set the status of a trial's run to SCHEDULED until the next attempt resumes it."""
         self.log(run_id, tags={STATE: "waiting", REASON: ""})
         self.client.update_run(run_id, status="SCHEDULED")

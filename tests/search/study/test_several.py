@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.resolve import check_settings
-from hpsearch.search.spec.settings import expand_names, read_spec_file
+from hpsearch.search.spec.settings import convert_names_to_tables, read_spec_file
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows
@@ -44,7 +44,7 @@ class Both(One):
 
 def made(url: str, searched: LoopObjective | None = None, /, **settings: Any) -> tuple[StoredStudy, bool]:
     storage = open_storage(url, application_name="test")
-    given = expand_names({"name": "s", **settings, "objective": "x.py"})
+    given = convert_names_to_tables({"name": "s", **settings, "objective": "x.py"})
     check_settings(given)
     return create_or_join(storage, given, searched or Both(), sanity_check=lambda *_: None)
 

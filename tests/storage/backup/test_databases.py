@@ -311,7 +311,7 @@ def test_later_records_of_mlflow_do_not_break_a_restore(
         psycopg2.connect(owner_url.replace("+psycopg2", "")) as ours,
         psycopg2.connect(target.replace("+psycopg2", "")) as theirs,
     ):
-        adapt.reconcile(ours.cursor(), theirs.cursor())
+        adapt.reconcile_databases(ours.cursor(), theirs.cursor())
         assert adapt.find_studies_with_unsent_trials(ours.cursor()) == ["wine"]
     ours.close()
     theirs.close()
