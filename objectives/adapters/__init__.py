@@ -1,1 +1,1 @@
-"""Adapters for the trainers of other libraries in a custom loop; each requires its library."""
+"""Adapters for the trainers of Lightning and transformers in a custom training loop; both packages are optional."""

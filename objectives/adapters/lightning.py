@@ -1,4 +1,4 @@
-"""Lightning in a custom loop: `fit` trains a module and reports its epochs, `test` evaluates the best epoch."""
+"""Run Lightning in a custom training loop: `fit` trains and reports each epoch, `test` evaluates the best epoch."""
 
 from __future__ import annotations
 
@@ -45,20 +45,22 @@ _SET_BY_TRIAL = (
 
 
 def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) -> None:
-    """Train a module with Lightning's `Trainer`, from the trial's last checkpoint if it is resumed.
+    """Train a module with Lightning's `Trainer`; a resumed trial continues from its last checkpoint.
 
-    It validates after each epoch and reports the logged metrics: `val_NAME` and `val/NAME` as NAME, others unchanged.
-    The state is Lightning's checkpoint, and `best` is the module's `state_dict`. Loaders shuffle by the trial's seed
-    and the epoch, so a resumed epoch draws the same numbers; only loaders with `persistent_workers=True` differ.
+    The `Trainer` validates after each epoch, and `fit` reports the logged metrics to the trial: `val_NAME` and
+    `val/NAME` as NAME, all other names unchanged. The reported `state` is Lightning's checkpoint, and `best` is the
+    module's `state_dict`. The shuffle order depends only on the trial's seed and the epoch, so a repeated epoch uses
+    the same order and random numbers. This does not hold for loaders with `persistent_workers=True`.
 
     Args:
         trial: the argument of `run` or of a function objective.
         module: the module to train.
         data: a `LightningDataModule`, or a tuple of training and validation loaders.
-        trainer: settings of `lightning.Trainer`, except those that the trial sets.
+        trainer: arguments of `lightning.Trainer`, except those that the trial sets: epochs and steps, devices and
+            nodes, and the root folder.
 
     Raises:
-        ObjectiveError: a setting is one that the trial sets.
+        ObjectiveError: `trainer` contains an argument that the trial sets.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in trainer]:
         raise ObjectiveError(f"fit(): {rejected[0]} is set by the trial; remove it")
@@ -86,13 +88,13 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
 
 
 def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer: Any) -> dict[str, float]:
-    """Return the scores on the test set that `test_step` logs; `test_NAME` and `test/NAME` become NAME.
+    """Return the scores that `test_step` logs on the test set, without the prefixes `test_` and `test/` of their names.
 
     Args:
         module: a module constructed as for `fit`.
-        best: the argument `best` of the objective's `test`.
+        best: the argument `best` of `LoopObjective.test`, here the module's `state_dict`.
         data: a `LightningDataModule`, or the loader of the test set.
-        trainer: settings of `lightning.Trainer`.
+        trainer: arguments of `lightning.Trainer`.
     """
     module.load_state_dict(dict(best))
     environment = [*_as_list(trainer.pop("plugins", None)), LightningEnvironment()]
@@ -104,7 +106,7 @@ def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer:
 
 
 class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not type-checked
-    """Cluster environment for the ranks of a trial, which already run and are connected."""
+    """Lightning cluster environment for the ranks of a trial, whose processes and process group already exist."""
 
     creates_processes_externally = True
 
@@ -113,7 +115,7 @@ class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not ty
         self._rank = rank
 
     def node_rank(self) -> int:
-        """Return the number of this rank."""
+        """Return the rank of this process, because Lightning treats each rank as a node."""
         return self._rank
 
     def local_rank(self) -> int:
@@ -125,7 +127,7 @@ class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not ty
 
 
 class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not type-checked
-    """Checkpoint IO that keeps Lightning's checkpoint in memory, for the trial's state."""
+    """Lightning checkpoint IO that keeps the checkpoint in memory, so that it can be reported as the trial's state."""
 
     PATH = "the trial's state"
 
@@ -133,7 +135,7 @@ class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not type-chec
         self.checkpoint: dict[str, Any] = {} if state is None else state["checkpoint"]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002 part of Lightning's API
-        """Keep a checkpoint without the hyperparameters: they come from the trial's configuration."""
+        """Keep a checkpoint without Lightning's hyperparameters, which the trial's configuration replaces."""
         kept = {name: part for name, part in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
         self.checkpoint = map_tensors(lambda tensor: tensor, kept)  # converts other mappings to dictionaries
 
@@ -158,7 +160,7 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint 
         self._first = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 part of Lightning's API
-        """Restore the SIGTERM handler; in a resumed trial, step the metric-driven schedulers."""
+        """Restore the worker's SIGTERM handler, and step the metric-driven schedulers of a resumed trial."""
         # Lightning's handler stops within the epoch; the handler of the worker lets the epoch end and saves it.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -166,7 +168,7 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint 
             _step_plateaus(trainer, self._trial.state["logged"])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 part of Lightning's API
-        """Start an epoch of the trial, which seeds the global generators, and seed those of the loaders."""
+        """Start the trial's next epoch, which seeds the global random generators, and seed the loaders' generators."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
             raise ObjectiveError(

@@ -1,4 +1,4 @@
-"""Metric names of other libraries."""
+"""Conversion of metric names of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in a custom loop: `train` trains a model and reports its epochs."""
+"""Run Hugging Face's Trainer in a custom training loop: `train` trains a model and reports each epoch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
 
     Args:
         trial: the argument of `run` or of a function objective.
-        settings: settings of `TrainingArguments`, except those that the trial sets.
+        settings: arguments of `TrainingArguments`, except those that the trial sets: epochs and steps, evaluation and
+            save strategies, seeds, and the use of the CPU.
 
     Raises:
-        ObjectiveError: a setting is one that the trial sets, or the Trainer would not use the trial's device.
+        ObjectiveError: `settings` contains an argument that the trial sets, or the Trainer would not use the trial's
+            device.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in settings]:
         raise ObjectiveError(f"training_arguments(): {rejected[0]} is set by the trial; remove it")
@@ -57,17 +59,18 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
 
 
 def train(trial: LoopTrial, trainer: Trainer) -> None:
-    """Train with a `transformers.Trainer`, from the trial's last checkpoint if it is resumed.
+    """Train with a `transformers.Trainer`; a resumed trial continues from its last checkpoint.
 
-    It reports the metrics of each evaluation, `eval_NAME` as NAME, and the training loss as `train_loss`. The state is
-    the Trainer's checkpoint folder, and `best` is the model's `state_dict`. A resumed epoch draws the same numbers.
+    After each epoch, `train` reports the metrics of the evaluation (`eval_NAME` as NAME) and the training loss (as
+    `train_loss`). The trial's checkpoint contains the Trainer's checkpoint folder, and `best` is the model's
+    `state_dict`. An epoch that a resumed trial repeats uses the same random numbers.
 
     Args:
         trial: the argument of `run` or of a function objective.
-        trainer: a Trainer with the result of `training_arguments` as arguments.
+        trainer: a Trainer that was created with `args=training_arguments(trial, ...)`.
 
     Raises:
-        ObjectiveError: the arguments are not from `training_arguments`.
+        ObjectiveError: the Trainer's arguments are not from `training_arguments`.
     """
     arguments = trainer.args
     if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
@@ -88,11 +91,11 @@ class _EpochReporter(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._metrics: dict[str, float] = {}
 
     def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 part of the Trainer's API
-        """Start an epoch of the trial, which seeds the generators."""
+        """Start the trial's next epoch, which seeds the random generators."""
         next(self._epochs, None)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **_: Any) -> None:  # noqa: ARG002 part of the Trainer's API
-        """Collect the metrics of an evaluation; it is called once per evaluation set."""
+        """Collect the metrics of an evaluation. The Trainer calls this method once per evaluation set."""
         self._metrics |= remove_prefixes(metrics, "eval")
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
@@ -114,7 +117,7 @@ class _EpochReporter(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable the progress bar of each checkpoint."""
+    """Disable the progress bars that transformers shows for each checkpoint."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
