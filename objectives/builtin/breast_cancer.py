@@ -1,4 +1,4 @@
-"""Breast tumors: 569 biopsies with 30 measurements each, 37 % of them malignant."""
+"""The objective `breast_cancer`: 569 tumor biopsies with 30 measurements each; 37 % of the tumors are malignant."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ MEAN, ERROR, WORST = slice(0, 10), slice(10, 20), slice(20, 30)
 
 
 class BreastCancer(Objective):
-    """Classification of malignant (1) and benign (0) tumors in scikit-learn's breast_cancer.
+    """Classification of malignant (1) and benign (0) tumors in scikit-learn's data set breast_cancer.
 
-    The classes are imbalanced, so the metric is AUROC, not accuracy; average precision and its base rate are reported.
+    The classes are imbalanced, so the metric is AUROC instead of accuracy. Average precision is also reported, with its
+    base rate: the share of malignant tumors.
     """
 
     name: ClassVar[str] = "breast_cancer"
@@ -87,10 +88,11 @@ class BreastCancer(Objective):
 
 
 class GroupedScaling(nn.Module):
-    """Scaling [n, 30] -> [n, 30] by group of columns, with statistics of the training data as buffers.
+    """Standardization [n, 30] -> [n, 30] of three column groups; its buffers contain statistics of the training data.
 
-    Standard errors are skewed over two orders of magnitude, so their logarithm is standardized. Means and worst values
-    are standardized and clamped to five standard deviations, so that one extreme tumor does not dominate a batch.
+    The standard errors are skewed and extend over two orders of magnitude, so their logarithm is standardized. The
+    means and the worst values are standardized and clamped to five standard deviations, so that one extreme tumor does
+    not dominate a batch.
     """
 
     def __init__(self, mean: Standardize, error: Standardize, worst: Standardize, error_unit: Tensor) -> None:
@@ -102,7 +104,7 @@ class GroupedScaling(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor) -> GroupedScaling:
-        """Compute the statistics of x [n, 30], which must be the training split only."""
+        """Return a module with the statistics of `x` [n, 30], which must contain the training split only."""
         unit = x[:, ERROR].median(dim=0).values.clamp_min(1e-12)
         logs = torch.log1p(x[:, ERROR].clamp_min(0) / unit)
         return cls(Standardize.fit(x[:, MEAN]), Standardize.fit(logs), Standardize.fit(x[:, WORST]), unit)
@@ -114,7 +116,7 @@ class GroupedScaling(nn.Module):
 
 
 def build_mlp(layers: float, width: float, dropout: float) -> nn.Sequential:
-    """Return a network [n, 30] -> [n, 1] with hidden layers of equal width; none is logistic regression."""
+    """Return a network [n, 30] -> [n, 1] with hidden layers of equal width; 0 layers are logistic regression."""
     net, before = nn.Sequential(), 30
     for _ in range(int(layers)):
         linear = nn.Linear(before, int(width))

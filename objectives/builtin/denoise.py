@@ -46,7 +46,7 @@ class Denoise(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """Suggest the widths of hidden layers and code, and the training settings."""
+        """Suggest the width of the hidden layers, the width of the bottleneck (`code`), and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -59,7 +59,7 @@ class Denoise(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Return noisy images [n, 1, 8, 8] and the clean ones, with pixels 0 to 16 before the noise."""
+        """Return noisy images as inputs and clean images as targets, both [n, 1, 8, 8]; clean pixels are 0 to 16."""
         from sklearn.datasets import load_digits
 
         clean = load_digits().images[:, None]
@@ -67,19 +67,19 @@ class Denoise(Objective):
         return Splits.make(noisy, clean, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return a network from noisy pixels [n, 1, 8, 8] to clean ones [n, 1, 8, 8]."""
+        """Return a network from noisy images [n, 1, 8, 8] to clean images [n, 1, 8, 8]."""
         settings = {**self.default_config().model, **config.model}
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), Autoencoder(**settings))
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
-        """Return the squared error of the pixels [n], and the peak signal-to-noise ratio."""
+        """Return the mean squared error of each image [n] as loss, and the peak signal-to-noise ratio as metric."""
         noisy = batch.y + NOISE * torch.randn_like(batch.y) if model.training else batch.x
         error = (model(noisy) - batch.y).square().flatten(1).mean(dim=1)
         return Step(error, metrics={"psnr": 10 * torch.log10(WHITE**2 / error.detach()).mean()})
 
 
 class Autoencoder(nn.Module):
-    """Autoencoder [n, 1, 8, 8] -> pixels 0 to 16 [n, 1, 8, 8], through a code of `code` numbers."""
+    """Autoencoder of images [n, 1, 8, 8] with a bottleneck of `code` units; the output pixels are 0 to 16."""
 
     def __init__(self, width: int, code: int) -> None:
         super().__init__()
@@ -87,6 +87,6 @@ class Autoencoder(nn.Module):
         self.decode = nn.Sequential(nn.Linear(code, width), nn.ReLU(), nn.Linear(width, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return pixels."""
+        """Return reconstructed images [n, 1, 8, 8]."""
         decoded: Tensor = self.decode(self.encode(x))
         return WHITE * decoded.sigmoid().reshape(-1, 1, 8, 8)

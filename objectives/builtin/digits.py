@@ -26,7 +26,8 @@ _WIDTH: dict[str, Any] = {"cnn": {"low": 8, "high": 32, "step": 8}, "mlp": {"low
 class Digits(Objective):
     """Classification of scikit-learn's digits (the test part of UCI optdigits) with a small CNN or an MLP.
 
-    The split is random and stratified, 60/20/20. It cannot be grouped by writer, because the data do not name them.
+    The split is random and stratified, 60/20/20. It cannot be grouped by writer, because the data do not name the
+    writers.
     """
 
     name: ClassVar[str] = "digits"
@@ -72,7 +73,7 @@ class Digits(Objective):
         return Splits.make(digits.images[:, None], digits.target, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return a network [n, 1, 8, 8] -> [n, 10] from raw pixels to logits, scaled by the training images."""
+        """Return a network [n, 1, 8, 8] -> [n, 10] from raw pixels, which it standardizes, to logits."""
         settings = {**self.default_config().model, **config.model}
         net = _NETWORKS[settings.pop("kind")](**settings)
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
@@ -100,7 +101,7 @@ def build_mlp(layers: int, width: int, dropout: float) -> nn.Sequential:
 
 
 def init_weights(net: nn.Sequential) -> nn.Sequential:
-    """Initialize layers before a ReLU as He et al. 2015, and the last one with small weights, for even initial odds."""
+    """Initialize layers before a ReLU as in He et al. 2015, and the last layer for nearly uniform predictions."""
     for module in net:
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

@@ -37,9 +37,9 @@ class GanConfig:
 class Gan(LoopObjective):
     """Generation of images like scikit-learn's digits (Goodfellow et al. 2014); the metric is a Frechet distance.
 
-    It is the FID of Heusel et al. 2017, with the second hidden layer of a small digit classifier in place of the
-    Inception network. It compares generated images with the validation split, and in `test` with the test split. The
-    optimum is 0.
+    The metric is the FID of Heusel et al. 2017, except that the features come from the second hidden layer of a small
+    digit classifier instead of the Inception network. Each epoch compares generated images with the validation split,
+    and `test` compares them with the test split. The optimum is 0.
     """
 
     name: ClassVar[str] = "gan"
@@ -52,7 +52,7 @@ class Gan(LoopObjective):
     }
 
     def suggest(self, trial: TrialProtocol) -> GanConfig:
-        """Suggest a learning rate for each network, and their sizes."""
+        """Suggest the learning rates and sizes of the two networks, the dropout and the batch size."""
         return GanConfig(
             generator_lr=trial.suggest_float("drawing_lr", 1e-4, 1e-2, log=True),
             discriminator_lr=trial.suggest_float("judging_lr", 1e-4, 1e-2, log=True),
@@ -63,7 +63,7 @@ class Gan(LoopObjective):
         )
 
     def run(self, trial: LoopTrial) -> None:
-        """Train both networks by alternating steps on every batch of the training images."""
+        """Train the generator and the discriminator by alternating steps on every batch of training images."""
         seed, config, device = trial.split_seed, trial.config, trial.device
         splits = load_images(seed)
         real = splits.train.x.to(device)
@@ -88,12 +88,12 @@ class Gan(LoopObjective):
             )
 
     def test(self, best: Any, config: GanConfig, device: torch.device, seed: int) -> Mapping[str, float]:
-        """Return the distance to the images of the test split."""
+        """Return the Frechet distance between generated images and the images of the test split."""
         generated = generate(restore_generator(best, config).to(device), config, device)
         return {"frechet": frechet_distance(generated, load_images(seed).test.x, seed)}
 
     def export(self, best: Any, config: GanConfig) -> tuple[nn.Module, Tensor]:
-        """Return the generator, from normal noise [n, `noise`] to images [n, 1, 8, 8] with pixels 0 to 16."""
+        """Return the generator from normal noise [n, `noise`] to images [n, 1, 8, 8], and an example of the noise."""
         return restore_generator(best, config), torch.randn(4, config.noise)
 
 
@@ -125,10 +125,10 @@ def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
 
 
 class Pixels(nn.Module):
-    """Map from any number to a pixel, 0 to 16."""
+    """Layer that maps any number to a pixel value from 0 to 16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return pixels of the same shape."""
+        """Return pixel values in the shape of `x`."""
         return 16 * x.sigmoid()
 
 
@@ -174,7 +174,7 @@ def frechet_distance(generated: Tensor, real: Tensor, seed: int) -> float:
 
 @cache
 def fit_feature_extractor(seed: int) -> Callable[[Tensor], Tensor]:
-    """Return a function [n, 1, 8, 8] -> [n, 32], the second hidden layer of a classifier of the training digits."""
+    """Return a function from images [n, 1, 8, 8] to features [n, 32]: the second hidden layer of a digit classifier."""
     from sklearn.neural_network import MLPClassifier
 
     train = load_images(seed).train

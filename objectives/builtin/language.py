@@ -26,10 +26,11 @@ LENGTH = 64  # characters of a sample
 
 
 class Language(Objective):
-    """Prediction of the next character of `pydoc_data.topics`, the texts of Python's `help()`, in bits per character.
+    """Prediction of the next character in the texts of Python's `help()`; the metric is bits per character.
 
-    Repeated paragraphs are removed, so that no validation text is in the training split. Then the text is split into
-    three contiguous parts, 60/20/20. Each sample starts without context. The text depends on the version of Python.
+    The texts are those of `pydoc_data.topics` and depend on the version of Python. Repeated paragraphs are removed, so
+    that no validation text is in the training split. Then the text is split into three contiguous parts, 60/20/20. Each
+    sample starts without context.
     """
 
     name: ClassVar[str] = "language"
@@ -62,7 +63,7 @@ class Language(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Return characters [n, 64] and the next ones [n, 64]. The split is by position, so `seed` has no effect."""
+        """Return character codes [n, 64] and next-character codes [n, 64], split by position; `seed` has no effect."""
         codes = torch.tensor([min(ord(character), ALPHABET - 1) for character in load_corpus()])
         samples = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
         return Splits.make(samples[:, :-1], samples[:, 1:], seed=seed, times=range(len(samples)))
@@ -72,7 +73,7 @@ class Language(Objective):
         return Recurrent(**{**self.default_config().model, **config.model})
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
-        """Return the mean cross entropy of the characters in nats, and as a metric in bits."""
+        """Return the mean cross entropy per character, in nats as the loss and in bits as the metric."""
         loss = functional.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
         return Step(loss, metrics={"bits_per_character": loss.detach() / math.log(2)})
 
@@ -89,7 +90,7 @@ def load_corpus() -> str:
 
 
 class Recurrent(nn.Module):
-    """Long short-term memory (Hochreiter and Schmidhuber 1997) of characters."""
+    """LSTM (Hochreiter and Schmidhuber 1997) that predicts the next character."""
 
     def __init__(self, layers: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -98,6 +99,6 @@ class Recurrent(nn.Module):
         self.last = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, ALPHABET))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return the logits of the next characters [n, 64, 128]."""
         logits: Tensor = self.last(self.units(self.embed(x))[0])
         return logits

@@ -25,9 +25,9 @@ ATOM, BOND = (119, 9), 22
 class Molecules(Objective):
     """Regression of the topological polar surface area, in square angstroms, in rdkit's `Data/NCI/first_5k.tpsa.csv`.
 
-    The area, as computed by Daylight's program, is a sum over polar atoms and their neighborhoods (Ertl et al. 2000),
-    which a graph network can learn. The split is by scaffold, so validation measures the generalization to new ones:
-    molecules with the same Bemis-Murcko scaffold are in one split, and a molecule without rings is its own scaffold.
+    The targets were computed by Daylight's program. The area is a sum over polar atoms and their neighborhoods (Ertl et
+    al. 2000), so a graph network can learn it. Molecules with the same Bemis-Murcko scaffold are in the same split, so
+    validation measures the generalization to new scaffolds. A molecule without rings is its own scaffold.
     """
 
     name: ClassVar[str] = "molecules"
@@ -59,17 +59,17 @@ class Molecules(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Return graphs (atoms [a, 2], bonds [b, 3]) and areas; the split contains 60/20/20 % of the scaffolds."""
+        """Return graphs (atoms [a, 2], bonds [b, 3]) and areas, split 60/20/20 by scaffold."""
         graphs, areas, scaffolds = load_molecules()
         return Splits.make(graphs, areas, seed=seed, groups=scaffolds, collate=collate_graphs)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return a network from atoms [a, 2], bonds [b, 3] and sizes [n] to areas [n], in square angstroms."""
+        """Return a network from atoms [a, 2], bonds [b, 3] and molecule sizes [n] to areas [n], in square angstroms."""
         return GraphNetwork(scale=float(train.y.std()), **{**self.default_config().model, **config.model})
 
 
 def load_molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
-    """Return graph, polar surface area and scaffold of each molecule that rdkit can read."""
+    """Return the graphs, polar surface areas and scaffolds of all molecules that rdkit can read."""
     with require_package("rdkit", "molecules"):
         from rdkit import Chem, RDConfig, rdBase
         from rdkit.Chem.Scaffolds.MurckoScaffold import MurckoScaffoldSmiles
@@ -88,7 +88,7 @@ def load_molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str
 
 
 def build_graph(molecule: Any) -> tuple[Tensor, Tensor]:
-    """Return atoms [a, 2] with the columns of `ATOM`, and bonds [b, 3] (from, to, order), once per direction."""
+    """Return atoms [a, 2] (element, charge + 4), and each bond once per direction [b, 3] (from, to, order)."""
     atoms = [(atom.GetAtomicNum(), atom.GetFormalCharge() + 4) for atom in molecule.GetAtoms()]
     bonds = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), int(b.GetBondType())) for b in molecule.GetBonds()]
     both_ways = bonds + [(end, start, order) for start, end, order in bonds]
@@ -96,7 +96,7 @@ def build_graph(molecule: Any) -> tuple[Tensor, Tensor]:
 
 
 def collate_graphs(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """Merge the graphs of a batch into one, with the number of atoms of each; return it with the areas [n]."""
+    """Return the graphs of a batch as one graph with the number of atoms per molecule, and the areas [n]."""
     atoms, bonds = zip(*(graph for graph, _ in samples), strict=True)
     sizes = torch.tensor([len(part) for part in atoms])
     starts = sizes.cumsum(0) - sizes
@@ -106,7 +106,7 @@ def collate_graphs(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class GraphNetwork(nn.Module):
-    """Message passing with bonds, GINE (Hu et al. 2020). The area of a molecule is the sum over its atoms."""
+    """Message-passing network GINE (Hu et al. 2020) with bond features. A molecule's area is a sum over its atoms."""
 
     def __init__(self, scale: float, layers: int, width: int, dropout: float) -> None:
         super().__init__()

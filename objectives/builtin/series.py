@@ -25,11 +25,11 @@ PAST, FUTURE = 2 * YEAR, 13  # weeks of input and of forecast
 
 
 class Series(Objective):
-    """Forecast of 13 weeks of atmospheric carbon dioxide (statsmodels' `co2`, by Keeling et al.) from two years.
+    """Forecast of 13 weeks of atmospheric carbon dioxide (statsmodels' `co2`, by Keeling et al.) from 104 weeks.
 
     The metric is the mean absolute error, in parts per million. The split is by time, 60/20/20. A forecast belongs to
     the split that contains all of its 13 weeks, so no value is forecast in two splits. The input weeks of a forecast
-    may be in the split before.
+    may belong to the preceding split.
     """
 
     name: ClassVar[str] = "series"
@@ -47,7 +47,7 @@ class Series(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """Suggest an MLP (a linear forecast without layers) and the training settings."""
+        """Suggest an MLP (with 0 hidden layers: a linear forecast) and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 1e-4, 1e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-4, 1.0, log=True),
@@ -61,7 +61,7 @@ class Series(Objective):
         )
 
     def data(self, seed: int) -> Splits:  # noqa: ARG002 the split is by time
-        """Return windows [n, 104] and the weeks that follow [n, 13], in parts per million."""
+        """Return the values of 104 weeks [n, 104] and of the next 13 weeks [n, 13], in parts per million."""
         values = load_weekly_values()
         first, second = round(0.6 * len(values)), round(0.8 * len(values))
         val = make_windows(values, first, second)
@@ -69,12 +69,12 @@ class Series(Objective):
         return Splits(make_windows(values, PAST, first), val, test, Blocks(np.arange(len(val)), ordered=True))
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return a network from weeks [n, 104] to the weeks that follow [n, 13], in parts per million."""
+        """Return a network from the values of 104 weeks [n, 104] to those of the next 13 weeks [n, 13]."""
         return Forecast(float((train.x - train.x[:, -1:]).std()), **{**self.default_config().model, **config.model})
 
 
 def load_weekly_values() -> Tensor:
-    """Return the series [2284] in parts per million; a week without a measurement repeats the week before."""
+    """Return the series [2284] in parts per million; a week without a measurement has the value of the week before."""
     with require_package("statsmodels", "series"):
         from statsmodels.datasets import co2
     table: Any = co2.load_pandas().data
@@ -82,14 +82,14 @@ def load_weekly_values() -> Tensor:
 
 
 def make_windows(values: Tensor, start: int, end: int) -> Dataset:
-    """Return the forecasts of weeks from `start` to before `end`, each with the two years before it as input."""
+    """Return samples whose 13 target weeks are in [`start`, `end`); the inputs are the two years before the targets."""
     rows = torch.arange(start, end - FUTURE + 1)
     weeks = torch.stack([values[row - PAST : row + FUTURE] for row in rows.tolist()])
     return Dataset(weeks[:, :PAST], weeks[:, PAST:], rows)
 
 
 class Forecast(nn.Module):
-    """Network that predicts changes from the last known value, from the earlier changes, so it learns no level."""
+    """Network whose inputs and outputs are differences to the last known value, so it learns no absolute level."""
 
     def __init__(self, scale: float, layers: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Forecast(nn.Module):
         self.net.append(nn.Linear(before, FUTURE))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the weeks that follow [n, 13]."""
+        """Return the predicted values of the next 13 weeks [n, 13]."""
         last = x[:, -1:]
         change: Tensor = self.net((x - last) / self.scale)
         return last + self.scale * change

@@ -33,8 +33,8 @@ SHORTEST, LONGEST = 8, 64  # words of a paragraph; shorter ones are omitted, lon
 class Text(Objective):
     """Classification of paragraphs by their topic: eight topics of `pydoc_data.topics`, the texts of Python's `help()`.
 
-    The split is random and stratified, 60/20/20. Repeated paragraphs of a topic are one sample, and paragraphs of
-    several topics are omitted, so no text is in two splits. The text depends on the version of Python.
+    The split is random and stratified, 60/20/20. A paragraph that a topic repeats is one sample, and a paragraph that
+    occurs in several topics is omitted, so no text is in two splits. The text depends on the version of Python.
     """
 
     name: ClassVar[str] = "text"
@@ -52,7 +52,7 @@ class Text(Objective):
     }
 
     def suggest(self, trial: TrialProtocol) -> TrainConfig:
-        """Suggest a transformer encoder with up to two layers; without layers it is a bag of words."""
+        """Suggest a transformer encoder (with 0 layers: a bag of words) and the training settings."""
         return TrainConfig(
             lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
             weight_decay=trial.suggest_float("weight_decay", 1e-3, 1.0, log=True),
@@ -67,7 +67,7 @@ class Text(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        """Return word ids [t] of each paragraph, 8 to 64, and the number of its topic."""
+        """Return the 8 to 64 word ids [t] of each paragraph, and the index of its topic in `TOPICS`."""
         found = load_paragraphs()
         ids = [[hash_word(word) for word in text] for text in found]
         return Splits.make(ids, list(found.values()), seed=seed, collate=pad_collate)
@@ -82,7 +82,7 @@ class Text(Objective):
 
 
 def load_paragraphs() -> dict[tuple[str, ...], int]:
-    """Return the lower-case words of each paragraph that is in one topic only, with the number of this topic."""
+    """Return the lower-case words of each paragraph that occurs in only one topic, with its index in `TOPICS`."""
     from pydoc_data.topics import topics
 
     owners: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
@@ -93,12 +93,12 @@ def load_paragraphs() -> dict[tuple[str, ...], int]:
 
 
 def hash_word(word: str) -> int:
-    """Return a hash from 1 to 4,095, so that no vocabulary has to be fitted (Weinberger et al. 2009)."""
+    """Return a word's id, a hash from 1 to 4,095, so that no vocabulary must be fitted (Weinberger et al. 2009)."""
     return 1 + crc32(word.encode()) % (VOCABULARY - 1)
 
 
 class Encoder(nn.Module):
-    """Pre-norm transformer encoder (Vaswani et al. 2017) of words and positions, whose mean output is classified."""
+    """Pre-norm transformer encoder (Vaswani et al. 2017) of word ids, with a linear classifier of its mean output."""
 
     def __init__(self, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Encoder(nn.Module):
         self.last = nn.Linear(width, len(TOPICS))
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return logits. Padding is masked in the attention and excluded from the mean."""
+        """Return logits [n, 8]. Padding is masked in the attention and excluded from the mean."""
         within = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         x = self.drop(self.word(ids) + self.place[: ids.shape[1]])
         for layer in self.layers:
