@@ -1,1 +1,1 @@
-"""Custom training loops: an objective trains itself epoch by epoch, with the guarantees of a trial."""
+"""Custom training loops: the objective's own code trains each epoch; hpsearch prunes, stops and resumes the trial."""

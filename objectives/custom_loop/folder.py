@@ -1,4 +1,4 @@
-"""Folders in a trial's state, for checkpoints that other libraries write from all ranks."""
+"""Conversion of checkpoint folders, which other libraries write from all ranks, to and from a trial's state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpsearch.objectives.errors import ObjectiveError
 
 
 def list_files(folder: Path) -> dict[str, int]:
-    """Return the files of a folder with their sizes in bytes."""
+    """Return the sizes in bytes of a folder's files, by relative path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def pack_folder(folder: Path) -> dict[str, Tensor]:
-    """Return the contents of a folder's files by name, as memory-mapped bytes."""
+    """Return the contents of a folder's files by relative path, as memory-mapped tensors of bytes."""
     return {
         name: torch.from_numpy(np.memmap(folder / name, np.uint8, mode="c") if size else np.empty(0, np.uint8))
         for name, size in list_files(folder).items()
@@ -43,7 +43,7 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def choose_checkpoint_folder(run_dir: Path | None) -> Path:
-    """Return the path for a trial's checkpoint folder: in the run's directory, or a temporary one if that is None."""
+    """Return the path of a trial's checkpoint folder: in `run_dir`, or in the temporary folder if `run_dir` is None."""
     if run_dir is not None:
         return run_dir.resolve() / "checkpoint"
     return Path(tempfile.gettempdir()) / f"hpsearch-{uuid.uuid4().hex}"

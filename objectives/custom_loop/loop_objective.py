@@ -26,9 +26,10 @@ class LoopObjective(BaseObjective):
     """A learning problem with a custom training loop: a GAN, reinforcement learning, an existing script.
 
     `run` receives a trial, iterates over `trial.epochs()` and reports each epoch once. hpsearch prunes, stops and
-    resumes the trial, counts its budget exactly, and logs its metrics and files to MLflow. Random generators are seeded
-    by (seed, epoch) at the start of each epoch, so that a resumed epoch draws the same numbers. Code before the first
-    epoch runs again after a resume, with the same seed. hpsearch manages nothing else outside `epochs()`.
+    resumes the trial, counts each epoch once in the study's budget, and logs metrics and files to MLflow. At the start
+    of each epoch the random generators are seeded by (seed, epoch), so that a repeated epoch uses the same random
+    numbers. Code before the first epoch runs again after a resume, with the same seed. hpsearch manages no other code
+    outside the loop over `epochs()`.
 
     Example:
         >>> class Gan(LoopObjective):
@@ -56,7 +57,7 @@ class LoopObjective(BaseObjective):
         """Return scores on the test set, including the study's metric, for `evaluate-test`.
 
         Args:
-            best: the argument `best`, or else `state`, of `trial.report` in the best epoch.
+            best: the argument `best` of `trial.report` in the best epoch, or its argument `state` if `best` is None.
             config: configuration of the trial.
             device: device to compute on.
             seed: seed of the data split; the same as `trial.split_seed` in `run`.
@@ -88,10 +89,10 @@ class LoopObjective(BaseObjective):
 
 
 def config_to_json(config: Any, what: str) -> Any:
-    """Convert a configuration to a dictionary of JSON values; error messages name `what`.
+    """Convert a configuration to a dictionary of JSON values; error messages begin with `what`.
 
     Raises:
-        ObjectiveError: the configuration contains other values.
+        ObjectiveError: the configuration is not a dictionary or dataclass of JSON values.
     """
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
     if not isinstance(values, Mapping):
@@ -105,11 +106,11 @@ def config_to_json(config: Any, what: str) -> Any:
 
 
 class _TrainingReached(Exception):  # noqa: N818 not an error
-    """Raised when the function first uses the trial for something else than suggestions."""
+    """Exception at the function's first access to the trial that is not a `suggest_*` method."""
 
 
 class _SuggestRecorder:
-    """Trial that records suggested values and raises `_TrainingReached` on any other access."""
+    """Trial that records the suggested values and raises `_TrainingReached` at an access that is not `suggest_*`."""
 
     def __init__(self, space: TrialProtocol) -> None:
         self._space = space
@@ -130,15 +131,15 @@ class _SuggestRecorder:
 class FunctionObjective(LoopObjective):
     """Objective that wraps a function `main(trial)`, which calls `trial.suggest_*` first and then trains.
 
-    To get the search space, the function is called until its first other access to the trial, so slow code must come
-    later. `metric`, `direction`, `directions`, `constraints`, `epochs` and `n_trials` are attributes of the function or
-    settings of the study.
+    To get the search space, hpsearch calls the function and stops it at its first access to the trial that is not
+    `suggest_*`. Slow code must come after this access. `metric`, `direction`, `directions`, `constraints`, `epochs` and
+    `n_trials` are attributes of the function or settings of the study.
     """
 
     function: ClassVar[Callable[[Any], None]]
 
     def suggest(self, trial: TrialProtocol) -> dict[str, Any]:
-        """Return the values that the function requests before it trains."""
+        """Return the values of the parameters that the function suggests before it trains."""
         recorder = _SuggestRecorder(trial)
         try:
             type(self).function(recorder)
@@ -147,7 +148,7 @@ class FunctionObjective(LoopObjective):
         raise ObjectiveError(f"{self.name} does not train; iterate over trial.epochs() and report each epoch")
 
     def run(self, trial: LoopTrial) -> None:
-        """Call the function with the suggested values."""
+        """Call the function with a trial whose `suggest_*` methods return the trial's configuration."""
         type(self).function(_ReplayTrial(trial))
 
 
@@ -198,7 +199,7 @@ class RestoredLoop:
     split_seed: int
 
     def test(self) -> dict[str, float]:
-        """Return the scores of the objective's `test` on the test set. Call it only once per study."""
+        """Return the scores of the objective's `test` on the test set. Call this method only once per study."""
         import torch
 
         from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
@@ -215,7 +216,7 @@ class RestoredLoop:
 
 
 def restore_loop(objective: LoopObjective, best: Mapping[str, Any]) -> RestoredLoop:
-    """Restore the best state of a custom loop from the content of a `best.pt`.
+    """Restore the best state of a custom loop from the content of the file `best.pt`.
 
     Raises:
         ObjectiveError: the objective has no `test`.

@@ -30,12 +30,12 @@ _MEASURABLE = {"latency_ms", "model_mb", "parameters"}  # the model metrics that
 
 
 class BaseLoopRun(BaseTrainer):
-    """Part of a custom loop's run that `LoopTrial` uses; see `BaseTrainer` for the parameters.
+    """Base class of `LoopRun` with the members that `LoopTrial` uses; see `BaseTrainer` for the parameters.
 
     Attributes:
-        folder: folder of the run, the same on all ranks; None if it has none.
+        folder: folder of the run, the same on all ranks; None if the run has no folder.
         checkpoint: path of the trial's checkpoint folder.
-        resolved: identity and environment of the run.
+        resolved: configuration, epochs, seeds and environment of the run, as stored in its checkpoints.
         logged: files that the loop passed to `LoopTrial.log_artifact`.
     """
 
@@ -53,7 +53,7 @@ class BaseLoopRun(BaseTrainer):
         self.logged: list[Path] = []
 
     def save_and_report(self, record: EpochRecord, state: dict[str, Any], *, best: bool) -> Verdict:
-        """Save the state, then report: if the process dies in between, no reported epoch is lost."""
+        """Save the state and then report the epoch, so that a checkpoint exists for every reported epoch."""
         if self.session is not None:
             self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
         self.files.log.info(
@@ -66,7 +66,7 @@ class LoopTrial:
     """Trial of a custom training loop. With several ranks, each rank has its own object.
 
     Attributes:
-        config: the result of `suggest`.
+        config: the result of the objective's `suggest`.
         seed: seed of the trial; each finalist run has a new one.
         split_seed: seed for splitting the data, the same for all trials of a study.
         device: device of this rank.
@@ -96,22 +96,22 @@ class LoopTrial:
     def checkpoint(self) -> Path:
         """Folder for checkpoints that a library writes from all ranks, the same on all ranks of a machine.
 
-        It is empty at first and after each report with `folder=trial.checkpoint`. In a resumed trial it contains the
-        files of the last report.
+        The folder is empty at the start of a new trial and after each report with `folder=trial.checkpoint`. In a
+        resumed trial it contains the files of the last report.
         """
         self._checkpoint.mkdir(parents=True, exist_ok=True)
         return self._checkpoint
 
     @property
     def should_stop(self) -> bool:
-        """Whether the trial has no further epoch: all are trained, or the last report ended it."""
+        """Whether the trial has no further epoch, because all epochs are trained or the last report ended the trial."""
         return self.verdict != Verdict.CONTINUE or self._curve.next_epoch >= self.total_epochs
 
     def epochs(self) -> Iterator[int]:
-        """Iterate over the remaining epochs (0-based) until the trial ends; seed the generators for each.
+        """Iterate over the remaining epochs (0-based) until the trial ends; seed the random generators for each epoch.
 
         Raises:
-            ObjectiveError: an epoch was not reported.
+            ObjectiveError: the loop did not report an epoch before it requested the next one.
         """
         while not self.should_stop:
             epoch = self._curve.next_epoch
@@ -128,13 +128,15 @@ class LoopTrial:
         """Report the current epoch. Call it once per epoch on every rank; the values of rank 0 are used.
 
         Args:
-            metrics: numbers by name: the study's metric, the other metrics that the study optimizes or bounds, and any
-                others. They are logged as `val_NAME`; `lr` and names that begin with `train_` are not prefixed.
+            metrics: numbers by name: the study's metric, all other metrics that the study optimizes or bounds, and any
+                further metrics. They are logged as `val_NAME`; `lr` and names that begin with `train_` get no prefix.
             state: nested plain values and tensors from which the next epoch continues, also on another machine. A
                 resumed trial without `state` and `folder` has no state to continue from.
-            best: like `state`: the argument for `test` and `export`, stored for the best epoch; `state` by default.
-            folder: folder whose files are stored in the trial's checkpoint; after a resume, `checkpoint` contains them.
-                All ranks may write into it, and all must see it. If it is `checkpoint`, it is emptied.
+            best: nested plain values and tensors that are stored for the best epoch and passed to `test` and `export`;
+                None uses `state`.
+            folder: folder whose files are stored in the trial's checkpoint. After a resume, the folder
+                `trial.checkpoint` contains them. All ranks may write into `folder`, and all must see the same files.
+                If `folder` is `trial.checkpoint`, its files are deleted after the report.
 
         Returns:
             Whether the epoch is the best so far.
@@ -142,7 +144,7 @@ class LoopTrial:
         Raises:
             ObjectiveError: no epoch is running, the metric is missing, the state contains objects that a checkpoint
                 cannot hold, or the ranks report different epochs.
-            NonFiniteError: the metric, or another one that the study optimizes or bounds, is NaN or infinite.
+            NonFiniteError: a metric that the study optimizes or bounds is NaN or infinite.
         """
         if (epoch := self._epoch) is None:
             if self._is_in_epoch:
@@ -200,11 +202,12 @@ class LoopTrial:
 
         Args:
             model: model on the trial's device; it is measured in evaluation mode, without gradients.
-            inputs: a batch as the model takes it; use one sample to get the latency per sample.
+            inputs: a batch of the model's inputs; use one sample to get the latency per sample.
 
         Returns:
             `latency_ms`, the median time of a forward pass; `latency_load`, the load of the machine per core during the
-            measurement; `model_mb`, the size of parameters and buffers in 10^6 bytes; `parameters`, their number.
+            measurement; `model_mb`, the size of parameters and buffers in 10^6 bytes; `parameters`, the number of
+            parameters.
 
         Raises:
             ObjectiveError: the model is sharded over devices, or cannot be called with the inputs.
@@ -249,7 +252,7 @@ class LoopTrial:
             )
 
     def log_artifact(self, path: Path | str) -> None:
-        """Log a file to the trial's MLflow run; it is sent when the trial ends."""
+        """Log a file to the trial's MLflow run. hpsearch sends the file when the trial ends."""
         self._run.logged.append(Path(path))
 
 
@@ -258,7 +261,7 @@ def _add_val_prefix(name: str) -> str:
 
 
 def _copy_to_cpu(tree: Any) -> Any:
-    """Copy the tensors to the CPU, so that training does not change them."""
+    """Copy the tensors of a tree to the CPU, so that further training does not change the copies."""
     return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
 
@@ -281,10 +284,11 @@ def _to_floats(metrics: Any) -> dict[str, float]:
 
 
 def check_serializable(tree: Any, what: str) -> None:
-    """Check that a checkpoint can hold a state, so that the first report fails and not a resume.
+    """Check that a checkpoint can hold a state, so that a fault appears at the first report instead of at a resume.
 
     Raises:
-        ObjectiveError: the state contains another object; the message has its position and type.
+        ObjectiveError: the state contains an object other than tensors and plain values; the message has its position
+            and type.
     """
     for name, value in leaves(tree, what):
         if not isinstance(value, (Tensor, bool, int, float, str, bytes, type(None))):

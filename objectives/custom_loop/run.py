@@ -42,7 +42,8 @@ from hpsearch.objectives.training.session import Verdict
 def reset_distributed_state() -> None:
     """Reset the distributed state of Accelerate and DeepSpeed if they are imported.
 
-    The process group may have been created again since the last trial, and a trial may use another precision.
+    The state may be outdated: the process group may have been created again since the last trial, and each trial may
+    use another precision.
     """
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -117,9 +118,9 @@ class LoopResult(RunResult):
     """Result of a custom training loop.
 
     Attributes:
-        objective: the objective.
+        objective: the objective that was trained.
         config: configuration of the trial.
-        best: the reported `best` of the best epoch.
+        best: the argument `best` that the loop reported in the best epoch.
     """
 
     objective: LoopObjective
@@ -128,7 +129,7 @@ class LoopResult(RunResult):
 
     @property
     def has_model(self) -> bool:
-        """Whether the objective has `export`."""
+        """Whether the objective's class defines `export`."""
         return self.objective.defines("export")
 
     def exportable_model(self) -> ExportableModel:
@@ -163,11 +164,11 @@ class LoopRun(BaseLoopRun):
     objective: LoopObjective
 
     def fit(self) -> LoopResult:
-        """Run the loop, from the last checkpoint if there is one.
+        """Run the loop and return its result; a resumed trial continues from its last checkpoint.
 
         Raises:
             ObjectiveError: the objective raised an error; the message has its file and line.
-            NonFiniteError: the metric is NaN or infinite.
+            NonFiniteError: a metric that the study optimizes or bounds is NaN or infinite.
         """
         owner = type(self.objective).__name__
         reset_distributed_state()
@@ -217,7 +218,7 @@ class LoopRun(BaseLoopRun):
         """Restore the last checkpoint, if there is one, and report its epochs again.
 
         Returns:
-            The state for the loop (None without a checkpoint), and the verdict.
+            The state for the loop (None if there is no checkpoint), and the verdict on the restored epochs.
         """
         restored, source = self._restore(), find_source_file(type(self.objective))
         identity = {
