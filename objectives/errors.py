@@ -36,9 +36,9 @@ _FORMER_PACKAGES = {"objectives", "search", "storage"}
 
 
 def format_install_hint(error: BaseException) -> str:
-    """Return, in brackets, how to install a missing module; empty for other errors.
+    """Return a hint in brackets on how to install a missing module; empty for other errors.
 
-    Missing submodules and modules of the standard library are also other errors.
+    The hint is also empty for missing submodules and for modules of the standard library.
     """
     module = error.name if isinstance(error, ModuleNotFoundError) else None
     if not module or "." in module or module in sys.stdlib_module_names:
@@ -70,7 +70,7 @@ class ObjectiveError(Exception):
 
 
 class MetricError(ObjectiveError):
-    """Metric that the objective does not have, or that is incompatible with its outputs.
+    """Error for a metric that the objective does not report, or that is incompatible with its outputs.
 
     The message is `metric NAME` followed by `reason`.
     """
@@ -81,7 +81,7 @@ class MetricError(ObjectiveError):
 
 
 def suggest_names(name: str, known: list[str]) -> str:
-    """Return a hint for an unknown name: its new name, similar names, or the list of known names."""
+    """Return a hint for an unknown name: the new name if it was renamed, similar names, or the list of known names."""
     if (renamed := RENAMED.get(name)) in known:
         return f"it is now {renamed!r}"
     close = get_close_matches(name, known, n=3, cutoff=0.5)
@@ -91,7 +91,7 @@ def suggest_names(name: str, known: list[str]) -> str:
 
 
 def format_path(path: str | Path) -> str:
-    """Return a path relative to the current directory if it is inside it, else unchanged."""
+    """Return a path relative to the current directory; a path outside this directory is unchanged."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -99,7 +99,7 @@ def format_path(path: str | Path) -> str:
 
 
 def find_source_file(cls: type) -> Path | None:
-    """Return the file that defines a class; None for a class defined in a console."""
+    """Return the file that defines a class; None for a class that was defined in a Python console."""
     try:
         source = inspect.getsourcefile(cls)
     except (TypeError, OSError):
@@ -110,7 +110,7 @@ def find_source_file(cls: type) -> Path | None:
 def format_user_error(error: BaseException, file: Path | None = None) -> str:
     """Format an error with the user's file and line: `my_objective.py:12: NameError: name 'x' is not defined`.
 
-    The line is from the innermost frame in `file`, or in a file outside this package and the libraries.
+    The line is from the innermost frame of the user's code: of `file`, or of a file outside hpsearch and the libraries.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{format_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
@@ -137,7 +137,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def wrap_user_errors(what: str) -> Iterator[None]:
-    """Convert errors of the objective's code to an ObjectiveError with their file and line, prefixed by `what`.
+    """Convert errors of the objective's code to an ObjectiveError; the message has `what` and the user's file and line.
 
     Out-of-memory errors are not converted.
     """

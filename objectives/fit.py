@@ -33,10 +33,10 @@ def fit(
 ) -> RunResult:
     """Train a configuration; see `Trainer` for the parameters.
 
-    A custom loop splits its data itself: `plan.resplit_seed` is ignored. It does not use `instruments`.
+    A custom loop splits its data itself, so it ignores `plan.resplit_seed`. It also ignores `instruments`.
 
     Raises:
-        ObjectiveError: the objective has a fault.
+        ObjectiveError: the code of the objective raised an error, or the configuration is invalid for it.
         NonFiniteError: the configuration diverges.
         DeviceMemoryError: the configuration does not fit in the device's memory.
     """
@@ -94,7 +94,7 @@ def rebuild_result(
 
 
 def require_model_objective(objective: BaseObjective, what: str) -> Objective:
-    """Return the objective if it is an `Objective`; the error message names the feature `what`.
+    """Return the objective if it is an `Objective`; otherwise raise an error that names the feature `what`.
 
     Raises:
         ObjectiveError: the objective has a custom training loop.

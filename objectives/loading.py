@@ -42,7 +42,7 @@ _NAME_BY_FORMER_PATH = {
 
 
 def normalize_reference(reference: str) -> str:
-    """Return the reference in today's form: built-in objectives had other module paths in earlier versions."""
+    """Return a reference; the module path that a built-in objective had in an earlier version becomes its name."""
     return _NAME_BY_FORMER_PATH.get(reference, reference)
 
 
@@ -117,7 +117,7 @@ def _describe_unknown_reference(reference: str) -> str:
 
 
 def _file_reference(reference: str) -> tuple[Path, str] | None:
-    """Return file and class name (may be empty) of a reference to a file; None for other references."""
+    """Return the file and the class name (may be empty) of a reference to a file; None for other references."""
     head, _, name = reference.rpartition(":")
     path, name = (head, name) if head and not name.endswith(".py") else (reference, "")
     return (Path(path).expanduser(), name) if Path(path).suffix == ".py" or os.sep in path else None
@@ -184,7 +184,8 @@ _SHADOWED_MODULES: dict[str, dict[str, ModuleType]] = {}  # by folder: replaced 
 def _search_first(folder: Path) -> None:
     """Let an objective import modules of its folder, even if other objectives' folders have modules of the same names.
 
-    The folder comes after installed packages in sys.path, and before the working directory and other objectives.
+    In sys.path, the folder comes after installed packages, and before the working directory and other objectives'
+    folders.
     """
     own, others = str(folder), [other for other in _SEARCH_FOLDERS if other != str(folder)]
     later = {*others, *(path for path in sys.path[-1:] if path == str(Path.cwd()))}  # cwd may be a clone of hpsearch
@@ -201,7 +202,7 @@ def _search_first(folder: Path) -> None:
 
 
 def _folder_of(module: ModuleType) -> str:
-    """Return the folder that contains a module or package; empty for one without files."""
+    """Return the folder that contains a module or package; empty if the module has no file."""
     paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
     return str(Path(paths[0]).parent) if paths[0] else ""
 

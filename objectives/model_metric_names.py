@@ -40,7 +40,7 @@ def get_metric_value(metrics: Mapping[str, float], name: str) -> float:
     """Return a metric from the record of an epoch: the validation metric `val_NAME`, or the model metric `NAME`.
 
     Raises:
-        KeyError: the record has neither.
+        KeyError: the record contains neither of these two.
     """
     validation_name = f"val_{name}"
     return metrics[validation_name if validation_name in metrics else name]

@@ -43,12 +43,12 @@ class BaseObjective(ABC):
         name: name in studies; the class name by default.
         metric: the validation metric to optimize.
         direction: "maximize" or "minimize".
-        directions: direction by metric, for a multi-objective study. The first one is `metric`, which selects the best
-            epoch. Empty for a single metric.
-        constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates one is infeasible.
+        directions: direction by metric, for a multi-objective study. The first metric is also `metric`, which selects
+            the best epoch. Empty for a study with one metric.
+        constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates a bound is infeasible.
         reported: metrics in addition to `metric` that every epoch must report; `set_reported_metrics` sets them.
-        epochs: number of epochs of a full trial; the default of a search.
-        n_trials: number of trials; the default of a search.
+        epochs: default number of epochs of a full trial.
+        n_trials: default number of trials of a search.
         defaults: parameter values of the first trial of a search.
     """
 
@@ -63,7 +63,7 @@ class BaseObjective(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Set the name of a subclass without one, and set its metric from `directions`.
+        """Set the name of a subclass that defines no name, and set `metric` and `direction` from `directions`.
 
         Raises:
             ObjectiveError: `directions` is invalid, or its first metric differs from `metric`.
@@ -76,7 +76,7 @@ class BaseObjective(ABC):
 
     @abstractmethod
     def suggest(self, trial: TrialProtocol) -> Any:
-        """Return the configuration of one trial, from values that `trial.suggest_*` returns."""
+        """Return the configuration of one trial, built from values that `trial.suggest_*` returns."""
 
     def configure(self, trial: TrialProtocol) -> Any:
         """Call `suggest` and check its result.
@@ -105,10 +105,10 @@ class BaseObjective(ABC):
         self.metric, self.direction = metric, direction
 
     def set_reported_metrics(self, names: Collection[str]) -> None:
-        """Set the additional metrics that every epoch must report: those that the study optimizes or bounds.
+        """Set the additional metrics that every epoch must report: the metrics that the study optimizes or bounds.
 
-        Call it after `set_metric`. The record of each epoch contains these metrics. If a missing metric cannot be
-        detected here, the first evaluation detects it before training.
+        Call this method after `set_metric`. The record of each epoch contains these metrics. If this method cannot
+        detect a missing metric, the first evaluation detects it before training.
 
         Raises:
             MetricError: the objective cannot report one of the metrics.
@@ -116,17 +116,18 @@ class BaseObjective(ABC):
         self.reported = tuple(name for name in dict.fromkeys(names) if name != self.metric)
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 nothing unless overridden
-        """Download data or compute slow features into `folder`, once per machine. `data` reads it as `self.prepared`.
+        """Download data or compute slow features into `folder`, once per machine.
 
-        hpsearch calls it before `data`, and again if the source file of the objective changes. Other processes wait
-        for it. If it is killed, the next call starts with an empty folder.
+        hpsearch calls `prepare` before `data`, and again if the source file of the objective changes. Other processes
+        wait until it returns. If the process is killed, the next call starts with an empty folder.
         """
 
     @property
     def prepared(self) -> Path:
-        """Folder with the files of `prepare`, which is called first if it has not run on this machine.
+        """Folder with the files that `prepare` wrote; the first access on a machine calls `prepare`.
 
-        It is `prepared/NAME-HASH` in $HPSEARCH_HOME or in the user's cache folder. HASH depends on the source file.
+        The folder is `prepared/NAME-HASH` in $HPSEARCH_HOME, or in the user's cache folder if this variable is not set.
+        HASH depends on the source file.
 
         Raises:
             ObjectiveError: `prepare` raised an error.
@@ -178,15 +179,15 @@ class Objective(BaseObjective):
 
     Attributes:
         name: name in studies; the class name by default.
-        metric: the validation metric to optimize: a key of `metrics()`, or "loss".
+        metric: the validation metric to optimize: a metric of `metrics()` or `step`, or "loss".
         direction: "maximize" or "minimize".
-        directions: direction by metric, for a multi-objective study. The first one is `metric`, which selects the best
-            epoch. The others are validation metrics, keys of `measures()`, or `latency_ms`, `model_mb`, `parameters`
-            and `peak_memory_mb`.
-        constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates one is infeasible.
+        directions: direction by metric, for a multi-objective study. The first metric is also `metric`, which selects
+            the best epoch. The further metrics are validation metrics, metrics of `measures()`, or the model metrics
+            `latency_ms`, `model_mb`, `parameters` and `peak_memory_mb`.
+        constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates a bound is infeasible.
         reported: metrics in addition to `metric` that every epoch must report; `set_reported_metrics` sets them.
-        epochs: number of epochs of a full trial; the default of a search.
-        n_trials: number of trials; the default of a search.
+        epochs: default number of epochs of a full trial.
+        n_trials: default number of trials of a search.
         defaults: parameter values of the first trial of a search.
         loss_floor: the loss that a perfectly fitted batch approaches, for the smoke test; None if unknown, for example
             for the ELBO of a VAE.
@@ -224,14 +225,15 @@ class Objective(BaseObjective):
         """
 
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Return the training loss, a module (output, target) -> one loss per sample [n], or their mean.
+        """Return the training loss: a module from (output, target) to one loss per sample [n], or to the mean loss.
 
         The default depends on `metric`: squared error for rmse, mae and r2; binary cross entropy on one or two logits
         for auroc and average_precision; cross entropy on logits [n, classes] for class labels. Both cross entropies use
         `config.label_smoothing`.
 
-        If the mean is not over samples but, for example, over unmasked tokens, define a method `weigh(target)` that
-        returns its divisor, so that means of batches can be combined. PyTorch's cross entropies do not need it.
+        If the module returns a mean that is not over samples but, for example, over unmasked tokens, give it a method
+        `weigh(target)` that returns the divisor of this mean, so that means of batches can be combined. PyTorch's cross
+        entropy losses do not need this method.
         """
         from hpsearch.objectives.training.evaluation.losses import build_default_loss
 
@@ -240,8 +242,9 @@ class Objective(BaseObjective):
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
         """Compute the loss of a batch. Override it if the loss is not a function of outputs and targets.
 
-        It is called for training, and for evaluation in evaluation mode without gradients. `loss` is not called then.
-        Gradient accumulation, mixed precision, clipping, SAM, weight averaging and checks for NaN work as usual.
+        hpsearch calls `step` for training, and in evaluation mode without gradients for evaluation. It does not call
+        `loss` if `step` is overridden. Gradient accumulation, mixed precision, clipping, SAM, weight averaging and
+        checks for NaN work as usual.
 
         Args:
             model: the result of `model()`, or a copy with averaged weights; in training or evaluation mode.
@@ -268,9 +271,9 @@ class Objective(BaseObjective):
     def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 used by overrides
         """Return the sampler of the training data; None for a random permutation of the samples.
 
-        It is a PyTorch sampler of rows, such as `WeightedRandomSampler`, or of batches of rows, such as
-        `LengthGroupedSampler`. It must have a length and draw from PyTorch's global generator, which is seeded for each
-        epoch.
+        The result is a PyTorch sampler of rows, such as `WeightedRandomSampler`, or of batches of rows, such as
+        `LengthGroupedSampler`. The sampler must have a length and use PyTorch's global random generator, which is
+        seeded for each epoch.
         """
         return None
 
@@ -283,8 +286,8 @@ class Objective(BaseObjective):
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 used by overrides
         """Return a random augmentation of a batch of training inputs [n, ...]; None for no augmentation.
 
-        Use the global generators of PyTorch, NumPy or Python, which are seeded so that runs are reproducible. With
-        `TrainConfig.num_workers` it runs in worker processes on the CPU; otherwise on the device.
+        Use the global random generators of PyTorch, NumPy or Python, which are seeded so that runs are reproducible. If
+        `TrainConfig.num_workers` is set, the augmentation runs in loader processes on the CPU; otherwise on the device.
         """
         return None
 
@@ -292,7 +295,7 @@ class Objective(BaseObjective):
         """Return the validation metrics, including `metric`. The default is the built-in set that contains `metric`.
 
         The result is any object with `update`, `compute` and `reset`, such as a torchmetrics `Metric` or
-        `MetricCollection`. It does not need to contain the metrics that `step` returns.
+        `MetricCollection`. The metrics that `step` returns are reported in addition.
         """
         from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, build_metrics
 
@@ -303,8 +306,8 @@ class Objective(BaseObjective):
     def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model by name, after each epoch: operations, sparsity, robustness.
 
-        They are reported under these names, and a study can optimize or bound them. A NaN or infinite value ends the
-        trial as diverged.
+        The metrics are reported under these names, and a study can optimize or bound them. If a value is NaN or
+        infinite, the trial ends as diverged.
 
         Args:
             model: the model that is validated, on its device, in evaluation mode, without gradients.
@@ -336,7 +339,7 @@ class Objective(BaseObjective):
         super().set_metric(metric, direction)
 
     def set_reported_metrics(self, names: Collection[str]) -> None:
-        """Set the additional metrics that every epoch must report: those that the study optimizes or bounds.
+        """Set the additional metrics that every epoch must report: the metrics that the study optimizes or bounds.
 
         Raises:
             MetricError: a name is neither in the built-in set of `metric` nor a model metric. If the class overrides

@@ -12,7 +12,8 @@ from hpsearch.objectives.errors import ObjectiveError, suggest_names
 class TrialProtocol(Protocol):
     """Interface of a trial that suggests parameter values; `optuna.Trial` and `optuna.trial.FixedTrial` implement it.
 
-    A name has one distribution in the whole study, so parameters of different branches need different names.
+    A parameter name has one distribution in the whole study, so parameters of different branches of `suggest` need
+    different names.
     """
 
     def suggest_float(
@@ -104,7 +105,7 @@ class FixedTrial(_StudylessTrial):
 
 
 class TextFixedTrial(FixedTrial):
-    """Trial that parses given texts, as in a table: `0.001`, `adam`, `true`, `none`."""
+    """Trial whose given values are texts that it parses, such as cells of a table: `0.001`, `adam`, `true`, `none`."""
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         text = self.given[name].strip()
@@ -133,7 +134,7 @@ def _parse_number(text: str) -> float | None:
 
 
 class NotInSpaceError(ObjectiveError):
-    """Value of the parameter `name` outside the search space; `reason` follows its name in the message."""
+    """Error for a parameter or value that is not in the search space; the message is `name: reason`."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -141,7 +142,7 @@ class NotInSpaceError(ObjectiveError):
 
 
 def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
-    """Iterate over the grid of all parameter values that `configure` requests.
+    """Iterate over all combinations of the parameter values that `configure` requests.
 
     Raises:
         NotInSpaceError: a parameter is a range without `step`, which has no finite grid.
@@ -160,7 +161,7 @@ def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterato
 
 
 class _GridTrial(_StudylessTrial):
-    """Trial that returns the grid value at a given index per parameter, and the first value of further parameters."""
+    """Trial that returns, for each parameter, the grid value at a given index; without an index, the first value."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         super().__init__()
