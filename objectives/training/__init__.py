@@ -1,1 +1,1 @@
-"""The training loop. It depends on torch and a small session protocol, not on the service."""
+"""The training loop. It depends on torch and on a small session protocol, but not on Postgres or MLflow."""

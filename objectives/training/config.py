@@ -45,12 +45,12 @@ CHOICES = {
 
 
 def about(text: str, **bounds: Any) -> Any:
-    """Return the field of a setting with a description, and bounds of its value: `gt`, `ge`, `lt`, `le`."""
+    """Return the pydantic field of a setting with a description, and bounds of its value: `gt`, `ge`, `lt`, `le`."""
     return Field(description=text, **bounds)
 
 
 def one_of(names: tuple[str, ...], text: str = "") -> Any:
-    """Return the field of a setting that is one of several names."""
+    """Return the pydantic field of a setting whose value is one of `names`."""
     return about(f"one of {', '.join(names)}" + (f": {text}" if text else ""))
 
 
@@ -155,7 +155,7 @@ class TrainConfig:
     @field_validator("model", mode="before")
     @classmethod
     def _copy_json_values(cls, value: Any) -> Any:
-        """Copy the model's settings, and reject values that a JSON round trip would change."""
+        """Copy the dictionary `model`, and reject values that a JSON round trip would change."""
         if not isinstance(value, Mapping):
             return value
         copied = copy.deepcopy(dict(value))
@@ -207,7 +207,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Return the configuration of a `to_dict` result; missing fields have their defaults.
+        """Create a configuration from a result of `to_dict`; missing fields get their defaults.
 
         Raises:
             ObjectiveError: a field is unknown (the message has similar names), or a value is invalid.
@@ -221,7 +221,7 @@ _TYPES = {float: "a number", int: "an integer", bool: "True or False", str: "a s
 
 
 def _format_error(error: ValidationError) -> str:
-    """Return the first error as one line with the setting, its valid values and its value."""
+    """Format the first validation error as one line with the setting, its valid values and the given value."""
     first = error.errors(include_url=False)[0]
     name, value, kind = str(first["loc"][0]), first["input"], first["type"]
     if name not in FIELDS:
@@ -263,12 +263,12 @@ class RunPlan:
     """The epochs, seeds and data splits of a run.
 
     Attributes:
-        epochs: planned length of the run, over which schedules extend.
+        epochs: planned number of epochs, over which schedules extend.
         seed: seed of initial weights, sample order and dropout.
         split_seed: seed of the data split, the same for all trials of a study.
         resplit_seed: seed of a new train/validation split with an unchanged test split, if `data()` allows it. The run
             then has a `FitResult.resplit_score`. None uses the study's split.
-        refit: number of epochs of a refit, a run on training and validation data; None for other runs.
+        refit: number of epochs to train in a refit, a run on training and validation data; None for other runs.
 
     Raises:
         ObjectiveError: a number is out of range, or the numbers contradict each other.
@@ -290,6 +290,6 @@ class RunPlan:
 
     @property
     def identity(self) -> dict[str, int]:
-        """The entries of a checkpoint's identity from the plan; checkpoints store `resplit_seed` as "division"."""
+        """Entries of the plan that identify the run in a checkpoint, where `resplit_seed` has the key "division"."""
         stored = {**dataclasses.asdict(self), "division": self.resplit_seed, "resplit_seed": None}
         return {name: value for name, value in stored.items() if value is not None}

@@ -46,7 +46,7 @@ def build_example(val: Dataset) -> Example:
 
 
 class PositionalInputsWrapper(nn.Module):
-    """A model whose input tensors are positional arguments, or keywords with the names of their paths in the batch."""
+    """Wrapper of a model whose input tensors are positional arguments, or keywords named by their path in the batch."""
 
     def __init__(self, model: nn.Module, call: ForwardCall, x: Tree) -> None:
         super().__init__()

@@ -39,9 +39,10 @@ class LrRangeResult:
 
     Attributes:
         rates: learning rate of each step, a geometric sequence.
-        losses: loss after each step, always on the same samples, because batches differ by more than a step changes.
-        suggestion: the rate at which the loss falls fastest, as a peak learning rate.
-        highest: the rate of the lowest loss.
+        losses: loss after each step, always on the same samples, because losses differ more between batches than
+            between two steps.
+        suggestion: suggested peak learning rate: the rate at which the loss falls fastest.
+        highest: the rate at which the loss is lowest; higher rates increase the loss.
     """
 
     rates: list[float]
@@ -70,10 +71,10 @@ def run_lr_range_test(
 
     Args:
         objective: the objective to train.
-        config: configuration, without its learning rate and schedule; None for the objective's default.
-        seed: seed of the split, the weights and the order.
+        config: configuration, whose learning rate and schedule are ignored; None for the objective's default.
+        seed: seed of the split, the initial weights and the sample order.
         lowest: the first learning rate.
-        highest: the last learning rate, unless the loss diverges before.
+        highest: the last learning rate, unless the loss diverges earlier.
         steps: number of steps from the first to the last rate.
         device: device to train on; None for the CPU.
 
@@ -127,7 +128,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
 
 @torch.no_grad()
 def _evaluate_probe(run: Run, probe: Batch) -> float:
-    """Return the training loss of the probe, with the same dropout mask each time."""
+    """Return the training loss of the batch `probe`, with the same dropout mask at each call."""
     with seeded_on_device(run.device, run.plan.seed, "probe"):
         return float(run.step_function(run.model, probe, run.precision.autocast()).loss)
 

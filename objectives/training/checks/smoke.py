@@ -33,15 +33,15 @@ _CHECK_STEPS = 25  # steps between two reads of the losses, which synchronize wi
 
 @dataclass(frozen=True)
 class SmokeResult:
-    """The result of overfitting one batch.
+    """Result of the attempt to overfit one batch.
 
     Attributes:
         passed: whether the loss fell to `target`.
         losses: loss of the batch before each step.
         target: the loss to reach.
         samples: number of samples in the batch.
-        lr: the learning rate of `losses`.
-        reason: reason of the failure in one sentence; empty if passed.
+        lr: the learning rate with which `losses` were measured.
+        reason: reason for the failure in one sentence; empty if the test passed.
     """
 
     passed: bool
@@ -70,10 +70,11 @@ def run_smoke_test(
 ) -> SmokeResult:
     """Overfit one batch of training data without regularization; a model that cannot do this has a fault.
 
-    The excess of the loss over the objective's `loss_floor` must fall to a hundredth of its initial value and to at
-    most 0.01; if it starts above 10, it must fall to a thousandth. Without a floor, or if the loss starts below it, the
-    loss must fall by a tenth. Dropout, weight decay, label smoothing, augmentation and weight averaging are off.
-    Several learning rates around the configured one are tried in order.
+    The excess is the difference between the loss and the objective's `loss_floor`. It must fall to a hundredth of its
+    initial value and to at most 0.01. An excess that starts above 10 must fall to a thousandth of its initial value. If
+    `loss_floor` is None, or the loss starts below it, the loss must fall by a tenth. Dropout, weight decay, label
+    smoothing, augmentation and weight averaging are off. The test tries several learning rates around the configured
+    one, in order.
 
     Args:
         objective: the objective to check.

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class LazyBatch(NamedTuple):
-    """Micro-batch, or this rank's share of it, that `get` loads.
+    """Micro-batch, or this rank's share of a micro-batch, which is not loaded before `get` is called.
 
     Attributes:
         size: number of samples over all ranks.
         get: loads this rank's samples onto the device.
-        counts: False if this rank has no sample of it. The rank then gets one sample with weight 0, because all ranks
-            must take part in a step.
+        counts: False if this rank has no sample of the micro-batch. The rank then gets one sample with weight 0,
+            because all ranks must take part in a step.
     """
 
     size: int
@@ -121,7 +121,7 @@ def build_batch_source(
     augment: Augment | None,
     ranks: Ranks,
 ) -> BatchSource:
-    """Return a source in the device's memory, or one with a DataLoader if `num_workers` is set or the data need it."""
+    """Return a source in device memory, or a DataLoader if `num_workers` is set or the data are not in memory."""
     if config.num_workers is None and train.in_memory:
         return _MemoryBatchSource(train.to(device), config, order, seed, device, augment, ranks)
     return BatchSource(train, config, order, seed, device, augment, ranks)

@@ -1,4 +1,4 @@
-"""Datasets: in-memory tensors, samples that are loaded on use, and streams."""
+"""Datasets: in-memory tensors, lazily loaded samples, and streams."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stream:
                 return sample
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the iterator: another process starts its own."""
+        """Return the state without the iterator, because each process creates its own iterator."""
         return {**self.__dict__, "_running": None, "_next": 0}
 
     def set_epoch(self, epoch: int) -> None:
@@ -72,7 +72,7 @@ def is_arrays(x: Any) -> bool:
 
 
 def to_target_tensor_or_none(y: Any) -> Any:
-    """Return targets with one array element per sample as a tensor; None for other or missing targets."""
+    """Return targets as a tensor; None if targets are missing or cannot be converted to one tensor."""
     try:
         return None if y is None else to_target_tensor(y)
     except (TypeError, ValueError, ObjectiveError):
@@ -87,7 +87,7 @@ def as_inputs(x: Any) -> Tree:
 
 
 def as_tree(values: Any, name: str) -> Tree:
-    """Convert arrays to tensors; a tuple or dictionary contains several arrays. Error messages use `name`."""
+    """Convert an array, or a tuple or dictionary of arrays, to tensors. Error messages call the values `name`."""
     if isinstance(values, Mapping):
         return {str(key): as_tree(value, f"{name}[{key!r}]") for key, value in values.items()}
     if isinstance(values, tuple) and not all(np.isscalar(value) for value in values):
@@ -132,11 +132,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs x and targets y of n samples, in memory or loaded on use.
+    """Inputs x and targets y of n samples, in memory or loaded lazily.
 
     Attributes:
         x: raw inputs of the model (scaling belongs to the model): a tensor [n, ...], or a dict or tuple of tensors.
-            With `load`, the entries that it converts, such as file numbers or encoded images. None with `samples`.
+            With `load`, the entries that `load` converts, such as file numbers or encoded images. None with `samples`.
         y: class labels (int64 [n]), values (float [n, ...]), or a dict or tuple of them. With `samples`, the targets
             for stratification and metrics, or None.
         rows: index of each sample in the source [n], to check that splits are disjoint; None if unknown.
@@ -173,8 +173,8 @@ class Dataset:
             fingerprint: text that changes if the contents change, such as `fingerprint_files(folder)`. Not needed for a
                 Hugging Face dataset, which has one, and for a list in memory, which is hashed.
             targets: targets [n] for stratification and metrics; by default `samples.targets` or the column of targets.
-            length: number of samples per epoch of an iterable without indices, such as an `IterableDataset`. It is read
-                in its own order by at most one process, and must shuffle itself if needed.
+            length: number of samples per epoch of an iterable without indices, such as an `IterableDataset`. At most
+                one process reads the iterable, in its own order, so it must shuffle itself if needed.
 
         Raises:
             ObjectiveError: the length or the fingerprint is missing.

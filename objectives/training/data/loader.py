@@ -25,10 +25,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_parent_death_hook() -> Callable[[], None]:
-    """Return a function for child processes of `multiprocessing`, after which the kernel kills them with their parent.
+    """Return a function for `multiprocessing` child processes: after its call, the kernel kills them with their parent.
 
-    It has an effect on Linux, and if the main thread forks: the kernel sends the signal when the forking thread ends.
-    DataLoader's workers check every five seconds whether their parent is alive, but not while they load.
+    The function has an effect only on Linux and if the main thread forks, because the kernel sends the signal when the
+    forking thread ends. DataLoader's workers check every five seconds whether their parent is alive, but not while they
+    load a batch.
     """
     return partial(_bind_to_parent, threading.main_thread().ident)  # a partial can be pickled for spawned processes
 
@@ -47,7 +48,7 @@ Augment = Callable[[Tree], Tree]
 
 
 class _Batches(torch_data.Dataset[Batch]):
-    """Dataset whose items are batches: collating rows one by one would cost more than a training step."""
+    """Dataset whose items are batches, because collating rows one by one would take longer than a training step."""
 
     def __init__(self, dataset: Dataset, batches: Sequence[Tensor], augment: Augment | None, seed: int) -> None:
         self._dataset, self._batches, self._augment, self._seed = dataset, batches, augment, seed
@@ -65,7 +66,7 @@ class _Batches(torch_data.Dataset[Batch]):
 
 @contextmanager
 def _seeded_generators(seed: int, index: int) -> Iterator[None]:
-    """Seed the generators by the batch index, so that results do not depend on the number of processes."""
+    """Seed the random generators by the batch index, so that results do not depend on the number of processes."""
     torch_state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed_cpu_libraries(seed, "augment", index))  # a worker must not use the GPU
     try:
@@ -84,19 +85,19 @@ def load_batches(
     seed: int = 0,
     first: int = 0,
 ) -> Iterator[Batch]:
-    """Load batches on the CPU in their order, in pinned memory if `device`, their destination, is a GPU.
+    """Iterate over batches in CPU memory, in the given order; in pinned memory if `device` is a GPU.
 
     Args:
-        dataset: on the CPU.
+        dataset: dataset on the CPU.
         batches: rows [n] of each batch.
-        device: destination of the batches.
+        device: device to which the caller moves the batches.
         num_workers: number of processes that prefetch batches; 0 loads them in this process.
         augment: random augmentation of the inputs.
         seed: seed of the random numbers of `augment`, `Dataset.load`, samples and `collate`.
         first: index of the first batch to load. Skipped batches do not change the random numbers of later ones.
 
     Raises:
-        ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
+        ObjectiveError: `augment`, or the dataset's `samples`, `load` or `collate`, raised an error.
     """
     source = _Batches(dataset, batches, augment, seed)
     begin = 0 if source.is_stream else first  # a stream can only be read from its beginning

@@ -24,7 +24,7 @@ class Standardize(nn.Module):
 
     @classmethod
     def fit(cls, x: Tensor | MemmapRows, dim: int | tuple[int, ...] = 0) -> Standardize:
-        """Compute the statistics over `dim`: 0 standardizes each feature, (0, 2, 3) each channel of images.
+        """Return a module with statistics of `x` over `dim`: 0 standardizes each feature, (0, 2, 3) each image channel.
 
         Constant features are centered but not scaled. Memory-mapped rows are read in parts.
         """
@@ -46,5 +46,5 @@ class Standardize(nn.Module):
         return cls(mean[0].to(torch.float32), std[0].to(torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x standardized, of the same shape."""
+        """Return the standardized `x`, in the same shape."""
         return (x - self.mean) / self.std

@@ -27,8 +27,8 @@ class LengthGroupedSampler(torch_data.Sampler[list[int]]):
 
     Args:
         lengths: lengths of the samples [n].
-        batch_size: samples in a batch; the last batch of an epoch may have fewer.
-        pool: batches that are sorted together. A larger pool reduces padding and randomness.
+        batch_size: samples in a batch; one batch of an epoch may have fewer.
+        pool: number of batches whose samples are sorted together. A larger pool reduces padding and randomness.
     """
 
     def __init__(self, lengths: Sequence[int] | Tensor, batch_size: int, *, pool: int = 50) -> None:
@@ -48,9 +48,9 @@ class LengthGroupedSampler(torch_data.Sampler[list[int]]):
 
 
 class EpochOrder:
-    """Rows of each optimizer step of an epoch, which depend only on (seed, epoch).
+    """Rows (sample indices) of each optimizer step of an epoch, which depend only on (seed, epoch).
 
-    The order is a random permutation, or the one of the objective's sampler. The last step may have fewer
+    The order is a random permutation, or that of the objective's sampler. The last step may have fewer
     micro-batches. `drop_last` omits a short last micro-batch unless it is the only one.
     """
 
@@ -77,7 +77,7 @@ class EpochOrder:
         return math.ceil(batches / config.gradient_accumulation_steps)
 
     def iterate_steps(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-        """Iterate over the optimizer steps of an epoch, each a tuple of the rows of its micro-batches."""
+        """Iterate over the optimizer steps of an epoch; each step is a tuple with the rows of each micro-batch."""
         batches = self._batches(epoch, device)
         for start in range(0, len(batches), self._config.gradient_accumulation_steps):
             yield tuple(batches[start : start + self._config.gradient_accumulation_steps])

@@ -26,7 +26,7 @@ TARGETS = ("labels", "label", "target", "targets", "y")  # keys of the targets i
 def collate_rows(
     samples: Sequence[Any], rows: Sequence[int], collate: Collate | None, names: Sequence[int]
 ) -> tuple[Tree, Tree]:
-    """Return inputs and targets of the samples at `rows`; error messages use the numbers in `names`."""
+    """Return inputs and targets of the samples at `rows`; error messages identify them by the numbers in `names`."""
     try:
         read = getattr(samples, "__getitems__", None)  # reads all rows in one call, as DataLoader does
         found = read(rows) if read is not None else [samples[row] for row in rows]
@@ -104,7 +104,7 @@ def as_target(tensor: Tensor) -> Tensor:
 
 
 class MemmapRows:
-    """Rows [n, ...] of a memory-mapped array, which are read on use."""
+    """Rows [n, ...] of a memory-mapped array, which are read lazily."""
 
     def __init__(self, array: np.ndarray[Any, Any], rows: Tensor | None = None) -> None:
         self._array = array
@@ -121,7 +121,7 @@ class MemmapRows:
         return as_input(read)
 
     def take(self, rows: Tensor) -> MemmapRows:
-        """Return the rows at `rows`."""
+        """Return the rows at the indices `rows`, without reading them."""
         return MemmapRows(self._array, self._rows[rows])
 
     def batches(self, size: int = 4096) -> Iterable[Tensor]:
@@ -131,7 +131,7 @@ class MemmapRows:
 
 
 def find_fingerprint(source: Any) -> str | None:
-    """Return the fingerprint of a Hugging Face dataset, or of a subset of one; None if there is none."""
+    """Return the fingerprint of a Hugging Face dataset or of a `Subset`; None if the dataset has no fingerprint."""
     if isinstance(source, torch_data.Subset):
         inner = find_fingerprint(source.dataset)
         return None if inner is None else hash_values(inner, list(source.indices))
@@ -154,7 +154,7 @@ def find_targets(source: Any) -> Any:
 def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
     """Return a fingerprint of the files of a folder, the same on every machine with these files.
 
-    It is the SHA-256 of the names, the sizes, and the first and last 64 KiB of each file.
+    The fingerprint is the SHA-256 of the names, the sizes, and the first and last 64 KiB of each file.
 
     Raises:
         ObjectiveError: no file matches `pattern`.
@@ -182,7 +182,7 @@ def hash_samples(samples: Sequence[Any]) -> str:
     """Return the hexadecimal SHA-256 of samples in memory: nested tensors, arrays, numbers and strings.
 
     Raises:
-        ObjectiveError: a sample contains another object.
+        ObjectiveError: a sample contains an object of another type.
     """
     found = hashlib.sha256()
     for number, sample in enumerate(samples):

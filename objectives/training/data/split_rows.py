@@ -1,4 +1,4 @@
-"""Split indices by chance, by class, by group or by time."""
+"""Split sample indices at random, by class, by group or by time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Rows = np.ndarray[Any, Any]
 
 
 def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
-    """Draw a share of the rows [m], or of their groups, and return the remaining rows and the drawn ones.
+    """Draw a share of the rows [m], or of their groups, at random; return the remaining rows and the drawn rows.
 
     Args:
         rows: indices of samples [m].
-        share: share in (0, 1).
-        labels: classes of all samples, for a stratified draw; or None.
-        groups: groups of all samples, which stay together; or None.
-        seed: seed of the draw.
+        share: share to draw, in (0, 1).
+        labels: classes of all samples, for a stratified split; None for a split without stratification.
+        groups: groups of all samples, which the split does not divide; None if the samples have no groups.
+        seed: seed of the random numbers.
 
     Raises:
-        ObjectiveError: a part would be empty, or a class is too rare.
+        ObjectiveError: one of the two results would be empty, or a class is too rare.
     """
     from sklearn.model_selection import GroupShuffleSplit, train_test_split
 
@@ -44,13 +44,14 @@ def draw_split(rows: Rows, share: float, labels: Any, groups: Any, seed: int) ->
 
 
 def split_by_time(times: Any, samples: int, val: float, test: float, *, back: float = 0.0) -> tuple[Rows, Rows, Rows]:
-    """Split rows into the earliest, the next and the latest samples. Equal times are in the same part.
+    """Split rows by time: the earliest for training, the next for validation, the latest for the test.
 
-    `val`, `test` and `back` are shares of the samples. `back` moves the middle part back in time, which leaves a
-    gap before the last part: a rolling origin (Tashman 2000, *International Journal of Forecasting* 16).
+    Samples of equal time are in the same split. `val`, `test` and `back` are shares of the samples. `back` moves the
+    validation split back in time, which leaves a gap before the test split: a rolling origin (Tashman 2000,
+    *International Journal of Forecasting* 16).
 
     Raises:
-        ObjectiveError: a time is missing, or there are too few distinct times for three parts.
+        ObjectiveError: a time is missing, or there are too few distinct times for three splits.
     """
     moments = np.asarray(times)
     if moments.shape != (samples,):
@@ -79,7 +80,7 @@ _MIN_SAMPLES = 2  # of a half, and of each class in it if possible
 
 @dataclass
 class SplitRequest:
-    """Request to `Splits.make` for another split; `joined` is set if it merged training and validation samples."""
+    """Request to `Splits.make` for a new split; `joined` is True if it merged training and validation samples."""
 
     requested: ResplitSeed
     joined: bool = False
@@ -92,7 +93,7 @@ _SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", de
 def request_split(requested: ResplitSeed) -> Iterator[SplitRequest]:
     """Make `Splits.make` split training and validation by the seed `requested`, with an unchanged test split.
 
-    With "all", the training split also contains the validation samples.
+    With "all", the training split also contains the validation samples. With None, the split is the study's.
     """
     request = SplitRequest(requested)
     token = _SPLIT_REQUEST.set(request)
@@ -118,10 +119,11 @@ def select_training_rows(train: Rows, val: Rows) -> Rows:
 
 
 def compute_val_window_shift(resplit_seed: int | None, val: float, test: float) -> float:
-    """Return by which share of the samples the validation window moves back in a new split by time.
+    """Return the shift by which a new split by time moves the validation window back, as a share of the samples.
 
-    It moves by half of its length up to all of it, because the configuration was selected on the study's window. At
-    least half of the training samples remain.
+    The shift is random, from half of the window's length to its full length: the configuration was selected on the
+    study's window, so the new window must differ from it. The shift is smaller if less than half of the training
+    samples would remain.
     """
     if resplit_seed is None:
         return 0.0
@@ -133,7 +135,7 @@ class Blocks:
     """Groups of validation samples that stay together when the samples are halved or resampled.
 
     Attributes:
-        numbers: number of the block of each sample [n], such as its group or its time.
+        numbers: block number of each sample [n], for example one number per group or per time.
         ordered: whether blocks and samples are ordered by time.
     """
 
@@ -144,8 +146,8 @@ class Blocks:
 def split_halves(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) -> tuple[Rows, Rows] | None:
     """Return two halves of the validation samples as positions [n / 2]; None if there are too few samples.
 
-    Ordered blocks give the earlier and the later half, other blocks stay whole, and without blocks the halves are
-    stratified by `labels` [n].
+    Ordered blocks are split into the earlier and the later half. Other blocks are not divided. Without blocks, the
+    halves are stratified by `labels` [n].
     """
     rows = np.arange(samples)
     numbers = None if blocks is None else blocks.numbers

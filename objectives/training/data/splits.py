@@ -121,8 +121,8 @@ class Splits:
 
         Args:
             x: inputs [n, ...], or a dict or tuple of them. Floating point becomes float32, uint8 is kept, and other
-                integers become int64; a NumPy memmap is read on use. Or samples for `Dataset.of`: a PyTorch or Hugging
-                Face dataset, or, with `collate`, a list.
+                integers become int64; a NumPy memmap is read lazily. Alternatively, samples for `Dataset.of`: a PyTorch
+                or Hugging Face dataset, or, with `collate`, a list.
             y: targets [n, ...], or a dict or tuple of them; integers become int64, floating point float32. With a list
                 of inputs and `collate`, each sample is a pair of input and target. With a dataset, the targets for
                 stratification and metrics, if known.
@@ -130,7 +130,7 @@ class Splits:
             val: share of the validation split.
             test: share of the test split.
             stratify: keep the class proportions in each split, if y contains class labels and `groups` is None.
-                Integers that are not exactly 0 to k - 1, and too rare to stratify, are treated as values.
+                Integers that are not exactly 0 to k - 1 and are too rare to stratify are treated as numeric values.
             groups: group of each sample [n], such as a patient. No group is in two splits, and `val` and `test` are
                 shares of the groups.
             times: time of each sample [n], numbers or datetimes. The earliest samples are for training, the latest for
@@ -176,7 +176,7 @@ class Splits:
     def hash(self) -> str:
         """Return the SHA-256 of shapes, types and bytes of all three splits.
 
-        For samples that are not in memory, it covers their fingerprint, their rows and the known targets.
+        For samples that are not in memory, the hash covers their fingerprint, their rows and the known targets.
         """
         return _hash_parts(*self.parts())
 
@@ -205,7 +205,7 @@ class Splits:
             seen |= rows
 
     def check_classes(self, ignored: int | None = None) -> None:
-        """Check that labels are at least 0 and at most the largest training label; `ignored` is allowed too.
+        """Check that each label is from 0 to the largest training label, or equal to `ignored`.
 
         Raises:
             ObjectiveError: a label is out of range.
@@ -222,7 +222,7 @@ class Splits:
 
 
 def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
-    """Draw training, validation and test rows by `seed`; redraw the first two if a resplit is requested."""
+    """Split rows into training, validation and test by `seed`; redraw the first two if a new split is requested."""
     rest, held_out = draw_split(rows, test, labels, groups, seed)
     train, valid = draw_split(rest, val / (1 - test), labels, groups, seed)
     resplit_seed = get_requested_split_seed()
@@ -240,8 +240,8 @@ def _resplit_rows(
 ) -> tuple[Rows, Rows]:
     """Return training and validation rows of a new split, with as many training rows as in the study.
 
-    The validation rows come from the study's training rows: the configuration was selected on the study's validation
-    rows, so these would overstate it. They are used for training instead.
+    The new validation rows come from the study's training rows. The study's validation rows become training rows: the
+    configuration was selected on them, so they would overstate its score.
     """
     kept, new_valid = draw_split(train, share, labels, groups, resplit_seed)
     if len(new_valid) < len(valid) * (1 - _SIZE_TOLERANCE):
@@ -258,7 +258,7 @@ def _take_splits(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset
 
 
 def _are_classes(labels: Rows) -> bool:
-    """Return whether the integers are exactly 0 to k - 1."""
+    """Return whether the labels are exactly the integers 0 to k - 1."""
     found = np.unique(labels)
     return int(found[0]) == 0 and int(found[-1]) == len(found) - 1
 
@@ -294,8 +294,8 @@ def _build_dataset(
 def merge_train_val(splits: Splits, *, by_make: bool) -> Splits:
     """Return the splits of `data()` with the validation samples added to the training samples.
 
-    With `by_make`, `Splits.make` has already merged them, and `data()` may have filtered the result. They are merged
-    again only if `data()` then split the merged samples itself.
+    With `by_make`, `Splits.make` has already merged them, and `data()` may have filtered the result. In this case they
+    are merged again only if `data()` itself split the merged samples afterwards.
 
     Raises:
         ObjectiveError: the splits cannot be merged.

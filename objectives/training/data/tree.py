@@ -47,12 +47,12 @@ def to_device(tree: Tree, device: torch.device | str) -> Tree:
 
 
 def to_cpu(tree: Tree) -> Tree:
-    """Return the tree on the CPU after the copies are complete; those of `to_device` are asynchronous."""
+    """Return the tree on the CPU and wait until the copies are complete; the copies of `to_device` are asynchronous."""
     return to_device(map_tensors(Tensor.cpu, tree), "cpu")
 
 
 def index_rows(tree: Tree, rows: Tensor | slice) -> Tree:
-    """Return the tree with the rows of each tensor."""
+    """Return the tree with only the rows at `rows` of each tensor."""
     return map_tensors(lambda tensor: tensor[rows], tree)
 
 

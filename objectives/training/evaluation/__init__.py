@@ -1,1 +1,1 @@
-"""Evaluation: metrics, as sums over all samples."""
+"""Evaluation of models: losses and metrics, computed from sums over all samples."""

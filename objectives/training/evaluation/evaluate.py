@@ -1,4 +1,4 @@
-"""Evaluate a model on a split by sums over all samples, which are read from the device once."""
+"""Evaluate a model on a split. The sums over all samples stay on the device until the end and are read once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ EVALUATION_SEED = derive_seed("evaluation")  # of random numbers in an evaluatio
 
 
 class HalvesEvaluator(Protocol):
-    """Evaluation of the first `first_half_size` samples apart from the others; no batch contains samples of both."""
+    """Separate evaluation of the first `first_half_size` samples and of the rest. No batch contains samples of both."""
 
     first_half_size: int
 
     def add(self, step: Step, rows: range) -> None:
-        """Add a batch of the samples at `rows`, an empty range if the batch belongs to another rank."""
+        """Add the result for the samples at `rows`; the range is empty if they belong to another rank."""
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Iterator[None]:
-    """Enter evaluation mode without gradients, with generators seeded by `purpose`; restore both at the end."""
+    """Evaluate without gradients and with generators seeded by `purpose`; restore mode and generators at the end."""
     training = model.training
     model.eval()
     try:
@@ -63,13 +63,14 @@ def evaluate(  # noqa: PLR0913 options by keyword
     Args:
         model: model on `device`.
         dataset: dataset on any device.
-        step: step function of the run; or a loss module, (output, target) -> losses [n] or an additive mean.
+        step: step function of the run; or a loss module from (output, target) to losses [n], or to a mean that
+            `as_additive_loss` has made additive.
         metrics: metrics on `device`; they are reset first.
         batch_size: rows per forward pass. The result does not depend on it.
         device: device of the model.
         num_workers: number of processes that load a dataset which is not in memory.
         ranks: ranks that evaluate together, each a share of the samples, without padding.
-        also: another evaluation that receives each batch.
+        also: additional evaluation that receives the result of each batch; None for no additional evaluation.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
     # A step may use random numbers: they are the same in each evaluation, so that results are comparable.
@@ -87,7 +88,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
 
 
 def get_eval_batch_size(config: TrainConfig) -> int:
-    """Return the rows per evaluation batch: by default more than in training, because no activations are stored."""
+    """Return the evaluation batch size; the default is above the training batch size: no activations are stored."""
     return config.eval_batch_size or _EVAL_BATCH_FACTOR * config.batch_size
 
 
@@ -101,7 +102,7 @@ class RunningMeans:
         self.weight: Tensor | float = 0
 
     def add(self, step: Step, size: int) -> None:
-        """Add a batch of `size` samples; of an empty batch only the metric names."""
+        """Add the result of a batch of `size` samples; if `size` is 0, add only the metric names."""
         if not size:
             self._sums = {**{name: torch.zeros_like(self._loss) for name in step.metrics}, **self._sums}
             return
@@ -136,9 +137,10 @@ def iterate_batches(
     ranks: Ranks,
     cut: int | None,
 ) -> Iterator[tuple[Batch, range]]:
-    """Iterate over all samples in order: this rank's share of each batch on the device, and its rows.
+    """Iterate over all batches in order: this rank's share of the batch, on the device, and the rows of the share.
 
-    A rank without a sample in a batch gets one of another rank, because sharded models need all ranks to run.
+    A rank without a sample in a batch gets a sample of another rank and an empty range of rows, because sharded models
+    need all ranks to run.
     """
     samples = len(dataset)
     parts = [range(samples)] if cut is None else [range(cut), range(cut, samples)]

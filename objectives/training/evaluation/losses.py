@@ -1,4 +1,4 @@
-"""Losses: the default loss of a metric, and means over batches with their divisors."""
+"""Losses: the default loss for a metric, and mean losses whose divisor is known, so that they can be combined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> 
 
     Raises:
         MetricError: the built-in metric is incompatible with the targets.
-        ObjectiveError: the metric has no default loss for such targets, or label smoothing is set without classes.
+        ObjectiveError: the metric has no default loss for these targets, or label smoothing is set but the targets are
+            not classes.
     """
     numbers = isinstance(y, Tensor) and y.dtype.is_floating_point
     if y is not None and not isinstance(y, Tensor):
@@ -51,7 +52,7 @@ def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> 
 
 
 class SquaredError(nn.Module):
-    """Squared error per sample [n], from outputs and targets of equal numbers of values: [n] matches [n, 1]."""
+    """Squared error per sample [n]. Outputs and targets need equal numbers of values: [n] matches [n, 1]."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean squared error over the values of each sample [n]."""
@@ -91,8 +92,8 @@ class BinaryLogits(nn.Module):
 class CountedCrossEntropy(nn.Module):
     """PyTorch's mean cross entropy with class weights or ignored targets.
 
-    The mean is divided by the total weight of the targets, which `weigh` returns, so that means of batches can be
-    combined. The loss is 0, not NaN, if all targets are ignored.
+    The divisor of the mean is the total weight of the targets. `weigh` returns it, so that means of batches can be
+    combined. The loss is 0 instead of NaN if all targets are ignored.
     """
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
@@ -101,22 +102,22 @@ class CountedCrossEntropy(nn.Module):
         self.loss.reduction = "sum"
 
     def weigh(self, target: Tensor) -> Tensor:
-        """Return the divisor of the mean over these targets, a scalar on their device."""
+        """Return the divisor of the mean over `target`, a scalar on the device of `target`."""
         counts = target != self.loss.ignore_index
         if self.loss.weight is None:
             return counts.sum()
         return (self.loss.weight[torch.where(counts, target, 0)] * counts).sum()
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean, a scalar."""
+        """Return the mean cross entropy, a scalar."""
         value: Tensor = self.loss(output, target)
         return value / self.weigh(target).clamp_min(torch.finfo(value.dtype).tiny)
 
 
 def as_additive_loss(loss: nn.Module, *targets: Any) -> nn.Module:
-    """Return the loss in a form for which means of batches can be combined to the mean of all.
+    """Return the loss in a form whose batch means can be combined to the mean over all samples.
 
-    `targets` are the targets of the splits to evaluate; None if they are not known.
+    `targets` are the targets of the splits to evaluate; a target is None if it is not known.
 
     Raises:
         ObjectiveError: the loss has `reduction="sum"`.
@@ -174,7 +175,8 @@ def _describe_shape(tree: Any) -> str:
 def is_additive_loss(loss: nn.Module, output: Any, target: Any, size: int) -> bool:
     """Return whether the loss of a batch of `size` samples is the weighted mean of the losses of its parts.
 
-    A random loss, and one whose outputs do not have one row per sample, cannot be checked; the result is True.
+    The result is also True for losses that cannot be checked: random losses, and losses whose outputs or targets do not
+    have one row per sample.
     """
     whole, again = (float(compute_mean_loss(loss, output, target, size)) for _ in range(2))
     cut = size // 3

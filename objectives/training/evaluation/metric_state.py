@@ -1,6 +1,6 @@
 """State of metrics as plain values, for mid-epoch checkpoints.
 
-torchmetrics declare the names of their state. The state of other metrics is in their attributes.
+Metrics of torchmetrics declare the names of their state. The state of other metrics is in their attributes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class UnserializableStateError(Exception):
-    """Metric state that a checkpoint cannot hold."""
+    """Error for a metric state that a checkpoint cannot hold."""
 
 
 def get_metric_state(metrics: object) -> dict[str, Any]:
     """Return the attribute values of an object and its nested objects, by name.
 
     Raises:
-        UnserializableStateError: a value is neither plain nor a constant.
+        UnserializableStateError: the type of a value cannot be stored in a checkpoint.
     """
     return _dump_object(metrics, type(metrics).__name__, [])
 

@@ -36,7 +36,7 @@ class Metrics(Protocol):
         """Return each metric by name, a scalar, over the batches since the last reset."""
 
     def reset(self) -> None:
-        """Reset the state to that without batches."""
+        """Reset the state, so that it contains no batches."""
 
     def to(self, device: torch.device) -> Any:
         """Move the state to a device."""
@@ -46,7 +46,8 @@ def build_metrics(metric: str, train: Dataset) -> Metrics:
     """Return the built-in set of metrics that contains `metric`.
 
     Raises:
-        MetricError: no set contains `metric`, or it is incompatible with the targets; override `Objective.metrics`.
+        MetricError: no built-in set contains `metric`, or `metric` is incompatible with the targets. In both cases,
+            override `Objective.metrics`.
     """
     if metric in MODEL_METRICS:
         raise make_selection_metric_error(metric)
@@ -78,7 +79,7 @@ def make_selection_metric_error(metric: str) -> MetricError:
 
 
 def list_default_metrics(metric: str) -> tuple[str, ...]:
-    """Return all names that the built-in set of a metric may report; for "loss", those of all compatible sets."""
+    """Return all names that the built-in set of a metric may report; for "loss", the names of every possible set."""
     if metric == "loss":
         return ("loss", *CLASSIFICATION, *REGRESSION)
     sets = (CLASSIFICATION, REGRESSION, (*BINARY, "base_rate"))
@@ -86,7 +87,7 @@ def list_default_metrics(metric: str) -> tuple[str, ...]:
 
 
 def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str]:
-    """Return the built-in metrics for targets [n, ...] and, unless None, outputs of some samples [k, ...]."""
+    """Return the built-in metrics that fit targets `y` [n, ...] and, if given, outputs of some samples [k, ...]."""
     numbers = y.dtype.is_floating_point
     labels = not numbers and y.ndim == 1
     size, wanted = None if output is None else output[0].numel(), y[0].numel()
@@ -101,7 +102,7 @@ def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str
 
 
 def make_incompatible_metric_error(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
-    """Return the error for an incompatible built-in metric; the message lists the compatible ones."""
+    """Return the error for an incompatible built-in metric; the message lists the compatible metrics."""
     labels = not y.dtype.is_floating_point and y.ndim == 1
     targets = (
         f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
@@ -113,7 +114,7 @@ def make_incompatible_metric_error(metric: str, y: Tensor, output: Tensor | None
 
 
 def classification(classes: int) -> Metrics:
-    """Return `accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
+    """Return the metrics `accuracy` and `macro_f1` for logits [n, classes] and labels [n]."""
     library = _import_torchmetrics("classification")
     return _build_collection(
         accuracy=library.MulticlassAccuracy(classes, average="micro", validate_args=False),
@@ -122,7 +123,7 @@ def classification(classes: int) -> Metrics:
 
 
 def regression() -> Metrics:
-    """Return `rmse`, `mae` and `r2` from predictions and targets with equal numbers of values."""
+    """Return the metrics `rmse`, `mae` and `r2` for predictions and targets with equal numbers of values."""
     library = _import_torchmetrics("regression")
     return _FlatMetrics(
         _build_collection(
@@ -132,7 +133,7 @@ def regression() -> Metrics:
 
 
 def binary() -> Metrics:
-    """Return `auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one or two logits.
+    """Return `auroc`, `average_precision` (PR-AUC) and `base_rate` for labels 0 or 1 [n] and one or two logits.
 
     The base rate, the share of positives, is the average precision of random scores.
     """
@@ -146,7 +147,7 @@ def binary() -> Metrics:
 
 
 class NoMetrics:
-    """No metrics, besides the loss and those that steps return."""
+    """Empty set of metrics, for runs that report only the loss and the metrics that `step` returns."""
 
     def update(self, output: Any, target: Any) -> None:
         """Do nothing."""
@@ -159,7 +160,7 @@ class NoMetrics:
         """Do nothing."""
 
     def to(self, device: torch.device) -> Any:  # noqa: ARG002 part of the protocol
-        """Return the object."""
+        """Return this object."""
         return self
 
 
@@ -184,7 +185,7 @@ class _NamedMetric:
 
 
 def as_metrics(found: Any, metric: str) -> Metrics:
-    """Check the methods of metrics, and name a single torchmetrics `Metric` by the metric that is optimized."""
+    """Check that `found` has the methods of `Metrics`; a single torchmetrics `Metric` gets the name `metric`."""
     missing = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
     if missing:
         raise ObjectiveError(f"metrics() must return metrics with {', '.join(missing)}, not {type(found).__name__}")
@@ -193,7 +194,7 @@ def as_metrics(found: Any, metric: str) -> Metrics:
 
 
 class _FlatMetrics:
-    """Metrics of flattened outputs and targets: [n, 1] minus [n] would broadcast to [n, n]."""
+    """Metrics of flattened outputs and targets, because [n, 1] minus [n] would broadcast to [n, n]."""
 
     def __init__(self, inner: Metrics) -> None:
         self._inner = inner
@@ -215,7 +216,7 @@ class _FlatMetrics:
 
 
 class _RegressionIfShapesMatch(_FlatMetrics):
-    """Metrics that are empty if outputs and targets differ in shape, such as for parameters of a density."""
+    """Regression metrics; empty if outputs and targets differ in size, for example for parameters of a density."""
 
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
@@ -268,7 +269,7 @@ class _BinaryMetrics(_FlatMetrics):
 
 
 def can_sync_over_ranks(metrics: Any) -> bool:
-    """Return whether metrics synchronize over ranks by themselves, as torchmetrics and the built-in ones do."""
+    """Return whether metrics synchronize over ranks by themselves, as torchmetrics and the built-in metrics do."""
     if isinstance(metrics, (_NamedMetric, NoMetrics, _FlatMetrics)):
         return True
     held = metrics.values() if isinstance(metrics, nn.ModuleDict) and hasattr(metrics, "compute_groups") else [metrics]

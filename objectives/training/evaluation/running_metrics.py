@@ -17,7 +17,7 @@ from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 
 
 class RunningMetrics:
-    """Metrics of training outputs, updated in chunks, because an update costs more than a small batch.
+    """Metrics of training outputs, updated in chunks, because an update can take longer than a small batch.
 
     Chunks are limited by rows and bytes, so that a batch of images or tokens is a chunk by itself.
     """
@@ -34,7 +34,7 @@ class RunningMetrics:
             metrics.reset()
 
     def add(self, step: Step, size: int) -> None:
-        """Add a batch of `size` samples; of an empty batch only the metric names."""
+        """Add the result of a batch of `size` samples; if `size` is 0, add only the metric names."""
         if step.metrics:
             self._measured = self._measured or RunningMeans(step.loss.device)
             self._measured.add(step, size)
@@ -62,10 +62,10 @@ class RunningMetrics:
             return {**measured, **self._metrics.compute()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values and tensors. It keeps the chunks, because rounding depends on them.
+        """Return the state as plain values and tensors, with the unfinished chunk, because rounding depends on chunks.
 
         Raises:
-            UnserializableStateError: the metrics contain a value that is not plain.
+            UnserializableStateError: the metrics contain a value that a checkpoint cannot hold.
         """
         return {
             "outputs": list(self._outputs),
@@ -99,7 +99,7 @@ class RunningMetrics:
 
 
 def aggregate_over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
-    """Return metrics over the batches of all ranks: torchmetrics synchronize themselves, others get all batches."""
+    """Return metrics over all ranks: torchmetrics synchronize themselves, others get the batches of every rank."""
     return metrics if ranks.is_single_process or can_sync_over_ranks(metrics) else _GatheredMetrics(metrics, ranks)
 
 
@@ -116,7 +116,7 @@ def _not_distributed() -> bool:  # a lambda cannot be pickled
 
 
 class _GatheredMetrics:
-    """Metrics over the batches of all ranks, which each rank keeps on the CPU until `compute`."""
+    """Metrics over the batches of all ranks; each rank keeps its batches on the CPU until `compute`."""
 
     def __init__(self, inner: Metrics, ranks: Ranks) -> None:
         self._inner, self._gather = inner, ranks.all_gather_object
@@ -148,7 +148,7 @@ class _GatheredMetrics:
 
 
 def _find_torchmetrics(thing: object, seen: set[int]) -> Iterator[Any]:
-    """Iterate over the torchmetrics inside an object."""
+    """Iterate over the torchmetrics metrics inside an object."""
     if id(thing) in seen:
         return
     seen.add(id(thing))

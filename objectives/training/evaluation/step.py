@@ -1,4 +1,4 @@
-"""The evaluation step of an objective."""
+"""The step of an objective: loss, outputs and metrics of one batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call_single(model: nn.Module, x: Tree) -> Any:
 
 
 def bind_forward(model: nn.Module, x: Tree) -> ForwardCall:
-    """Return a function that calls `model` with a batch: a mapping by keyword, a tuple by position, or one argument.
+    """Return a function that calls `model` with a batch, by keyword for a mapping and by position for a tuple.
 
     Raises:
         ObjectiveError: the model's `forward` cannot be called with the batch.
@@ -59,14 +59,14 @@ def _can_bind(signature: inspect.Signature, *arguments: Any, **named: Any) -> bo
 
 @dataclass(slots=True)
 class Step:
-    """Result of a batch.
+    """Result of an objective's `step` for one batch.
 
     Attributes:
         loss: the loss to minimize: a scalar mean over the batch, or one value per sample [n].
         outputs: outputs for `Objective.metrics`; None to skip the metrics.
-        targets: targets for `Objective.metrics`; by default those of the batch.
+        targets: targets for `Objective.metrics`; by default the targets of the batch.
         metrics: scalar means over the batch, such as parts of the loss. They are averaged and reported by name.
-        weight: divisor of the means if it is not the number of samples, for example the number of unmasked tokens.
+        weight: divisor of the means, for example the number of unmasked tokens; None for the number of samples.
     """
 
     loss: Tensor
@@ -88,7 +88,7 @@ class LossStep:
         self._has_weights = hasattr(loss, "weigh")
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
-        """Return the step of a batch."""
+        """Return the `Step` of a batch."""
         with autocast or nullcontext():
             output = self.call(model, batch.x)
         loss = compute_mean_loss(self.loss, output, batch.y, batch.size)
@@ -96,5 +96,5 @@ class LossStep:
 
 
 def detach_outputs(tree: Any) -> Any:
-    """Return outputs without their graph, in fp32."""
+    """Return outputs detached from the autograd graph, in fp32."""
     return map_tensors(lambda tensor: tensor.detach().float(), tree)

@@ -64,7 +64,7 @@ def build(
 ) -> tuple[Run, dict[str, float]]:
     """Return the run and the scores of its untrained model.
 
-    Every part of the objective's code has run once by then, so its errors appear before training.
+    The function runs every part of the objective's code once, so that errors in this code appear before training.
 
     Raises:
         ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
@@ -158,7 +158,7 @@ def build(
 def _make_metrics(
     objective: Objective, splits: Splits, plan: RunPlan, device: torch.device, ranks: Ranks
 ) -> tuple[Metrics, ResplitEvaluation | None]:
-    """Return the metrics of the validation split and, for a run on a new split, its evaluation."""
+    """Return the metrics of the validation split, and the evaluation of a run on a new split (None for other runs)."""
     owner, resplit = type(objective).__name__, None
     with wrap_user_errors(f"{owner}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
@@ -173,7 +173,7 @@ def _make_metrics(
 
 @torch.no_grad()
 def _initialize_lazy_layers(model: nn.Module, val: Dataset, device: torch.device) -> None:
-    """Initialize lazy layers with some inputs."""
+    """Initialize PyTorch's lazy layers by a forward pass of two validation inputs."""
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         x = to_device(val.inputs(slice(0, 2)), device)
         bind_forward(model, x)(model.eval(), x)
@@ -181,9 +181,10 @@ def _initialize_lazy_layers(model: nn.Module, val: Dataset, device: torch.device
 
 
 def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:
-    """Return the objective's parameter groups, or the default ones.
+    """Return the objective's parameter groups, or the default groups.
 
-    If the objective defines `on_epoch`, the groups include frozen parameters, because it may unfreeze them later.
+    If the objective defines `on_epoch`, the default groups include frozen parameters, because `on_epoch` may unfreeze
+    them later.
     """
     with wrap_user_errors(f"{type(objective).__name__}.parameter_groups"):
         own = objective.parameter_groups(model, config)
@@ -210,7 +211,7 @@ def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed:
 
 
 def _try_step(run: Run) -> None:
-    """Run a forward and a backward pass as a test; the run does not change."""
+    """Run a forward and a backward pass as a test, and restore the model afterwards."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     batch = next(iter(run.batch_source.iterate_steps(0)))[0].get()
     run.model.train()

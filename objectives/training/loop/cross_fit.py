@@ -43,9 +43,9 @@ class Outputs(TypedDict):
 
 
 class HalfSelection(TypedDict):
-    """The epoch (0-based) that one half selected by its own value, with score and outputs of the other half.
+    """Epoch (0-based) with the best `value` on one half of the validation samples; score and outputs of the other half.
 
-    `outputs` is None if they are larger than `MAX_BYTES` or not tensors.
+    `outputs` is None if the outputs are larger than `MAX_BYTES` or are not tensors.
     """
 
     epoch: int
@@ -65,10 +65,10 @@ class CrossFit:
     """Cross-fitting: each half of the validation samples selects an epoch, which the other half scores.
 
     Args:
-        cut: number of samples in the first half; they come first.
-        samples: number of samples in both halves.
+        cut: number of samples in the first half, which come before the samples of the second half.
+        samples: number of samples in both halves together.
         metric: metric that selects the epochs.
-        maximize: whether higher is better.
+        maximize: whether higher values of the metric are better.
         metrics: metrics of each half, on the device.
         device: device of the run.
         ranks: ranks that evaluate together.
@@ -100,7 +100,7 @@ class CrossFit:
         self._halves = [_Half(metrics, RunningMeans(self._device)) for metrics in self._metrics]
 
     def add(self, step: Step, rows: range) -> None:
-        """Add a batch of one of the halves."""
+        """Add the result of a batch, whose samples at `rows` are all in the same half."""
         number = int(rows.start >= self.first_half_size)
         half = self._halves[number]
         half.means.add(step, len(rows))
@@ -117,7 +117,7 @@ class CrossFit:
 
     @torch.inference_mode()
     def end(self, epoch: int) -> None:
-        """Update the selected epoch of each half after a validation."""
+        """Update the selected epoch of each half after the validation of `epoch`."""
         try:
             found = {
                 str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
@@ -135,7 +135,7 @@ class CrossFit:
         self._halves = []
 
     def _gather(self, kept: list[Outputs] | None) -> Outputs | None:
-        """Return the outputs of all ranks on the CPU, in sample order; None if a rank kept none."""
+        """Return the outputs of all ranks on the CPU, in sample order; None if a rank has discarded its outputs."""
         by_rank = self._ranks.all_gather_object(to_cpu(kept))
         parts = [outputs for part in by_rank for outputs in part or ()]
         if not parts or any(part is None for part in by_rank):
@@ -146,7 +146,7 @@ class CrossFit:
 
     @property
     def score(self) -> float | None:
-        """Mean score of the halves, each at the epoch that the other selected; None if a half has no finite value."""
+        """Mean score of both halves, each at the epoch that the other half selected; None if a score is not finite."""
         if self.refused is not None:
             return None
         scores = [choice["score"] for choice in self.choices if choice is not None]
@@ -160,7 +160,7 @@ class CrossFit:
     def compute_error(self, compute_metric: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
         """Return the standard error of the score, from the standard errors of both halves; None if unknown.
 
-        For the parameters see `estimate_error`; `blocks` covers all samples.
+        For the parameters see `estimate_error`. Here `blocks` covers the samples of both halves.
         """
         errors = []
         for choice in self.choices:
@@ -172,7 +172,7 @@ class CrossFit:
         return math.hypot(*known) / 2 if len(known) == 2 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the selections, and the reason if there are none, as plain values and tensors."""
+        """Return the selected epochs, and the reason if cross-fitting has no score, as plain values and tensors."""
         return {"choices": list(self.choices), "refused": self.refused}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -198,7 +198,8 @@ def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
     """Return the bootstrap standard error of a value (Efron 1979, *Annals of Statistics* 7); None if undefined.
 
     Args:
-        value: function of the samples; resamples for which it fails are skipped, such as those of a single class.
+        value: function that computes the value from samples. Resamples for which it raises an error are skipped, for
+            example resamples with a single class.
         outputs: outputs and targets of the samples.
         blocks: group number of each sample [n]; groups are resampled together. None treats samples as independent.
         seed: seed of the resampling.
@@ -224,11 +225,11 @@ def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
 
 
 def bind_metric(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
-    """Return a function that computes a metric from outputs; None if it needs whole batches.
+    """Return a function that computes a metric from outputs; None if the metric needs whole batches.
 
     Args:
         metric: name of the metric.
-        metrics: metrics with this name; any if the metric is the loss.
+        metrics: metrics that include `metric`; not used if `metric` is "loss".
         step_function: step function of the run.
     """
     if metric == "loss" and not isinstance(step_function, LossStep):
@@ -249,16 +250,16 @@ def bind_metric(metric: str, metrics: Metrics, step_function: StepFunction) -> C
 
 @dataclass
 class ResplitEvaluation:
-    """The evaluation of a run on a new train/validation split.
+    """Evaluation of a run on a new train/validation split.
 
     Attributes:
         seed: seed of the split.
-        divided: whether the train/validation split is new; False if `data()` returns a fixed one.
+        divided: whether the train/validation split is new; False if `data()` returns a fixed split.
         sizes: numbers of training, validation and test samples.
         metrics: a copy of the run's metrics, for resamples.
-        rows: order of the validation samples, with the first half first; None if they are not halved.
-        blocks: group number of each validation sample [n], in this order; None if the samples are independent.
-        cross_fit: evaluation of the halves; None if there are too few samples, or if they are a stream.
+        rows: order of the validation samples, with the first half first; None if the samples are not halved.
+        blocks: group number of each validation sample [n], in the order of `rows`; None if samples are independent.
+        cross_fit: evaluation of the halves; None if there are too few samples, or if the samples are a stream.
     """
 
     seed: int
@@ -270,7 +271,7 @@ class ResplitEvaluation:
     cross_fit: CrossFit | None = None
 
     def score(self, best_value: float, step_function: StepFunction) -> ResplitScore:
-        """Return the score of the run; that of the best epoch if the validation samples cannot be halved."""
+        """Return the cross-fitted score of the run, or the best epoch's value if the samples cannot be halved."""
         cross_fit, error = self.cross_fit, None
         value = None if cross_fit is None else cross_fit.score
         if cross_fit and (compute := bind_metric(cross_fit.metric, self.metrics, step_function)) is not None:
@@ -298,7 +299,7 @@ def build_resplit_evaluation(
         ranks: ranks that train together.
 
     Raises:
-        ObjectiveError: the objective returns the same metrics object each time, and it cannot be copied.
+        ObjectiveError: the objective always returns the same metrics object, and this object cannot be copied.
     """
     seed = plan.resplit_seed or 0
     samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
@@ -332,7 +333,7 @@ def build_resplit_evaluation(
 
 
 def _copy_metrics(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:
-    """Return separate metrics: new ones from the objective, or a copy if it always returns the same object."""
+    """Return metrics with a separate state: new metrics of the objective, or a copy if it returns the same object."""
     found = as_metrics(objective.metrics(splits.train), objective.metric)
     if found is metrics:
         found = copy.deepcopy(metrics)

@@ -26,7 +26,7 @@ from hpsearch.objectives.training.strategies.base import Strategy
 
 
 class StepResult(NamedTuple):
-    """The result of an optimizer step, on the device.
+    """Result of an optimizer step, on the device.
 
     Attributes:
         loss: mean loss over the step's micro-batches.
@@ -40,14 +40,14 @@ class StepResult(NamedTuple):
 
 
 class EpochSums:
-    """The sums of an epoch's steps so far, from which its mean loss and metrics are computed.
+    """Sums over the steps of an epoch so far, from which the epoch's mean loss and metrics are computed.
 
     Attributes:
         loss, norm: sums over the steps of the weighted loss and of the gradient norm.
         weight: sum of the weights of the losses.
         samples: number of samples so far.
         steps: number of optimizer steps so far.
-        seconds: duration of these steps in earlier attempts.
+        seconds: duration of the steps that earlier attempts trained, in seconds.
         lr: learning rate of the last step.
         scores: the mean `loss` and the metrics, after `compute`.
         grad_norm: mean gradient norm before clipping, after `compute`.
@@ -66,7 +66,7 @@ class EpochSums:
         self.samples, self.steps, self.seconds, self.lr = 0, 0, 0.0, 0.0
 
     def step(self, run: Run, micro_batches: Sequence[LazyBatch], epoch: int) -> None:
-        """Take an optimizer step over micro-batches, and add its result."""
+        """Take an optimizer step over micro-batches, and add the result of the step to the sums."""
         self.lr = float(run.optimizer.param_groups[0]["lr"])
         step = train_step(run, micro_batches, StepPosition(epoch, run.step, self.steps, self.lr), self._running)
         if isinstance(step.weight, int):
@@ -88,7 +88,7 @@ class EpochSums:
         """Return the sums as plain values and tensors.
 
         Raises:
-            UnserializableStateError: the metrics contain a value that is not plain.
+            UnserializableStateError: the metrics contain a value that a checkpoint cannot hold.
         """
         return {"running": self._running.state_dict(), **{name: getattr(self, name) for name in self._SAVED}}
 
@@ -104,9 +104,9 @@ class EpochSums:
 def train_epoch(
     run: Run, epoch: int, sums: EpochSums | None = None, after_step: Callable[[EpochSums], None] = lambda _: None
 ) -> EpochSums:
-    """Train one epoch in an order that depends on (seed, epoch), and return its sums.
+    """Train one epoch in an order that depends on (seed, epoch), and return the sums over its steps.
 
-    The mean loss and the metrics are computed from the outputs during training.
+    The mean loss and the metrics are computed from the outputs of the training steps.
 
     Args:
         run: run to train.
@@ -135,7 +135,7 @@ def set_training_mode(model: nn.Module) -> None:
 
 
 def _iterate_frozen_norms(module: nn.Module, is_parent_frozen: bool = False) -> Iterator[nn.Module]:
-    """Iterate over norms with running statistics and frozen parameters; one without parameters is as its parent."""
+    """Iterate over frozen norms with running statistics; a norm without parameters is frozen if its parent is."""
     trainable = [parameter.requires_grad for parameter in module.parameters()]
     is_frozen = not any(trainable) if trainable else is_parent_frozen
     if is_frozen and getattr(module, "running_mean", None) is not None:
@@ -185,9 +185,9 @@ def _add_gradient(
     Args:
         run: run whose model has the parameters.
         batches: the micro-batches, or this rank's share of each.
-        counts: per micro-batch, whether its samples count; False for one with weight 0.
+        counts: for each micro-batch, whether this rank has samples of it; if not, its only sample gets weight 0.
         size: number of samples of all micro-batches over all ranks.
-        running: metrics to update; None to update none.
+        running: metrics to update; None updates no metrics.
 
     Returns:
         The mean loss, and its divisor.
@@ -246,7 +246,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     """Restore the state of a checkpoint in a new run.
 
     Raises:
-        ObjectiveError: the checkpoint is of another run, or the objective's code has changed since.
+        ObjectiveError: the checkpoint is of another run, or does not fit the current code of the objective.
     """
     if state.get("format") == MID_EPOCH_FORMAT:
         state = {**state, "format": FORMAT}
@@ -265,10 +265,10 @@ def restore(run: Run, state: dict[str, Any]) -> None:
 
 
 def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: int) -> None:
-    """Resume within an epoch from the mid-epoch part of a checkpoint: restore sums and generators.
+    """Resume within an epoch from the mid-epoch part of a checkpoint: restore sums and random generators.
 
     With the same number of ranks, each rank restores its own state. Otherwise the training metrics cover only the
-    remaining steps, and the generators are seeded again.
+    remaining steps, and the random generators are seeded again.
     """
     by_rank, ranks = state.get("ranks"), run.ranks
     if len(by_rank or [state]) == ranks.world_size:

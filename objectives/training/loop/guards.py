@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradient or metric became NaN or infinite: the configuration diverges.
+    """Error for a loss, gradient or metric that is NaN or infinite, because the configuration diverges.
 
     Attributes:
         epoch: epoch (0-based).
         step: optimizer step (0-based) since the start of the run; None in a custom loop.
-        batch: optimizer step (0-based) within the epoch; None if detected in the validation.
+        batch: optimizer step (0-based) within the epoch; None for a value of the validation.
         lr: learning rate of the step; None in a custom loop.
-        grad_norm: gradient norm of the step before clipping; None if detected in the validation.
+        grad_norm: gradient norm of the step before clipping; None for a value of the validation.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NonFiniteError(RuntimeError):
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device has too little memory for the configuration.
+    """Error for a device with too little memory for the configuration.
 
     Attributes:
         config: the configuration that does not fit; None in a custom loop.
@@ -61,10 +61,10 @@ class DeviceMemoryError(RuntimeError):
 
 @contextmanager
 def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Convert torch's general errors to errors of the configuration.
+    """Convert general errors of PyTorch to errors about the configuration.
 
     Raises:
-        DeviceMemoryError: the memory is exhausted.
+        DeviceMemoryError: the memory of the device is exhausted.
         ObjectiveError: an operation has no deterministic kernel, which the configuration requires.
     """
     try:
@@ -80,7 +80,7 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
 
 
 class StepPosition(NamedTuple):
-    """The position of an optimizer step in a run, with its learning rate."""
+    """Position of an optimizer step in the run (`step`) and in the epoch (`batch`), with its learning rate."""
 
     epoch: int
     step: int
@@ -89,11 +89,11 @@ class StepPosition(NamedTuple):
 
 
 class FiniteGuard:
-    """A check that ends a run at the first step whose loss or gradient norm is not finite.
+    """Check that ends a run at the first step whose loss or gradient norm is not finite.
 
-    On a CPU every step is checked before the optimizer runs. On an accelerator, reading a value waits for the device.
-    There, steps are checked in groups of `every` and at the end of the epoch, before anything is validated, saved or
-    reported. The error still has the first bad step.
+    On a CPU every step is checked before the optimizer runs. On an accelerator, reading a value waits for the device,
+    so steps are checked in groups of `every` and at the end of the epoch, before anything is validated, saved or
+    reported. The error contains the position of the first step that is not finite.
     """
 
     def __init__(self, device: torch.device, *, every: int = 16, max_skipped: int = 10) -> None:
@@ -137,10 +137,10 @@ class FiniteGuard:
                 raise NonFiniteError(what, grad_norm=norm, **point._asdict())
 
     def count(self, point: StepPosition, grad_norm: Tensor, *, stepped: bool) -> None:
-        """Count consecutive skipped steps.
+        """Count consecutive steps that loss scaling skipped.
 
         Raises:
-            NonFiniteError: loss scaling does not recover.
+            NonFiniteError: `max_skipped` consecutive steps were skipped.
         """
         self.skipped = 0 if stepped else self.skipped + 1
         self.skipped_in_all += not stepped

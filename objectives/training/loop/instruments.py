@@ -19,7 +19,7 @@ EVENTS_FOLDER = "tensorboard"
 
 @dataclass(frozen=True)
 class Instruments:
-    """Profiler and TensorBoard of a run, which do not change its results. They need a run directory.
+    """Profiler and TensorBoard settings of a run. Both need a run directory, and neither changes the run's results.
 
     Attributes:
         profile_steps: number of optimizer steps to profile, early in the first epoch. The trace, for Perfetto or
@@ -31,7 +31,7 @@ class Instruments:
     tensorboard: bool = False
 
     def check(self, run_dir: Path | None) -> None:
-        """Check before training that the instruments can work.
+        """Check before training that the settings are valid and that TensorBoard is installed if it is needed.
 
         Raises:
             ObjectiveError: a setting is invalid, there is no run directory, or TensorBoard is not installed.
@@ -68,7 +68,7 @@ class Instruments:
                 run.on_step = before
 
     def record(self, record: EpochRecord, folder: Path | None) -> None:
-        """Add an epoch to the event files; after a restart, the points of a repeated epoch replace the first ones."""
+        """Add an epoch to the event files; the points of an epoch that a resume repeats replace its earlier points."""
         if not self.tensorboard or folder is None:
             return
         from torch.utils.tensorboard import SummaryWriter

@@ -37,9 +37,9 @@ _MIN_SECONDS, _MAX_SECONDS = 0.2, 0.5  # of timing; `_MIN_CALLS` slow calls may 
 def measure_latency_ms(forward: Callable[[], object], device: torch.device) -> float:
     """Return the median time of a call in ms, after a warm-up; each call is synchronized.
 
-    After 5 warm-up calls it times at least 30 calls and 0.2 s; slow calls are timed until 0.5 s have passed, at least
-    5 times. It uses the CPU threads of the trial. `torch.utils.benchmark` times blocks of calls, which overlap on an
-    accelerator; that measures throughput, not latency.
+    After 5 warm-up calls the function times at least 30 calls and 0.2 s. Slow calls are timed until 0.5 s have passed,
+    but at least 5 times. The calls use the CPU threads of the trial. `torch.utils.benchmark` is not used, because it
+    times blocks of calls, which overlap on an accelerator: it measures throughput instead of latency.
     """
     begun = time.perf_counter()
     for _ in range(_WARM_UP_CALLS):
@@ -77,9 +77,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def get_machine_load() -> dict[str, float]:
-    """Return `latency_load`: the load average of the last minute per core; empty if the system has none.
+    """Return `latency_load`: the load average of the last minute per core; empty if the system does not provide it.
 
-    Above 1, processes wait for cores, and measured times are too long.
+    If the load is above 1, processes wait for cores, and measured times are too long.
     """
     if not hasattr(os, "getloadavg"):
         return {}
@@ -109,9 +109,9 @@ def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, 
 
 
 def measure_size(model: nn.Module) -> dict[str, float]:
-    """Return `model_mb`, the size of parameters and buffers in 10^6 bytes, and `parameters`, their number.
+    """Return `model_mb`, the size of parameters and buffers in 10^6 bytes, and `parameters`, the parameter count.
 
-    Shared parameters count once and frozen ones count too. For a sharded model both cover all shards.
+    Shared parameters count once, and frozen parameters count too. For a sharded model, both values cover all shards.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return {
@@ -132,7 +132,7 @@ def apply_memory_format(model: nn.Module, config: TrainConfig) -> None:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model without compilation, recomputation and memory format, as it is served."""
+    """Remove compilation, activation checkpointing and memory format from the model in place, and return it."""
     for module in model.modules():
         if _recomputes(module):  # other instance-level forwards belong to the model
             del module.forward
@@ -144,7 +144,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def temporarily_unwrapped(model: nn.Module, config: TrainConfig) -> Iterator[None]:
     """Return a context in which the model is unwrapped as by `unwrap_model`.
 
-    Enter inference mode inside it, not before, because it changes the memory format of trainable weights.
+    Enter inference mode inside this context, not before it, because the context changes the memory format of trainable
+    weights.
     """
     modules = list(model.modules())
     compiled_calls = [module._compiled_call_impl for module in modules]
@@ -169,15 +170,15 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None]) -> str | None:
-    """Compile the model and its weight average, if that works.
+    """Compile the model and its weight average; if compilation fails, use both without it.
 
     Args:
         model: model to compile in place; the names of its parameters do not change.
-        eval_model: the model or its average.
-        try_step: runs a forward and a backward pass.
+        eval_model: the weight average, or `model` itself if there is no average.
+        try_step: function that runs a forward and a backward pass.
 
     Returns:
-        The reason if compilation failed; None on success.
+        The reason why compilation failed; None on success.
     """
     both = [model] if eval_model is model else [model, eval_model]
     for module in both:
@@ -198,7 +199,7 @@ def get_peak_memory(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak of `get_peak_memory`."""
+    """Reset the peak that `get_peak_memory` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -209,7 +210,7 @@ _RESERVED_PREFIXES = ("train_", "val_", "samples_per_second")
 
 @dataclass
 class ModelMeasurer:
-    """The model metrics of a run that the study requires, and those of `Objective.measures`.
+    """Measurement of the model metrics that the study requires, and of the metrics of `Objective.measures`.
 
     Constant metrics are measured once, after the first epoch, and stored in checkpoints, so a resumed trial has the
     same values. Only required metrics are measured.
@@ -240,7 +241,7 @@ class ModelMeasurer:
 
         Raises:
             MetricError: a required metric does not exist.
-            ObjectiveError: a metric cannot be measured, or the objective's measures are not numbers.
+            ObjectiveError: a metric cannot be measured, or a value of the objective's `measures` is not a number.
         """
         owner, required = type(self.objective).__name__, self.objective.reported
         own = self._measure_objective(model, scores)
@@ -265,10 +266,10 @@ class ModelMeasurer:
             )
 
     def after_epoch(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return all metrics of the evaluated model by name. All ranks call it together and get the same values.
+        """Return all metrics of the evaluated model by name. All ranks must call it together, and get the same values.
 
         Raises:
-            ObjectiveError: the objective's measures are not numbers, or a name is reserved.
+            ObjectiveError: a value of the objective's `measures` is not a number, or a name is reserved.
         """
         found = {}
         if "peak_memory_mb" in self.names:  # first, because other measurements would count
@@ -282,7 +283,7 @@ class ModelMeasurer:
         return {**self.known, **found, **self._measure_objective(model, scores)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the metrics so far as plain values; empty if none are required."""
+        """Return the metrics measured so far as plain values; empty if the study requires no model metrics."""
         if not self.names:
             return {}
         held = get_peak_memory(self.device) if "peak_memory_mb" in self.names else None  # also of an unfinished epoch
@@ -315,7 +316,7 @@ class ModelMeasurer:
             self.call(model, self._make_inputs())
 
     def _measure_objective(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the objective's own measures, from rank 0."""
+        """Return the result of the objective's `measures` on rank 0."""
         if not overrides(self.objective, "measures"):
             return {}
         owner = f"{type(self.objective).__name__}.measures"
@@ -329,10 +330,10 @@ class ModelMeasurer:
 
 
 def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
-    """Return measures as floats.
+    """Convert the result of `Objective.measures` to floats.
 
     Raises:
-        ObjectiveError: they are not a dictionary of numbers, or a name is reserved.
+        ObjectiveError: the result is not a dictionary of numbers, or a name is reserved.
     """
     if not isinstance(found, Mapping):
         raise ObjectiveError(f"{owner} must return a dictionary of numbers by name, not {type(found).__name__}")

@@ -28,8 +28,9 @@ _STUDY_SPLITS: WeakKeyDictionary[Objective, _StudySplit] = WeakKeyDictionary()  
 def prepare_splits(objective: Objective, split_seed: int, requested: ResplitSeed = None) -> tuple[Splits, str]:
     """Return the objective's data after checks, and their hash.
 
-    `data()` is called once per process and seed, unless the objective's code changed the result in place. For another
-    split it is called once more, to check that the test split does not change.
+    `data()` is called once per process and seed, and again only if the objective's code has changed the result in
+    place. For a split other than the study's, `data()` is also called for the study's split, to check that the test
+    split does not change.
 
     Args:
         objective: objective whose `data` is called.
@@ -58,7 +59,7 @@ def prepare_splits(objective: Objective, split_seed: int, requested: ResplitSeed
 
 
 def is_resplit(objective: Objective, split_seed: int, splits: Splits) -> bool:
-    """Return whether the validation split differs from the study's; it does not if `data()` returns a fixed one."""
+    """Return whether the validation split differs from the study's; False if `data()` returns a fixed split."""
     return _digest_samples(splits.val, splits.hash_of("validation")) != _get_study_split(objective, split_seed).val
 
 
@@ -81,7 +82,7 @@ def _get_study_split(objective: Objective, split_seed: int) -> _StudySplit:
 
 
 def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) -> str:
-    """Return a digest that identifies the samples of a part: of their rows if known, else of labels or contents.
+    """Return a digest that identifies the samples of a split, from its rows if known, else from labels or contents.
 
     Rows are preferred because `data()` may scale the contents by statistics of the training split.
     """
