@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from hpsearch.storage.errors import StorageError, format_error, format_os_error
 
@@ -24,6 +24,8 @@ STUDIES_DUMP, MLFLOW_DUMP = "studies.dump", "mlflow.dump"
 ARTIFACTS, CHECKPOINTS = "artifacts/", "checkpoints/"
 
 _CHUNK = 1 << 20
+# Keys of the manifest that differ from its fields.
+_KEYS = {"hpsearch_version": "hpsearch", "postgres_version": "postgres", "pg_dump_version": "dumped_by"}
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Manifest:
 
     Attributes:
         made_at: time of the snapshot of the studies, in UTC.
-        hpsearch: version of hpsearch that wrote the backup.
-        postgres: version of the Postgres server; the newer version if the two databases are on different servers.
-        dumped_by: version of pg_dump; the newer version if the two dumps are from different versions.
+        hpsearch_version: version of hpsearch that wrote the backup.
+        postgres_version: version of the Postgres server; the newer one if the two databases are on different servers.
+        pg_dump_version: version of pg_dump; the newer version if the two dumps are from different versions.
         schema, optuna_schema: revisions of hpsearch's and Optuna's tables.
         mlflow_schema: revision of MLflow's tables; None if the archive does not contain MLflow's database.
         home: home folder at the time of the backup.
@@ -44,9 +46,9 @@ class Manifest:
     """
 
     made_at: str
-    hpsearch: str
-    postgres: str
-    dumped_by: str
+    hpsearch_version: str
+    postgres_version: str
+    pg_dump_version: str
     schema: str | None
     optuna_schema: str | None
     mlflow_schema: str | None
@@ -57,6 +59,10 @@ class Manifest:
     models: int
     files: bool
     format: int = FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON values of the archive."""
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     @property
     def has_mlflow(self) -> bool:
@@ -105,7 +111,7 @@ class ArchiveWriter:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Write the manifest; must be the first call."""
-        self._add_text(MANIFEST, json.dumps(asdict(manifest), indent=2) + "\n")
+        self._add_text(MANIFEST, json.dumps(manifest.to_dict(), indent=2) + "\n")
 
     def add_file(self, name: str, path: Path) -> bool:
         """Add a file to the archive and the index; return False if the file no longer exists."""
@@ -244,8 +250,8 @@ class ArchiveReader:
                 f"install hpsearch {made_by} or newer"
             )
         with self._convert_errors():
-            manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
-            for version in (manifest.postgres, manifest.dumped_by):
+            manifest = Manifest(**{field.name: found[_KEYS.get(field.name, field.name)] for field in fields(Manifest)})
+            for version in (manifest.postgres_version, manifest.pg_dump_version):
                 int(str(version).partition(".")[0])
             return manifest
 

@@ -247,9 +247,9 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
             dumped_by.append(each.dump(temporary / name).version)
         manifest = archive.Manifest(
             made_at=made_at,
-            hpsearch=version("hpsearch"),
-            postgres=_max_version([each.postgres for each in dumps.values()]),
-            dumped_by=_max_version(dumped_by),
+            hpsearch_version=version("hpsearch"),
+            postgres_version=_max_version([each.postgres for each in dumps.values()]),
+            pg_dump_version=_max_version(dumped_by),
             schema=schema,
             optuna_schema=read_revision(studies.cursor, ALEMBIC_TABLE),
             mlflow_schema=mlflow_schema,

@@ -48,7 +48,7 @@ def check_schema_revisions(manifest: Manifest) -> None:
     for name, found, scripts in packages:
         if found is not None and found not in known_revisions(scripts):
             raise StorageError(
-                f"the backup is of a newer {name} (schema {found}; made by hpsearch {manifest.hpsearch}): "
+                f"the backup is of a newer {name} (schema {found}; made by hpsearch {manifest.hpsearch_version}): "
                 "install the versions that made it"
             )
 
@@ -124,7 +124,7 @@ def restore(  # noqa: PLR0913 a keyword for each flag
     with ArchiveReader.open(file) as reader:
         manifest = reader.manifest
         check_schema_revisions(manifest)
-        programs = find_programs(_parse_major_version(manifest.dumped_by), why="the backup")
+        programs = find_programs(_parse_major_version(manifest.pg_dump_version), why="the backup")
         folder = prepare_home(home).resolve()
         backup.check_service_options(owner_url, artifacts)
         services = partial(_open_empty_services, folder, owner_url, artifacts, manifest, progress)
@@ -195,10 +195,10 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
             continue
         with open_session(*database) as cursor:
             server_version = cursor.connection.server_version // 10_000
-            if server_version < _parse_major_version(manifest.postgres):
+            if server_version < _parse_major_version(manifest.postgres_version):
                 raise StorageError(
-                    f"the backup is from Postgres {manifest.postgres}, and the server is Postgres {server_version}: "
-                    "use a newer server"
+                    f"the backup is from Postgres {manifest.postgres_version}, and the server is "
+                    f"Postgres {server_version}: use a newer server"
                 )
             is_partial = is_partial or _is_partial_restore(cursor)
             numbers = {table: count_rows(cursor, table) for table in tables}

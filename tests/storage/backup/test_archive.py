@@ -25,9 +25,9 @@ from hpsearch.storage.errors import StorageError
 
 MANIFEST = Manifest(
     made_at="2026-11-22T12:00:00+00:00",
-    hpsearch="0.1.0",
-    postgres="18.6",
-    dumped_by="18.6",
+    hpsearch_version="0.1.0",
+    postgres_version="18.6",
+    pg_dump_version="18.6",
     schema="0004",
     optuna_schema="v3.2.0.a",
     mlflow_schema="1",
@@ -116,7 +116,7 @@ def test_a_changed_byte_is_detected(tmp_path: Path) -> None:
 def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
     """Write an archive with an additional member."""
     with tarfile.open(path, "w") as tar:
-        for name, data in ((archive.MANIFEST, json.dumps(dataclasses.asdict(MANIFEST)).encode()), ("x", b"evil")):
+        for name, data in ((archive.MANIFEST, json.dumps(MANIFEST.to_dict()).encode()), ("x", b"evil")):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             if name == "x":
@@ -146,7 +146,7 @@ def test_links_and_devices_in_an_archive_are_rejected(tmp_path: Path, kind: byte
 
 
 def test_a_newer_format_names_the_required_version(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tar", dataclasses.replace(MANIFEST, format=2, hpsearch="9.1"))
+    path = write(tmp_path / "a.tar", dataclasses.replace(MANIFEST, format=2, hpsearch_version="9.1"))
     with pytest.raises(StorageError, match=r"newer format \(2; .* install hpsearch 9\.1 or newer"):
         unpack(path, tmp_path / "out")
 

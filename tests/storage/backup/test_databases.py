@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -228,7 +227,7 @@ def test_a_backup_of_newer_versions_is_rejected_before_any_change(
             assert content is not None
             data = content.read()
             if member.name == archive.MANIFEST:
-                data = json.dumps({**dataclasses.asdict(made.manifest), **change}).encode()
+                data = json.dumps({**made.manifest.to_dict(), **change}).encode()
                 member.size = len(data)
             new.addfile(member, io.BytesIO(data))
     target = postgres_server.url(other, user=OWNER)
