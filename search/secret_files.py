@@ -46,10 +46,10 @@ def read_secret_files(environment: MutableMapping[str, str] | None = None) -> No
             secret = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise SearchError(
-                f"{setting} {path!r} cannot be read ({error.strerror}); name a file that this user may read"
+                f"{setting} {path!r} cannot be read ({error.strerror}); set it to a file that this user may read"
             ) from None
         except UnicodeDecodeError:
-            raise SearchError(f"{setting} {path!r} is not a text file; name the file that contains {name}") from None
+            raise SearchError(f"{setting} {path!r} is not a text file; set it to a file that contains {name}") from None
         if not secret or "\0" in secret:
             raise SearchError(
                 f"{setting} {path!r} {'contains a zero byte' if secret else 'is empty'}; write {name} into it"

@@ -140,7 +140,7 @@ def probe_tracking(uri: str, *, required: bool = False) -> str | None:
 
     Args:
         uri: URI of the server.
-        required: whether an unavailable server is an error. If not, records wait in the outbox.
+        required: whether an unavailable server is an error. If not, records stay in the outbox.
 
     Raises:
         StorageError: the URI is invalid, or the server is `required` and unavailable.

@@ -37,7 +37,7 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
     for name, content in files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise ObjectiveError(f"the state contains a file outside its folder: {name}")
+            raise ObjectiveError(f"the checkpoint contains the path {name!r}, which is outside the checkpoint folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         content.numpy().tofile(path)
 

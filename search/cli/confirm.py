@@ -167,7 +167,7 @@ def promote(
     if done.old_version is not None:
         typer.echo(f"version {done.old_version}, which had the alias before, is models:/{done.model}@{done.old_alias}")
     if done.unconfirmed:
-        typer.echo(f"{'test set' if refit else 'unconfirmed'}: {done.unconfirmed}")
+        typer.echo(f"unconfirmed: {done.unconfirmed}")
     if done.can_serve_check:
         typer.echo(f"check it with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0

@@ -71,7 +71,7 @@ def worker(
             "--final-exit-code",
             min=0,
             max=125,
-            help="Exit code that replaces 2 and 3, for engines that restart on every code but 0, such as Docker",
+            help="Exit code instead of 2 (invalid setting) and 3 (every trial fails), for engines that retry these",
         ),
     ] = None,
     options: o.WorkerOptions,

@@ -99,7 +99,7 @@ def train_companion_study(
     study, services = companion.study, companion.services
     if companion.tracking_error:
         outbox = services.home / "outbox"
-        console.print(f"{companion.tracking_error}; records wait in {outbox}", style="yellow")
+        console.print(f"{companion.tracking_error}; unsent records are in {outbox}", style="yellow")
     interrupted, gave_up = False, tuple[str, ...]()
     if workers:
         check_trackers(study.spec)

@@ -82,7 +82,7 @@ def run_search(
     _print_begin(console, study, objective, begin, workers=workers, created=created)
     if tracking_error:
         outbox = services.home / "outbox"
-        console.print(f"{tracking_error}; the search continues, and its records wait in {outbox}", style="yellow")
+        console.print(f"{tracking_error}; the search continues, and unsent records are in {outbox}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
     if warning := find_stopped_warning(study):
@@ -100,7 +100,9 @@ def run_search(
             ("extend", spec.name, *_make_extend_options(study, begin)) if early_stop is None else ("start", spec.name)
         )
         reason = "the budget is spent" if early_stop is None else early_stop.reason
-        console.print(f"{reason}; more trials with: {format_command(*again)}; or use another --name for a new search")
+        console.print(
+            f"{reason}; continue the study with: {format_command(*again)}; or start a new one with another --name"
+        )
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 

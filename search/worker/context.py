@@ -79,7 +79,7 @@ class WorkerContext:
         check_trackers(spec)
         services = resolve_tracking(services, study, required=options.tracking_required)
         if error := services.tracking_error:
-            log.warning("%s; the search continues, and its records wait in %s", error, services.home / "outbox")
+            log.warning("%s; the search continues, and unsent records are in %s", error, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective()
         with as_search_error(f"study {name!r} cannot run on this machine: "):

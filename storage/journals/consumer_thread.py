@@ -166,7 +166,7 @@ class ConsumerThread(threading.Thread):
         self.unavailable_reason = None if failure is None else failure.text
         if failure is not None:
             if not self._failures:
-                log.warning("%s unavailable (%s); records wait in %s", title, failure.text, self._folder)
+                log.warning("%s unavailable (%s); unsent records are in %s", title, failure.text, self._folder)
             wait = min(_MIN_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
             self._failures += 1
             self.next_round = time.monotonic() + wait * random.uniform(0.5, 1.0)  # noqa: S311 not for secrets

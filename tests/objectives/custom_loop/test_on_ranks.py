@@ -263,7 +263,7 @@ def test_a_state_with_a_file_outside_its_folder_is_rejected(tmp_path):
     last = checkpoint.read(tmp_path / "last.pt")
     last["folder"] = {"../elsewhere": torch.zeros(1, dtype=torch.uint8)}
     checkpoint.write(tmp_path / "last.pt", last)
-    with pytest.raises(ObjectiveError, match=r"the state contains a file outside its folder: ../elsewhere"):
+    with pytest.raises(ObjectiveError, match=r"the checkpoint contains the path '../elsewhere', which is outside"):
         _saves(tmp_path, False)
 
 
