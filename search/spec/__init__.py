@@ -1,1 +1,1 @@
-"""The spec of a study: every setting, validated, from flags or a file."""
+"""The spec of a study: all its settings, validated, from flags or a spec file."""

@@ -12,7 +12,7 @@ from hpsearch.search.errors import suggest_names
 
 
 def _no_switch(given: Any) -> Any:
-    """Return a boolean as text, which pydantic would otherwise convert to 0 or 1."""
+    """Return a boolean as text, so that pydantic rejects it instead of converting it to 0 or 1."""
     return str(given).lower() if isinstance(given, bool) else given
 
 
@@ -21,20 +21,20 @@ Number = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValida
 
 
 class Options(BaseModel):
-    """Immutable settings without type conversion; unknown names are rejected."""
+    """Immutable settings. Pydantic does not convert types and rejects unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class RegisteredOptions(Options):
-    """A sampler or pruner with its options. A subclass with a default for `name` is registered by that name.
+    """A sampler or pruner with its options. A subclass whose field `name` has a default is registered under this name.
 
     Attributes:
-        family: `sampler` or `pruner`, for messages; a direct subclass sets it.
+        family: `sampler` or `pruner`, for messages. Direct subclasses set it.
         registry: the registered subclasses of the family, by name.
         unsupported: reasons why well-known names are not supported, by name.
         examples: example values of required options, by name.
-        can_be_multi_objective: whether it supports several metrics.
+        can_be_multi_objective: whether the sampler or pruner supports several metrics.
     """
 
     family: ClassVar[str]
@@ -56,7 +56,7 @@ class RegisteredOptions(Options):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """Return the registered class of a table's name, with the table's options; an instance is returned unchanged.
+        """Return the sampler or pruner for a dictionary with `name` and options; return an instance unchanged.
 
         Raises:
             ValueError: the name is unknown, or an option is invalid.
@@ -77,10 +77,10 @@ class RegisteredOptions(Options):
             raise ValueError(kind._format_error(error.errors(include_url=False)[0])) from None
 
     def check_multi_objective(self) -> None:
-        """Check that it supports several metrics.
+        """Check that the sampler or pruner supports several metrics.
 
         Raises:
-            ValueError: it supports one metric only.
+            ValueError: it supports only one metric.
         """
         if not self.can_be_multi_objective:
             others = ", ".join(sorted(name for name, kind in self.registry.items() if kind.can_be_multi_objective))
@@ -105,7 +105,7 @@ class RegisteredOptions(Options):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options, without the name."""
+        """The options as a dictionary, without the name."""
         return self.model_dump(exclude={"name"})
 
 

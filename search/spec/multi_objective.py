@@ -1,4 +1,4 @@
-"""Multi-objective directions and constraints: parsing, validation and evaluation."""
+"""Directions of multi-objective studies, and constraints: parsing, validation and evaluation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NAMED_DIRECTION = re.compile(r"([^=]+?)\s*=\s*(.*)")
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on a metric.
+    """A bound on a metric, from the setting `constraints`.
 
     Attributes:
         metric: name of the metric.
         sign: ``<=`` or ``>=``.
-        limit: finite number.
+        limit: the bound, a finite number.
     """
 
     metric: str
@@ -35,28 +35,31 @@ class Bound:
     limit: float
 
     def __str__(self) -> str:
-        """Return the bound as in the setting: ``model_mb <= 10``."""
+        """Return the bound as text: ``model_mb <= 10``."""
         return f"{self.metric} {self.sign} {self.limit:g}"
 
     def format_violation(self, value: float) -> str:
-        """Return the violation by a value as text: ``model_mb 12.5, not <= 10``."""
+        """Return a text for a value that violates the bound: ``model_mb 12.5, not <= 10``."""
         return f"{self.metric} {value:.6g}, not {self.sign} {self.limit:g}"
 
     def violation(self, value: float) -> float:
-        """Return by how much a value exceeds the bound, as in Optuna: positive for a violation; infinite for NaN."""
+        """Return the amount by which a value violates the bound, as in Optuna; it is infinite for NaN.
+
+        The amount is positive for a violation, else negative or zero.
+        """
         if math.isnan(value):
             return math.inf
         return value - self.limit if self.sign == "<=" else self.limit - value
 
 
 def make_bounds(constraints: Mapping[str, str]) -> tuple[Bound, ...]:
-    """Return the bounds of valid constraints such as ``{"model_mb": "<= 10"}``."""
+    """Convert valid constraints, such as ``{"model_mb": "<= 10"}``, to bounds."""
     parts = ((metric, *text.split()) for metric, text in constraints.items())
     return tuple(Bound(metric, sign, float(limit)) for metric, sign, limit in parts)
 
 
 def parse_constraints(given: Any) -> dict[str, str] | None:
-    """Return constraints as a table; None if there are none.
+    """Return the setting `constraints` as a dictionary by metric; None if it is empty.
 
     Raises:
         ValueError: a constraint is invalid; the message shows the expected form.
@@ -76,10 +79,10 @@ def _normalize_bound(metric: str, text: object) -> str:
 
 
 def parse_directions(given: Any) -> dict[str, Direction] | None:
-    """Return directions as a table; None if there are none.
+    """Return the setting `directions` as a dictionary by metric; None if it is empty.
 
     Raises:
-        ValueError: the directions are invalid, or name a metric twice.
+        ValueError: the setting is invalid, or names a metric twice.
     """
     found = _parse_by_metric("directions", given, _NAMED_DIRECTION, "METRIC=maximize or METRIC=minimize")
     for metric, direction in found.items():
@@ -89,13 +92,13 @@ def parse_directions(given: Any) -> dict[str, Direction] | None:
 
 
 def _parse_by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: str) -> dict[str, Any]:
-    """Return a setting that has one value per metric as a table.
+    """Return a setting with one value per metric as a dictionary by metric.
 
     Args:
         setting: name of the setting.
-        given: a table, or a text with comma-separated parts.
-        pattern: regular expression of one part, with metric and value as groups.
-        form: description of `pattern`, for errors.
+        given: a dictionary, or a text with comma-separated parts.
+        pattern: regular expression of one part, with the metric and the value as groups.
+        form: description of the expected form of a part, for error messages.
 
     Raises:
         ValueError: the setting is invalid, or names a metric twice.
@@ -119,9 +122,9 @@ def _parse_by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: s
 
 
 def resolve_metrics(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with `metric` and `direction` from the first entry of `directions`.
+    """Return the settings, in which the first entry of `directions` sets `metric` and `direction`.
 
-    If `directions` has a single entry, the study has one metric, and `directions` becomes None.
+    If `directions` has a single entry, the study is single-objective, and `directions` becomes None.
 
     Raises:
         ValueError: `directions` is invalid, or `metric` or `direction` contradicts its first entry.

@@ -1,4 +1,4 @@
-"""Check the settings that a user gave, and resolve them to the spec of a study, new or stored."""
+"""Check the settings from the user, and resolve them to the spec of a new or stored study."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
 
 
 def check_settings(settings: dict[str, Any]) -> None:
-    """Reject invalid settings before anything is loaded or started.
+    """Reject invalid settings before the objective is loaded and services are started.
 
-    Placeholders replace the values that the objective or the stored study supplies.
+    Placeholders replace the values that the objective or the stored study will supply.
 
     Raises:
         SearchError: a setting is invalid.
@@ -41,10 +41,11 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 
 def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudySpec | None = None) -> StudySpec:
-    """Return the spec of a study, new or stored, from the settings that were given.
+    """Return the spec of a new or stored study for the given settings.
 
     Args:
-        given: checked settings. A sampler or pruner without a name is of the stored kind, else of the default kind.
+        given: checked settings. If a sampler or pruner has options but no name, the name is that of the stored study,
+            or for a new study the default.
         objective: source of the defaults of a new study.
         stored: spec of the study to join; None for a new study.
 
@@ -73,10 +74,10 @@ def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudyS
 
 
 def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
-    """Return metric, direction, directions and constraints from the settings, else from the objective.
+    """Return metric, direction, directions and constraints; the objective supplies those that the settings lack.
 
     Raises:
-        SearchError: they contradict each other.
+        SearchError: the settings contradict each other.
     """
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
@@ -92,12 +93,12 @@ def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> 
 
 
 def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = None) -> None:
-    """Raise a SearchError with the differences to a stored spec if there are any.
+    """Raise a SearchError if there are differences from a stored spec.
 
     Args:
         stored: spec of the study to join.
         lines: the differences.
-        spec: the new spec, for the command that changes the budget; None if it is not known.
+        spec: the requested spec, from which the message suggests a command that changes the budget; None if unknown.
     """
     if not lines:
         return
@@ -130,7 +131,7 @@ def _format_setting(value: Any) -> str:
 
 
 def _count_configurations(settings: dict[str, Any]) -> int | None:
-    """Return the number of configurations of the sampler; None if it is unbounded or unknown."""
+    """Return the number of configurations that the sampler can suggest; None if it is unlimited or unknown."""
     try:
         return SamplerSpec.parse(settings["sampler"]).max_trials() if "sampler" in settings else None
     except ValueError:  # reported when the settings are parsed
@@ -138,9 +139,9 @@ def _count_configurations(settings: dict[str, Any]) -> int | None:
 
 
 def _cap_n_trials(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` with `n_trials` limited to the number of configurations of the sampler.
+    """Return the settings, in which `n_trials` is at most the number of configurations that the sampler can suggest.
 
-    Errors in a grid are reported before too many trials, and the grid is checked later, with the objective.
+    A too large `n_trials` is not an error here, so that errors in a grid, which is checked later, are reported first.
     """
     trials, limit = settings.get("n_trials"), _count_configurations(settings)
     return {**settings, "n_trials": limit} if limit and isinstance(trials, int) and trials > limit else settings

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:
-    """Return the settings in `path` (``.toml``, ``.yaml`` or ``.yml``) as plain types.
+    """Return the settings in a ``.toml``, ``.yaml`` or ``.yml`` file as JSON types.
 
     Raises:
-        SearchError: the file is missing, cannot be parsed, is of another type, or is not a table of settings.
+        SearchError: the file is missing, has another extension, cannot be parsed, or does not contain a table.
     """
     suffix = path.suffix.lower()
     try:
@@ -46,13 +46,13 @@ def read_spec_file(path: Path) -> dict[str, Any]:
 
 
 def convert_names_to_tables(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with a table in place of a sampler or pruner that is only a name."""
+    """Return the settings, in which a sampler or pruner that is only a name is replaced by ``{"name": NAME}``."""
     short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
     return {**settings, **short}
 
 
 def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
-    """Return ``KEY=VALUE`` pairs as a dictionary; values are read as YAML scalars (``5``, ``true``, ``0.1``)."""
+    """Return ``KEY=VALUE`` pairs as a dictionary. Values are parsed as YAML scalars (``5``, ``true``, ``0.1``)."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")
@@ -71,10 +71,10 @@ _FLAG = re.compile(r"hpsearch [^:;,]*|OBJECTIVE|--[a-z]+(-(?!option)[a-z]+)*(?![
 
 @contextmanager
 def keys_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
-    """Replace the flags of settings in errors by their keys in programs and spec files.
+    """In the messages of errors in this block, replace the flags of settings by their keys in programs and spec files.
 
     Args:
-        keys: the settings that were given by their keys; None for all.
+        keys: the settings that were given by key, not by flag; None selects all settings.
     """
 
     def replace_flag(match: re.Match[str]) -> str:

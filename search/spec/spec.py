@@ -1,4 +1,4 @@
-"""The study spec: all settings of a search, validated, versioned and stored with the study."""
+"""The study spec: all settings of a search, which are validated and stored with the study."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FINALISTS, REFIT = ".finalists", ".refit"
 
 
 def _parse_study_names(given: Any) -> Any:
-    """Return names of studies as a list, from a list or a comma-separated text; None if there are none."""
+    """Return study names, given as a list or a comma-separated text, as a list; None if there are no names."""
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     if names is None or names == []:
         return None
@@ -63,7 +63,7 @@ def _parse_study_names(given: Any) -> Any:
 
 
 def _resolve_folder(given: Any, info: ValidationInfo) -> Any:
-    """Return a local folder as an absolute path, because workers start in other folders."""
+    """Return a local folder as an absolute path, because workers may start in another folder."""
     if not isinstance(given, str | Path):
         return given
     folder = str(given)
@@ -89,20 +89,20 @@ def parse_parent_name(name: str) -> str | None:
 
 
 class FinalistsOf(Options):
-    """Setting that makes a study a finalist study or a refit study of another study, the search.
+    """Setting of a finalist study or a refit study, which belong to another study, the search.
 
     A finalist study retrains the best trials of the search on new seeds. A refit study trains the configuration of the
     winner on training and validation data together.
 
     Attributes:
         study: name of the search.
-        study_id: its id in the database, because another study may get the name of a deleted one.
-        top: requested number of finalists; there may be fewer trials.
+        study_id: id of the search in the database, because a new study may have the name of a deleted study.
+        top: requested number of finalists; `trials` may have fewer.
         trials: numbers of the finalists in the search, best first.
         seeds: training seeds, the same for all finalists; different from those of the search.
-        divisions: whether each seed has a new train/validation split and a cross-fitted score; False for sets of
-            finalists from versions without new splits.
-        refit: number of epochs of a refit; None for finalists.
+        divisions: whether each seed has a new train/validation split and a cross-fitted score; False for finalist
+            studies of earlier versions, which had no new splits.
+        refit: number of epochs of a refit study; None for a finalist study.
     """
 
     study: str
@@ -115,22 +115,23 @@ class FinalistsOf(Options):
 
     @property
     def description(self) -> str:
-        """The content of the study as text: ``the finalists of 'wine'``."""
+        """The purpose of the study as text: ``the finalists of 'wine'``."""
         return f"the {'finalists' if self.refit is None else 'refit'} of {self.study!r}"
 
     def assignment(self, number: int) -> tuple[int, int]:
-        """Return the finalist and the seed that trial `number` trains.
+        """Return the finalist (its trial number in the search) and the seed that trial `number` trains.
 
-        All finalists run on one seed before the next, so that an unfinished table compares equal numbers of runs.
+        All finalists run on one seed before any runs on the next seed, so that an unfinished table compares equal
+        numbers of runs.
         """
         seed, finalist = divmod(number, len(self.trials))
         return self.trials[finalist], self.seeds[seed]
 
 
 class StudySpec(Options):
-    """The settings of one study, which all workers read from the database.
+    """The settings of a study, which all workers read from the database.
 
-    Each field is a setting. `run` has a flag for it, whose help text is the field's description.
+    Each field is a setting. The `run` command has a flag for each setting, with the field's description as help text.
     """
 
     version: Literal[1] = SPEC_VERSION
@@ -251,15 +252,15 @@ class StudySpec(Options):
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
-        """The metrics that a trial reports in addition to `metric`: other optimized ones, and constrained ones."""
+        """The metrics that a trial reports in addition to `metric`: other optimized and constrained metrics."""
         named = dict.fromkeys([*self.direction_by_metric, *(bound.metric for bound in self.bounds)])
         return tuple(name for name in named if name != self.metric)
 
     def select_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an epoch's record that the study optimizes or constrains, by name.
+        """Select, from an epoch's metrics, those that the study optimizes or constrains, and return them by name.
 
         Raises:
-            KeyError: a metric is missing; its argument is the name.
+            KeyError: a metric is missing; the argument of the error is the metric's name.
         """
         return {name: get_metric_value(metrics, name) for name in (self.metric, *self.reported_metrics)}
 
@@ -284,7 +285,7 @@ class StudySpec(Options):
     @model_validator(mode="before")
     @classmethod
     def _set_defaults(cls, given: Any) -> Any:
-        """Set the metric to the first of `directions`, and the default names of sampler and pruner."""
+        """Set metric and direction from the first entry of `directions`, and set the default sampler and pruner."""
         if not isinstance(given, dict):
             return given
         given = resolve_metrics(given)
@@ -298,7 +299,7 @@ class StudySpec(Options):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        """Check the settings against each other, and complete the pruner."""
+        """Reject settings that contradict each other, and adapt the pruner to the number of epochs."""
         if self.is_multi_objective:
             self.sampler.check_multi_objective()
             self.pruner.check_multi_objective()
@@ -330,7 +331,7 @@ class StudySpec(Options):
 
 
 class Settings(Addresses, total=False):
-    """Settings of a study, as docs/reference/settings.md explains them, and its addresses."""
+    """Settings of a study, which docs/reference/settings.md explains, and addresses of its services."""
 
     name: str | None
     n_trials: int | None
@@ -357,16 +358,16 @@ class Settings(Addresses, total=False):
 
 
 def get_option_name(setting: str) -> str:
-    """Return the flag of a setting, the name of its argument, or its key if only spec files have it."""
+    """Return the flag of a setting; for a positional argument, its name; for a setting without a flag, its key."""
     is_flag = setting in StudySpec.model_fields and setting not in IN_FILES_ONLY
     return FLAGS.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
 
 
 def parse_spec(values: dict[str, Any]) -> StudySpec:
-    """Return the spec of `values`, which have plain types, as from TOML, YAML, JSON or flags.
+    """Validate settings from TOML, YAML, JSON or flags, and return them as a spec.
 
     Raises:
-        SearchError: a setting is invalid; the message has the first one, its value and the allowed values.
+        SearchError: a setting is invalid; the message has the first invalid setting, its value and the allowed values.
     """
     known = set(StudySpec.model_fields)
     for key in map(str, values):
@@ -385,7 +386,7 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
 
 
 def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
-    """Return the spec of stored values, which an earlier version may have written.
+    """Return the spec from values in the database, which an earlier version may have written.
 
     Raises:
         SearchError: a setting is invalid.
