@@ -1,1 +1,1 @@
-"""Studies: created or joined with their spec, steered, summed up, tidied."""
+"""Studies: creation, steering, summaries and cleanup."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a study: one folder, which is cleaned up after trials end, and deleted with the study."""
+"""Checkpoints of a study, which are stored in one folder. They are removed after trials end, or with the study."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RESUME_FILES = ("last.pt", "previous.pt", "shards", ".*.pt.*.tmp")
 
 
 def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
-    """Return a study's checkpoints: under `url`, else under the study's URL, else in the home folder.
+    """Return a study's checkpoints, which are at `url`, or else at the study's stored URL, or else in the home folder.
 
     Raises:
         StorageError: the URL cannot be used.
@@ -35,7 +35,7 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
 
 
 def store_checkpoint_url(study: StoredStudy, url: str) -> None:
-    """Store the URL in the study, so that workers do not need the option, unless it contains a password.
+    """Store the checkpoint URL in the study, so that workers need no option; do nothing if it contains a password.
 
     Raises:
         SearchError: the study has another URL.
@@ -68,7 +68,7 @@ class StudyCheckpoints:
         self.folder = folder
 
     def clean_up(self, runs: Path) -> None:
-        """Remove leftover checkpoints of finished trials, such as after a crash at the end of a trial.
+        """Remove leftover checkpoints of finished trials, for example after a crash at the end of a trial.
 
         Args:
             runs: folder of the study's run directories on this machine.
@@ -86,7 +86,7 @@ class StudyCheckpoints:
             log.warning("checkpoints of finished trials not removed: %s", error)
 
     def find_leftovers(self, runs: Path) -> tuple[dict[str, int], dict[Path, int]]:
-        """Return leftover files of finished trials in the store and in `runs` on this machine, with sizes in bytes.
+        """Return the sizes in bytes of finished trials' leftover files in the store, and in the run directories.
 
         Raises:
             CheckpointStoreError: the store is unavailable.
@@ -105,9 +105,10 @@ class StudyCheckpoints:
         )
 
     def delete_trial(self, number: int) -> None:
-        """Delete the checkpoints of a COMPLETE or PRUNED trial once all of its data is in MLflow.
+        """Delete the stored checkpoints of a COMPLETE or PRUNED trial whose data is completely in MLflow.
 
-        The pointers in the database are deleted last, so that a cleanup after a crash can still find the files.
+        The pointers to the files in the database are deleted last, so that a cleanup after a crash can still find the
+        files.
         """
         try:
             self.files.remove_folder(f"{self.folder}/{number:04d}")
@@ -126,7 +127,7 @@ class StudyCheckpoints:
 
 
 def _size(path: Path) -> int | None:
-    """Return the bytes of a file or folder; None if another worker has removed it meanwhile."""
+    """Return the size of a file or folder in bytes; None if another worker has removed it in the meantime."""
     try:
         return compute_folder_bytes(path) if path.is_dir() else path.stat().st_size
     except FileNotFoundError:

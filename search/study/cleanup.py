@@ -1,7 +1,7 @@
-"""Find and remove files of a study that are not needed any more.
+"""Find and remove the files of a study that are no longer needed.
 
-Files of running and waiting trials, of registered model versions and of finalists are never removed. A trial that is
-not among the best cannot become one later, because further trials only lower its rank.
+Files of running and waiting trials, of registered model versions and of finalists are never removed. Files of trials
+that are not among the best can be removed, because further trials only lower the rank of a trial.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Garbage:
     Attributes:
         study: name of the study.
         kind: description of the files.
-        trials: numbers of the trials that the files belong to, in order.
-        size: bytes.
-        where: "MLflow", "checkpoint store" or "this machine".
-        remove: function that removes the files and returns the freed bytes; it keeps files that are needed by then.
+        trials: numbers of the trials to which the files belong, in ascending order.
+        size: size of all files in bytes.
+        where: location of the files: "MLflow", "checkpoint store" or "this machine".
+        remove: function that removes the files and returns the freed bytes. It keeps files that have become needed
+            since the search for garbage.
     """
 
     study: str
@@ -62,7 +63,7 @@ def find_garbage(
     Args:
         study: the study.
         home: folder of the run directories and, unless the study has a checkpoint URL, of the checkpoints.
-        tracking: client of the MLflow server; None skips files in MLflow.
+        tracking: client of the MLflow server; if None, files in MLflow are not searched.
         keep_top: number of best trials that keep their models.
     """
     found: list[Garbage] = []
@@ -96,7 +97,7 @@ def remove_garbage(found: list[Garbage]) -> tuple[int, list[str]]:
 
 
 def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garbage]:
-    """Return the models and best checkpoints of all but the best trials."""
+    """Return the models and best checkpoints of the trials that are not among the best `keep_top`."""
     if study.spec.finalists_of is not None or RUN_ID not in study.attrs:
         return []  # finalists and refits are evidence for the winner
     storage, registry = RunStorage(tracking), Registry(tracking.client)
@@ -144,9 +145,9 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
 
 
 def _list_best(study: StoredStudy, keep_top: int) -> set[int]:
-    """Return the trials that keep their models because of their values, with several metrics also the Pareto front.
+    """Return the numbers of the best `keep_top` trials and, in a multi-objective study, of the Pareto front.
 
-    Infeasible trials are included only if there are no feasible ones.
+    Infeasible trials are included only if no trial is feasible.
     """
     best = study.best_trials() or study.best_trials(infeasible=True)
     front = study.front() if study.spec.is_multi_objective else []
@@ -154,7 +155,7 @@ def _list_best(study: StoredStudy, keep_top: int) -> set[int]:
 
 
 def _list_needed(study: StoredStudy) -> set[int]:
-    """Return the trials that are or were finalists, were evaluated on the test set, or are not yet all in MLflow."""
+    """Return the numbers of past and current finalists, trials with a test evaluation, and trials not fully in MLflow."""
     needed = list_finalist_trials(study)
     if (evaluation := read_test_evaluation(study.engine, study.study_id)) is not None:
         needed.add(evaluation.trial_number)
@@ -163,7 +164,7 @@ def _list_needed(study: StoredStudy) -> set[int]:
 
 
 def _find_checkpoints(study: StoredStudy, checkpoints: StudyCheckpoints, runs: Path) -> list[Garbage]:
-    """Return leftover checkpoints of finished trials, such as after a crash at the end of a trial."""
+    """Return leftover checkpoints of finished trials, for example after a crash at the end of a trial."""
     stored, local = checkpoints.find_leftovers(runs)
 
     def remove() -> int:
@@ -182,7 +183,7 @@ def _find_checkpoints(study: StoredStudy, checkpoints: StudyCheckpoints, runs: P
 
 
 def _find_run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:
-    """Return the run directories of an ended study on this machine, and those of superseded attempts."""
+    """Return this machine's removable run directories: those of an ended study, and those of superseded attempts."""
     trials = {trial.number: trial for trial in study.trials()}
     summary = summarise(study)
     has_ended = study.is_spent(summary.finished) and not summary.running and not summary.waiting
