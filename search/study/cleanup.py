@@ -155,7 +155,7 @@ def _list_best(study: StoredStudy, keep_top: int) -> set[int]:
 
 
 def _list_needed(study: StoredStudy) -> set[int]:
-    """Return the numbers of past and current finalists, trials with a test evaluation, and trials not fully in MLflow."""
+    """Return the numbers of finalists (also of earlier sets), tested trials, and trials not fully in MLflow."""
     needed = list_finalist_trials(study)
     if (evaluation := read_test_evaluation(study.engine, study.study_id)) is not None:
         needed.add(evaluation.trial_number)
