@@ -27,7 +27,7 @@ from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials, 
 
 
 def stop_study(study: StoredStudy) -> str | None:
-    """Stop a study: no trial is claimed, and workers release theirs after the current epoch.
+    """Stop a study: workers claim no more trials, and release their trials after the current epoch.
 
     Returns:
         User and time of an earlier stop; None if the study was not stopped before.
@@ -44,7 +44,7 @@ def start_study(study: StoredStudy) -> str | None:
     The study may terminate early again after some more trials.
 
     Returns:
-        User and time of the stop, and the reason of an early termination; None if the study was not stopped.
+        User and time of the stop, the reason of the early termination, or both; None if the study was not stopped.
     """
     attrs = study.attrs
     stopped, early_stop = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
@@ -58,14 +58,14 @@ def start_study(study: StoredStudy) -> str | None:
 
 
 def _restore_budget(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
-    """Restore the remaining budget; trials that were pruned at a rung wait there again."""
+    """Cancel an early termination: trials that it pruned at a rung wait there again."""
     spec = parse_stored_spec(values)
     if cancel_early_stop(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
         requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
 
 def count_running(study: StoredStudy) -> int:
-    """Return the number of trials with a valid lease."""
+    """Return the number of running trials with a valid lease."""
     return count_running_trials(study.engine, study.study_id)
 
 
@@ -80,7 +80,14 @@ def get_user_and_host() -> str:
 
 @dataclass(frozen=True)
 class BudgetChange:
-    """A changed budget, in trials or `unit`, with the numbers of started and enqueued trials."""
+    """A change of a study's budget.
+
+    Attributes:
+        before, after: the budget before and after the change, in `unit`.
+        started: number of trials that had already started.
+        unit: unit of the budget: trials, epochs or seconds.
+        enqueued: number of trials that were enqueued with the change.
+    """
 
     before: float
     after: float
@@ -95,7 +102,7 @@ _UNITS = {"n_trials": "trials", "budget_epochs": "epochs", "budget_seconds": "se
 def extend_study(
     study: StoredStudy, more: str, enqueued: Sequence[FrozenTrial] = (), *, setting: str = "n_trials"
 ) -> BudgetChange:
-    """Change a budget of a study, running or not.
+    """Change a budget of a study. The study may be running.
 
     Args:
         study: the study.
@@ -104,8 +111,9 @@ def extend_study(
         setting: the budget to change: ``n_trials``, ``budget_epochs`` or ``budget_seconds``.
 
     Raises:
-        SearchError: `more` is not a number, too large, or not more than the used amount; the study has no such budget,
-            or not enough for the enqueued trials; or it is a finalist or refit study.
+        SearchError: `more` is not a number, too large, or not larger than the used part of the budget; the study has no
+            budget of this kind; the budget does not suffice for the enqueued trials; or the study is a finalist or
+            refit study.
     """
     flag, unit = get_option_name(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
@@ -157,15 +165,16 @@ def extend_study(
 
 
 def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
-    """Requeue a failed or infeasible trial to run next, with the same number and parameters.
+    """Requeue a failed or infeasible trial, so that it runs next with the same number and parameters.
 
     Args:
         study: the study.
         number: number of the trial.
-        from_start: whether to discard its checkpoints and reports.
+        from_start: whether to discard the checkpoints and reports of the trial.
 
     Returns:
-        The trial before the change, and the last epoch in its checkpoint, from 0; None if it starts from scratch.
+        The trial before the change; and the last epoch in its checkpoint, counted from 0, or None if it starts from
+        scratch.
 
     Raises:
         SearchError: the trial does not exist, or is neither failed nor infeasible.

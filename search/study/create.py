@@ -52,9 +52,9 @@ SAMPLE_SIZE = 50  # random configurations that show a search space with its bran
 
 
 def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
-    """Return the system attributes of a new study with the trials of earlier studies, for its sampler.
+    """Return the warm start of a new study: system attributes with the trials of earlier studies, for the sampler.
 
-    The attributes are a copy of the current trials, including the reports of running and waiting ones, so that later
+    The attributes are a copy of the current trials, including the reports of running and waiting trials, so that later
     changes of the earlier studies do not affect suggestions.
 
     Raises:
@@ -85,7 +85,11 @@ def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: 
 
 
 def sample_search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution], list[dict[str, Any]]]:
-    """Return the distributions of an objective's parameters in random configurations, and these configurations."""
+    """Sample random configurations of an objective.
+
+    Returns:
+        The distributions of all parameters that occur in the configurations; and the configurations.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     scratch = optuna.create_study(sampler=RandomSampler(0))
     distributions: dict[str, BaseDistribution] = {}
@@ -112,7 +116,7 @@ def _load_earlier_study(storage: PostgresStorage, spec: StudySpec, name: str) ->
 
 
 def _list_warm_start_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials with a report, and those that ended without one."""
+    """Return the trials of an earlier study that have a report or have ended, except failed trials."""
     trials = study.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     observed = [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
     if not observed:
@@ -131,18 +135,18 @@ def create_or_join(
     check: Callable[[StudySpec], None] = lambda _: None,
     enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
-    """Create the study, or join it if its stored spec agrees with all `settings`.
+    """Create a study, or join the stored study of the same name if its spec agrees with all `settings`.
 
     Args:
         storage: storage of the studies.
-        settings: the given settings; others come from the stored spec, or for a new study from the objective.
+        settings: the given settings. Other settings come from the stored spec, or for a new study from the objective.
         objective: objective of the study.
         sanity_check: called before a study is created; raises an error if the objective cannot be searched.
         check: called before a study is created or joined; raises an error if this machine cannot run the spec.
-        enqueued: trials to add; a new study is created with them, an existing one gets only those that it lacks.
+        enqueued: trials to add. A new study is created with all of them; an existing study gets those that it lacks.
 
     Returns:
-        The study, and whether it was created by this call.
+        The study, and whether this call created it.
 
     Raises:
         SearchError: a setting is invalid, or differs from the stored spec.
@@ -220,7 +224,7 @@ def _create(
 def _make_first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """Return the first trials of a new study: the objective's default configuration, then the enqueued trials.
 
-    A grid has no default configuration, because it lists all its trials.
+    The default configuration is not added for a sampler such as `grid`, which lists all its configurations.
     """
     if enqueued:
         check_budget(spec, len(enqueued))
@@ -240,7 +244,7 @@ def set_metric_names(storage: PostgresStorage, spec: StudySpec) -> None:
 
 
 def get_study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
-    """Return Optuna's directions of the metrics that a study optimizes."""
+    """Return the directions of the metrics that a study optimizes, as Optuna's type."""
     return [optuna.study.StudyDirection[direction.upper()] for direction in spec.direction_by_metric.values()]
 
 
@@ -253,13 +257,13 @@ def begin_search(
     tracking_required: bool = False,
     check: Callable[[StudySpec], None] = lambda _: None,
 ) -> tuple[Services, StoredStudy, bool]:
-    """Create or join the study that `settings` describe and prepare it for workers.
+    """Create or join the study that `settings` describe, and prepare it for workers.
 
     Args:
-        settings: the given settings, checked.
+        settings: the given settings, already checked by `check_settings`.
         where: addresses of the services.
         console: console for progress lines.
-        enqueue: configurations that run before others.
+        enqueue: configurations to run before sampled configurations.
         tracking_required: whether the tracking server must be available.
         check: called before a study is created or joined; raises an error if this machine cannot run the spec.
 
@@ -299,7 +303,10 @@ def start_timeout(study: StoredStudy) -> None:
 
 
 def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjective]:
-    """Load the objective that `settings` name; return the settings with its storable reference, and the objective.
+    """Load the objective that `settings` name.
+
+    Returns:
+        The settings, with a reference by which workers can load the objective; and the objective.
 
     Raises:
         ObjectiveError: the objective does not exist, or cannot be imported.
@@ -316,7 +323,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
 
 
 def _check_directions(objective: BaseObjective, spec: StudySpec) -> None:
-    """Reject the wrong direction for metrics with a known direction."""
+    """Reject a direction that contradicts the known direction of a metric, such as ``maximize`` for accuracy."""
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
     known: dict[str, str] = {name: measured.direction for name, measured in MODEL_METRICS.items()}
@@ -329,7 +336,7 @@ def _check_directions(objective: BaseObjective, spec: StudySpec) -> None:
 
 @contextmanager
 def _name_setting_of_metric(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
-    """Add the setting to the error of an invalid metric, unless the objective defines the metric."""
+    """Add the name of the setting to errors about an invalid metric, unless the objective's class sets the metric."""
     try:
         yield
     except MetricError as error:
@@ -345,7 +352,7 @@ def _name_setting_of_metric(objective: BaseObjective, spec: StudySpec) -> Iterat
 def sanity_check(objective: BaseObjective, spec: StudySpec) -> None:
     """Run each part of the objective's code once, on a configuration that the sampler could suggest.
 
-    This finds typos before the study exists, instead of in its trials.
+    Errors in the code are found before the study exists, instead of in its trials.
 
     Raises:
         ObjectiveError: the objective raised an error; the message has the file and line.

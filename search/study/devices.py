@@ -1,4 +1,4 @@
-"""Devices and training speed of studies whose trials use more than one device each."""
+"""Devices and training speed of studies whose trials train on several devices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _RATE, _EFFICIENCY = "samples_per_second_per_device", "scaling_efficiency"
 
 @dataclass(frozen=True)
 class DeviceSummary:
-    """Devices of the trials of a study.
+    """Devices on which the trials of a study trained.
 
     Attributes:
-        trial_counts: number of trials per devices of the last attempt, such as "2 x cuda", most frequent first.
-        samples_per_second: per device, as the median over trials with several devices; None if unknown.
-        scaling_efficiency: share of the step time in which a device does not wait for others, also a median.
-        changed_devices: devices of each attempt, by the number of a trial that resumed on another number of devices.
+        trial_counts: number of trials whose last attempt used devices such as "2 x cuda", by devices, most frequent
+            first.
+        samples_per_second: samples per second and device, median over the trials with several devices; None if unknown.
+        scaling_efficiency: share of the step time in which a device does not wait for the other devices, median over
+            the trials with several devices; None if unknown.
+        changed_devices: devices of each attempt, by trial number, for trials that resumed on another number of devices.
     """
 
     trial_counts: dict[str, int]
@@ -34,7 +36,7 @@ class DeviceSummary:
 
 
 def summarize_devices(study: StoredStudy) -> DeviceSummary | None:
-    """Return the devices of the trials of a study; None if each trial used one device."""
+    """Return the devices of the trials of a study; None if no trial used several devices."""
     attempts = read_devices(study.engine, study.study_id)
     found = {number: [_strip_index(name) for name in names] for number, names in attempts.items()}
     if not any(_count_devices(device) > 1 for devices in found.values() for device in devices):
@@ -49,7 +51,7 @@ def summarize_devices(study: StoredStudy) -> DeviceSummary | None:
 
 
 def summarize_throughput(epochs: list[dict[str, float]]) -> dict[str, object]:
-    """Return the trial attribute with the speed of several devices; empty for one device.
+    """Return the trial attribute with the training speed of several devices; empty if the trial used one device.
 
     Args:
         epochs: the metrics of each epoch.
@@ -60,7 +62,7 @@ def summarize_throughput(epochs: list[dict[str, float]]) -> dict[str, object]:
 
 
 def format_devices(devices: DeviceSummary) -> str:
-    """Return one line with the devices, their speed and the trials that changed devices."""
+    """Return one line with the devices, the training speed, and the trials whose number of devices changed."""
     counts, speed = devices.trial_counts, devices.samples_per_second
     parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if len(counts) > 1 else kind for kind, n in counts.items())]
     parts += [] if speed is None else [f"{_format_rate(speed)} samples per second and device"]

@@ -25,7 +25,7 @@ from hpsearch.storage.trials.history import read_attempts
 
 
 def default_params(objective: BaseObjective) -> dict[str, Any] | None:
-    """Return the parameters of the objective's `defaults`, with the middle of the range for missing ones.
+    """Return the objective's `defaults`, completed by the middle of the range of each missing parameter.
 
     Returns:
         The parameters; None if the objective has no `defaults`.
@@ -59,7 +59,7 @@ def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, An
 
 
 def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
-    """Return a waiting trial with `params`; the sampler sets the others.
+    """Return a waiting trial with fixed parameters; the sampler suggests its other parameters.
 
     Args:
         params: some or all parameters.
@@ -73,11 +73,11 @@ Configurations = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Path | str
 
 
 def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTrial]:
-    """Return waiting trials for the given configurations, in order.
+    """Return one waiting trial per given configuration, in the given order.
 
     Args:
-        given: parameters by name, a list of such tables, a .csv file with the names as its header, or a .jsonl file
-            with one object per line. The sampler suggests missing parameters and empty cells.
+        given: a dictionary of parameters, a list of dictionaries, a .csv file with the parameter names as header, or a
+            .jsonl file with one object per line. The sampler suggests missing parameters and those with empty cells.
         objective: objective whose search space must contain the values.
 
     Raises:
@@ -102,7 +102,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
 def _make_trials(
     source: str, unit: str, rows: Iterable[tuple[int, FixedTrial]], objective: BaseObjective
 ) -> list[FrozenTrial]:
-    """Return a waiting trial per row, with source and row as its origin."""
+    """Return one waiting trial per row. The trial's origin names the source and the row."""
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
@@ -163,7 +163,7 @@ def _make_line_error(path: Path, line: int, fault: str) -> SearchError:
 
 
 def find_stopped_warning(study: StoredStudy) -> str | None:
-    """Return a warning if enqueued trials wait in a study that stopped early, else None."""
+    """Return a warning if enqueued trials wait in a study that terminated early; else None."""
     if study.early_stop is None:
         return None
     waiting = [trial._trial_id for trial in study.trials(TrialState.WAITING)]
@@ -178,10 +178,10 @@ def find_stopped_warning(study: StoredStudy) -> str | None:
 
 
 def check_budget(spec: StudySpec, trials: int) -> None:
-    """Reject more trials than the budget has, and any enqueued trials for a grid.
+    """Check that a study's budget and sampler allow a number of first and enqueued trials.
 
     Raises:
-        SearchError: the trials are rejected.
+        SearchError: there are more trials than the budget allows, or the sampler, such as `grid`, lists all its trials.
     """
     if spec.sampler.is_indexed_by_trial:
         raise SearchError(f"--enqueue is not available with {spec.sampler.name}; add the values to its search_space")
@@ -192,9 +192,9 @@ def check_budget(spec: StudySpec, trials: int) -> None:
 
 
 def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
-    """Enqueue the trials that the study does not have yet; return their number.
+    """Enqueue the trials that the study does not have yet, and return the number of enqueued trials.
 
-    A configuration that was enqueued before, from any source, is not enqueued again.
+    A configuration that is already enqueued, from any source, is not enqueued again.
 
     Raises:
         SearchError: the trials exceed the budget; nothing was written.
@@ -209,7 +209,7 @@ def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
 
 
 def enqueue_in(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Sequence[FrozenTrial]) -> int:
-    """Enqueue new trials in a transaction that has the study's lock; return their number."""
+    """Enqueue trials like `enqueue`, in a transaction of the caller that holds the study's lock."""
     if not trials:
         return 0
     new, total = insert_missing_in(connection, study_id, trials)

@@ -12,19 +12,19 @@ from hpsearch.storage.rungs.fronts import to_losses
 
 
 def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
-    """Return the trial numbers, best value first; among equal values the lower number, as in Optuna.
+    """Return the trial numbers, best value first. Among equal values, the lower number comes first, as in Optuna.
 
     Args:
-        values: values by trial number, none NaN.
+        values: values by trial number, without NaN.
         maximize: whether higher is better.
     """
     return sorted(values, key=lambda number: (-values[number] if maximize else values[number], number))
 
 
 def is_on_front(values: Sequence[float], others: Sequence[Sequence[float]], maximize: Sequence[bool]) -> bool:
-    """Return whether no finished trial dominates a trial that ends with `values`.
+    """Return whether a trial that ends with `values` is on the Pareto front of the trials so far.
 
-    This is True for each trial of the final front, because further trials only remove trials from the front.
+    This is True for each trial of the final Pareto front, because later trials can only remove a trial from the front.
     """
     return 0 in fronts.find_front(to_losses([values, *others], maximize))
 
@@ -32,7 +32,8 @@ def is_on_front(values: Sequence[float], others: Sequence[Sequence[float]], maxi
 def is_among_best(number: int, value: float, others: Mapping[int, float], *, top: int, maximize: bool) -> bool:
     """Return whether a trial that ends with `value` is among the best `top` trials so far.
 
-    This is True for each trial of the final `top`, because further trials only lower the rank of a trial.
+    This is True for each of the best `top` trials of the finished study, because later trials only lower a trial's
+    rank.
 
     Args:
         number: number of the trial.
@@ -45,7 +46,7 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
 
 
 def get_first_value(trial: FrozenTrial) -> float | None:
-    """Return a trial's value of the first metric, which selects its best epoch; None without a value."""
+    """Return a trial's value of the first metric, by which its best epoch is selected; None if it has no value."""
     values = trial.values
     return None if not values else float(values[0])
 
@@ -56,7 +57,12 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 def _list_complete(trials: Iterable[FrozenTrial], *, infeasible: bool = False) -> list[FrozenTrial]:
-    """Return the feasible COMPLETE trials by number, with `infeasible` also those that violate a constraint."""
+    """Return the feasible COMPLETE trials in the order of their numbers.
+
+    Args:
+        trials: trials in any state.
+        infeasible: whether to include trials that violate a constraint.
+    """
     complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and (infeasible or is_feasible(t))]
     return sorted(complete, key=lambda trial: trial.number)
 
@@ -66,8 +72,8 @@ def rank_trials(
 ) -> list[FrozenTrial]:
     """Return the feasible COMPLETE trials, best first.
 
-    One metric ranks by value, then by number. Several metrics rank by non-dominated sorting, and within a front by
-    crowding distance, largest first (Deb et al. 2002).
+    With one metric, trials are sorted by value, then by number. With several metrics, trials are sorted by
+    non-dominated sorting, and within a front by crowding distance, largest first (Deb et al. 2002, NSGA-II).
 
     Args:
         trials: trials in any state.
@@ -89,7 +95,7 @@ def _sort_by_first_metric(trials: Iterable[FrozenTrial], maximize: Sequence[bool
 def find_pareto_front(
     trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False
 ) -> list[FrozenTrial]:
-    """Return the Pareto front in the order of the first metric, best first; with one metric, the best trial.
+    """Return the Pareto front, best value of the first metric first; with one metric, only the best trial.
 
     Args:
         trials: trials in any state.

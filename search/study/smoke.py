@@ -1,4 +1,4 @@
-"""Smoke test of a study before its first trial: overfit one batch with the objective's model."""
+"""Smoke test of a study before its first trial: check that the objective's model can overfit one batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _SECONDS = 60.0  # a large model on a CPU may be undecided by then
 
 
 def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking | None) -> str | None:
-    """Overfit one batch with a configuration of the search space, once per study; return a warning on failure.
+    """Run the smoke test once per study, with a configuration of the search space; return a warning if it failed.
 
     A failure does not end the search, because a search space may contain models that are too small on purpose. The
-    study stores the result; the study's MLflow run gets the losses, unless `tracking` is None.
+    result is stored in the study, and the losses are logged to the study's MLflow run, unless `tracking` is None. A
+    study with a custom training loop has no smoke test.
     """
     if not isinstance(objective, Objective):
         return None  # a custom loop has no batches that hpsearch could use

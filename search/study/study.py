@@ -1,4 +1,4 @@
-"""A stored study: spec, storage, trials, budget and run directories."""
+"""A stored study: its spec, trials, budget and run directories, and its tracking server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hpsearch.storage.trials.history import read_finalist_studies
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """A study with its stored spec."""
+    """A study that is stored in the database, with its spec."""
 
     spec: StudySpec
     storage: PostgresStorage
@@ -40,7 +40,7 @@ class StoredStudy:
 
     @property
     def engine(self) -> sa.Engine:
-        """The database of the study."""
+        """The SQLAlchemy engine of the study's database."""
         return self.storage.engine
 
     @property
@@ -50,35 +50,35 @@ class StoredStudy:
 
     @property
     def budget(self) -> int:
-        """The current budget in trials, read from the database, because `extend` may change it."""
+        """The current budget in trials, read from the database at each access, because `extend` may change it."""
         return int(self.attrs[SPEC]["n_trials"])
 
     @property
     def early_stop(self) -> EarlyStop | None:
-        """The record of an early termination; None if there is none."""
+        """The record of the study's early termination; None if the study did not terminate early."""
         return EarlyStop.from_attrs(self.attrs)
 
     @property
     def spending(self) -> Spending | None:
-        """The used epochs and seconds; None without such a budget."""
+        """The used epochs and seconds; None if the study has no budget in epochs or seconds."""
         return read_spending(self.engine, self.study_id) if self.spec.has_epoch_or_time_budget else None
 
     def is_spent(self, finished: int) -> bool:
-        """Return whether a budget is spent or the study terminated early, after `finished` trials."""
+        """Return whether, after `finished` trials, a budget is spent or an early termination is reached."""
         attrs = self.attrs
         budget, early_stop = int(attrs[SPEC]["n_trials"]), EarlyStop.from_attrs(attrs)
         last = budget if early_stop is None else min(budget, early_stop.started)
         return finished >= last or ((spending := self.spending) is not None and spending.is_exhausted)
 
     def format_progress(self, finished: int) -> str:
-        """Return the progress after `finished` trials as text: ``12 of 50 trials``."""
+        """Return the used part of each budget after `finished` trials as text: ``12 of 50 trials``."""
         if (spending := self.spending) is None:
             return f"{finished} of {self.budget} trials"
         return format_progress(finished, self.budget, spending).replace("/", " of ")
 
     @property
     def is_timed_out(self) -> bool:
-        """Whether the timeout has expired, after which no new trial starts."""
+        """Whether the study's timeout has expired. No new trial starts after that."""
         if self.spec.timeout is None:
             return False
         started = self.attrs.get(STARTED_AT)
@@ -86,13 +86,13 @@ class StoredStudy:
 
     @property
     def folder(self) -> str:
-        """The unique name of the study's folders of run directories and checkpoints."""
+        """The name, unique across studies, of the study's folders for run directories and checkpoints."""
         # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the study."""
+        """The command line that resumes the study."""
         if (of := self.spec.finalists_of) is not None:
             return (
                 format_command("finalists", of.study)
@@ -102,13 +102,14 @@ class StoredStudy:
         return format_command("run", self.spec.objective, "--name", self.spec.name)
 
     def require_search(self, remedy: str) -> None:
-        """Reject a study that holds the finalists, or the refit, of another.
+        """Reject a finalist study or a refit study.
 
         Args:
-            remedy: the alternative; ``{study}`` is the other study, ``{resume_command}`` the command that continues it.
+            remedy: remedy for the error message. ``{study}`` is replaced by the name of the search, and
+                ``{resume_command}`` by the command that resumes this study.
 
         Raises:
-            SearchError: it holds finalists or a refit.
+            SearchError: the study is a finalist or refit study.
         """
         if (of := self.spec.finalists_of) is not None:
             instead = remedy.format(study=of.study, resume_command=self.resume_command)
@@ -119,10 +120,10 @@ class StoredStudy:
         self.storage.set_study_user_attr(self.study_id, key, value)
 
     def objective(self) -> BaseObjective:
-        """Load the study's objective and set the metrics that it reports.
+        """Load the study's objective, and set the metrics that the objective optimizes and reports.
 
         Raises:
-            ObjectiveError: the objective cannot be loaded, or does not have such a metric.
+            ObjectiveError: the objective cannot be loaded, or a metric does not fit the objective.
         """
         objective = load_objective(self.spec.objective)
         set_metrics(objective, self.spec)
@@ -138,7 +139,7 @@ class StoredStudy:
         )
 
     def open(self) -> optuna.Study:
-        """Return Optuna's study with the spec's pruner; the sampler is set per trial."""
+        """Return Optuna's study object with the spec's pruner. Workers set the sampler per trial."""
         return optuna.load_study(
             study_name=self.spec.name,
             storage=self.storage,
@@ -147,15 +148,15 @@ class StoredStudy:
         )
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in the given states, by default all, without a deep copy."""
+        """Return the trials in the given states, or all trials if none are given. The trials are not copied."""
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
 
     def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return the feasible completed trials, the best first; see `rank_trials`."""
+        """Return the feasible COMPLETE trials, best first, as `rank_trials` does."""
         return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
     def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
-        """Return the Pareto front in the order of the first metric, best first; with one metric, the best trial."""
+        """Return the Pareto front, best value of the first metric first; with one metric, only the best trial."""
         return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
 
@@ -177,7 +178,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
 
 
 def find_study(storage: PostgresStorage, name: str) -> int | None:
-    """Return the id of a study; None if it does not exist."""
+    """Return the id of a study; None if the study does not exist."""
     try:
         return storage.get_study_id_from_name(name)
     except KeyError:
@@ -185,7 +186,7 @@ def find_study(storage: PostgresStorage, name: str) -> int | None:
 
 
 def list_finalist_trials(study: StoredStudy) -> set[int]:
-    """Return the numbers of the trials that are or were finalists."""
+    """Return the numbers of the trials in the current or an earlier set of finalists."""
     numbers: set[int] = set()
     for name in read_finalist_studies(study.engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of
@@ -194,7 +195,7 @@ def list_finalist_trials(study: StoredStudy) -> set[int]:
 
 
 def load_parent_study(chosen: StoredStudy) -> StoredStudy:
-    """Return the search of a study of finalists or of a refit.
+    """Return the search to which a finalist or refit study belongs.
 
     Raises:
         SearchError: the search was deleted.
@@ -218,7 +219,7 @@ _CONTINUED_FILES = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
 
 
 def open_attempt_dir(runs: Path, claim: Claim) -> Path:
-    """Create the directory of an attempt, with the logs of the previous attempt on this machine."""
+    """Create the run directory of an attempt, with a copy of the logs of the previous attempt on this machine."""
     folder = runs / f"{claim.number:04d}-{claim.attempt}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -232,7 +233,7 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
 
 
 def remove_earlier_attempts(runs: Path, claim: Claim) -> None:
-    """Remove the directories of earlier attempts of an ended trial."""
+    """Remove the run directories of earlier attempts of an ended trial."""
     for earlier in range(1, claim.attempt):
         shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
 
@@ -243,7 +244,7 @@ def get_runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
 
 
 def get_outbox_folder(home: Path, study: StoredStudy) -> Path:
-    """Return the folder of a study's journals on this machine."""
+    """Return the folder with a study's journals of unsent records (the outbox) on this machine."""
     return home / "outbox" / study.folder
 
 
@@ -253,7 +254,7 @@ def get_report_path(services: Services, study: StoredStudy) -> Path:
 
 
 def find_tracking_uri(services: Services, study: StoredStudy) -> str | None:
-    """Return the URI of the study's tracking server; None if it is not known yet."""
+    """Return the URI of the study's tracking server; None if the URI is not known yet."""
     return services.tracking_uri or study.attrs.get(TRACKING_URI)
 
 
@@ -281,7 +282,7 @@ def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
 
 
 def resolve_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
-    """Return the services with the study's tracking server, and the error if the server does not answer.
+    """Return the services with the study's tracking server; `tracking_error` is set if the server does not answer.
 
     Raises:
         SearchError: the URI is unknown.
@@ -292,7 +293,7 @@ def resolve_tracking(services: Services, study: StoredStudy, *, required: bool =
 
 
 def check_release(study: StoredStudy) -> None:
-    """Reject a study that was created by a release of another series.
+    """Reject a study that was created by hpsearch of another release series (see `_get_series`).
 
     Raises:
         SearchError: the series differ.
@@ -306,9 +307,9 @@ def check_release(study: StoredStudy) -> None:
 
 
 def _get_series(release: str) -> list[str]:
-    """Return the parts of a version that identify a series, in which equal seeds give equal results.
+    """Return the parts of a version number that identify the release series.
 
-    These are the first part, and before 1.0 also the second one.
+    Within a series, equal seeds give equal results. The series is the first part, and before 1.0 also the second part.
     """
     parts = release.split(".")
     return parts[:2] if parts[0] == "0" else parts[:1]
@@ -318,14 +319,14 @@ def set_metrics(objective: BaseObjective, spec: StudySpec) -> None:
     """Set the metrics that the objective optimizes and reports.
 
     Raises:
-        ObjectiveError: the objective does not have such a metric.
+        ObjectiveError: a metric does not fit the objective.
     """
     objective.set_metric(spec.metric, spec.direction)
     objective.set_reported_metrics(spec.reported_metrics)
 
 
 def require_measurable(spec: StudySpec, device: str | None) -> None:
-    """Reject a device on which the study's metrics cannot be measured.
+    """Reject a device on which a metric of the study, such as peak GPU memory, cannot be measured.
 
     Raises:
         SearchError: the device cannot measure a metric.

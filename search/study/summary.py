@@ -41,7 +41,7 @@ def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
 
 
 def format_front(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
-    """Return the Pareto front as lines of text, one per trial, in the given order."""
+    """Return the Pareto front as lines of text: a title, and one line per trial, in the given order."""
     lines = [f"Pareto front: {pluralize(len(front), 'trial')}"]
     rows = [("trial", *spec.direction_by_metric)]
     rows += [(str(trial.number), *(f"{value:.6g}" for value in trial.values)) for trial in front[:_MAX_LISTED]]
@@ -53,7 +53,7 @@ def format_front(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
 
 
 def compute_run_seconds(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:
-    """Return the seconds that each finished trial ran, by trial id, without pauses at rungs."""
+    """Return the seconds for which each trial ran, by trial id; pauses at rungs do not count."""
     paused = [trial._trial_id for trial in trials if RUNG in trial.user_attrs]
     found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration is not None}
     attempts = read_attempts(study.engine, paused)
@@ -61,7 +61,7 @@ def compute_run_seconds(study: StoredStudy, trials: Sequence[FrozenTrial]) -> di
 
 
 def format_rungs(study: StoredStudy) -> list[str]:
-    """Return a line for each rung that a trial has reached; empty for studies without rungs."""
+    """Return one line per rung that a trial has reached; an empty list if the study has no rungs."""
     if (rungs := make_rungs(study.spec)) is None:
         return []
     lines = []
@@ -75,7 +75,7 @@ def format_rungs(study: StoredStudy) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of a study's trials, its best trials, and the savings of pruning."""
+    """Summary of a study: counts of trials, the best trials, and the epochs and time that pruning saved."""
 
     complete: int
     pruned: int
@@ -92,7 +92,7 @@ class Summary:
 
     @property
     def best(self) -> FrozenTrial | None:
-        """The best feasible COMPLETE trial by the first metric; None without any."""
+        """The best feasible COMPLETE trial by the first metric; None if there is none."""
         return self.front[0] if self.front else None
 
     @property
@@ -138,7 +138,7 @@ def summarise(study: StoredStudy) -> Summary:
 
 
 def format_value(value: object) -> str:
-    """Return a parameter's value for a table, floats with four significant digits."""
+    """Return a parameter's value as text for a table. Floats have four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Stop a study when the expected improvement of the rest of its budget is small."""
+"""Early termination: stop a study when the expected gain of its remaining budget is small."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RemainingBudget:
     """The remaining budget of a study.
 
     Attributes:
-        trials: number of trials to start.
-        epochs: epochs of a full trial.
+        trials: number of trials that can still start.
+        epochs: number of epochs of a complete trial.
     """
 
     trials: float
@@ -47,15 +47,17 @@ class RemainingBudget:
 
 
 def compute_expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: int, metric: str = "") -> float | None:
-    """Return the expected gain of the remaining budget, in the metric's unit; None with too few observations.
+    """Return the expected gain of the remaining budget, in the metric's unit; None if there are too few observations.
 
-    The result is deterministic, given study and seed.
+    The expected gain is the expected improvement of the best value. The result is deterministic for given study and
+    seed.
 
     Args:
-        study: the study as its sampler reads it; fitted hyperparameters are stored with it, as by the sampler.
+        study: Optuna's study object. The fitted hyperparameters of the Gaussian process are stored in the study, as the
+            sampler does.
         left: the remaining budget.
         seed: seed of the posterior samples.
-        metric: name of the metric; the known bound of a metric limits its gain.
+        metric: name of the metric. If the metric has a known bound, such as accuracy, the bound limits the gain.
     """
     trials, maximize = get_observed_trials(study), study.direction == StudyDirection.MAXIMIZE
     random = np.random.default_rng(seed)
@@ -78,7 +80,7 @@ def compute_expected_gain(study: optuna.Study, left: RemainingBudget, *, seed: i
 
 
 def _predict_gain_in_scores(posterior: Posterior, space: Space, trials: float, random: np.random.Generator) -> float:
-    """Return the expected gain of new trials, in normal scores."""
+    """Return the expected gain of new trials, in the normal scores to which the Gaussian process is fitted."""
     started = Points.at_final_epoch(space.to_features(space.rows), np.arange(len(space.rows)))
     order = np.argsort(posterior.predict(started)[0].numpy(), kind="stable")
     rows = np.concatenate(
@@ -99,7 +101,7 @@ def _predict_gain_in_scores(posterior: Posterior, space: Space, trials: float, r
 
 
 def _extrapolate_gain(curves: Sequence[Mapping[int, float]], trials: float) -> float:
-    """Return the gain of the later half of the trials, extrapolated per doubling of their number."""
+    """Extrapolate the gain of new trials from the gain of the second half of the trials, per doubling of the number."""
     values = ([loss for loss in curve.values() if not math.isnan(loss)] for curve in curves)
     best = np.array([min(each, default=math.inf) for each in values])
     gained = float(best[: len(best) // 2].min() - best.min())
@@ -107,7 +109,7 @@ def _extrapolate_gain(curves: Sequence[Mapping[int, float]], trials: float) -> f
 
 
 def _compute_joint_posterior(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarray]:
-    """Return the posterior mean at points [n], and the Cholesky factor of its covariance [n, n]."""
+    """Return the posterior mean at n points [n], and the Cholesky factor of the posterior covariance [n, n]."""
     cross = posterior.process.covariance(points, posterior.points)
     white = torch.linalg.solve_triangular(posterior.factor, cross.T, upper=False)
     covariance = posterior.process.covariance(points, points) - white.T @ white
@@ -116,7 +118,7 @@ def _compute_joint_posterior(posterior: Posterior, points: Points) -> tuple[np.n
 
 
 def _fit_slope(points: Observations) -> float | None:
-    """Return the change of the value per normal score among the best trials; None with too few values."""
+    """Return the change of the value per normal score among the best trials; None if there are too few values."""
     finite = np.isfinite(points.loss)
     order = np.argsort(points.loss[finite], kind="stable")
     scores, values = points.scores[finite][order], points.loss[finite][order]
@@ -136,16 +138,16 @@ class Terminator:
 
     Args:
         study: a study with `min_expected_gain`.
-        sampled: the same study as its sampler reads it.
+        sampled: Optuna's study object of the same study, as the sampler reads it.
     """
 
     def __init__(self, study: StoredStudy, sampled: optuna.Study) -> None:
         self._study, self._sampled = study, sampled
 
     def stop_early(self) -> EarlyStop | None:
-        """Stop the study if the expected gain is below its threshold; return the record if this call wrote it.
+        """Stop the study if the expected gain is below its threshold; return the record if this call stopped the study.
 
-        If two workers decide at the same time, the first record counts.
+        If two workers stop the study at the same time, only the first record is stored.
         """
         threshold = self._study.spec.min_expected_gain
         attrs = self._study.attrs
@@ -169,7 +171,7 @@ class Terminator:
         return None
 
     def _estimate_left(self, started: int) -> float:
-        """Return the number of trials left to start, by the budget that is spent first at the current rate."""
+        """Return the number of trials that can still start, given the budget that will be spent first."""
         left = float(self._study.budget - started)
         if (spending := self._study.spending) is not None and spending.spent_fraction > 0:
             left = min(left, started * (1 - spending.spent_fraction) / spending.spent_fraction)
