@@ -46,20 +46,20 @@ class Run:
         val: the validation split, on the device unless loader processes load it.
         resplit: the evaluation on new splits, for a finalist; None for other runs.
         batch_source: the training batches.
-        step_function: computes loss and outputs of a batch: by the loss function, or by the objective's `step`.
+        step_function: function that computes loss and outputs of a batch, with the objective's loss or its `step`.
         ranks: the processes that train the run together.
         strategy: distributes the model over the ranks.
         measurer: measures the model metrics.
-        optimizer: the optimizer that steps; with SAM the base optimizer.
+        optimizer: the optimizer that updates the weights; with SAM, the base optimizer of SAM.
         sam: the first pass of SAM; None for other optimizers.
         on_step: callback after each optimizer step, for the profiler.
-        step: number of optimizer steps so far, skipped ones included.
+        step: number of optimizer steps so far, including skipped steps.
         notes: reasons why a resume was not exact, and options that did not work.
         mid_epoch_state: mid-epoch part of the restored checkpoint; None at the start of an epoch.
         whole_epochs: whether mid-epoch checkpoints are impossible, because the state of the metrics is not
             serializable.
-        shards: folder for sharded checkpoints; None without it.
-        epoch_end_seconds: duration of validation and checkpoint of the last epoch.
+        shards: folder for sharded checkpoints; None if checkpoints are not sharded.
+        epoch_end_seconds: duration of validation and checkpoint of the last epoch, in seconds.
     """
 
     identity: dict[str, Any]
@@ -96,17 +96,17 @@ class Run:
 
     @property
     def eval_model(self) -> nn.Module:
-        """The model that is evaluated and saved: the weight average if there is one."""
+        """The model that is evaluated and saved: the weight average, or the trained model without averaging."""
         return self.average.eval_model
 
     @property
     def cross_fit(self) -> CrossFit | None:
-        """The cross-fitting of the validation halves; None without a new split."""
+        """The cross-fitting of the validation halves; None for a run on the study's split."""
         return None if self.resplit is None else self.resplit.cross_fit
 
     @property
     def finished(self) -> bool:
-        """Whether the run reached its last epoch or its patience."""
+        """Whether the run has trained its last epoch, or its patience is exhausted."""
         if self.plan.refit is not None:  # patience does not apply: a refit trains on the validation samples
             return self.curve.next_epoch >= self.plan.refit
         patience = self.config.patience
@@ -120,11 +120,11 @@ class Run:
         return {name: tensor.detach().clone() if tensor is own[name] else tensor for name, tensor in full.items()}
 
     def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
-        """Return loss and metrics of `eval_model` on the validation split; None uses the run's metrics."""
+        """Return loss and metrics of `eval_model` on the validation split; `metrics` None uses the run's metrics."""
         return self.evaluate(self.val, metrics)
 
     def validate_epoch(self) -> dict[str, float]:
-        """Validate after an epoch; with a new split, evaluate the validation halves too."""
+        """Validate after an epoch; in a run on a new split, also evaluate the two validation halves."""
         if (cross_fit := self.cross_fit) is None:
             return self.validate()
         cross_fit.begin()
@@ -135,7 +135,7 @@ class Run:
     def evaluate(
         self, split: Dataset, metrics: Metrics | None = None, also: HalvesEvaluator | None = None
     ) -> dict[str, float]:
-        """Return loss and metrics of `eval_model` on a split; None uses the run's metrics."""
+        """Return loss and metrics of `eval_model` on a split; `metrics` None uses the run's metrics."""
         return evaluate(
             self.eval_model,
             split,
@@ -151,7 +151,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint, as plain values and the run's own tensors.
 
-        It has no RNG state, because every epoch seeds the generators from (seed, epoch).
+        The checkpoint has no RNG state, because every epoch seeds the random generators from (seed, epoch).
         """
         parts: dict[str, Any] = {
             "model": self.model.state_dict(),

@@ -51,10 +51,10 @@ def check_ranks(owner: str, splits: Splits, split_hash: str, ranks: Ranks) -> No
 
 
 def check_epoch(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:
-    """Reject an accumulation or a schedule that does not fit into the epochs.
+    """Reject a gradient accumulation that is longer than an epoch, or a schedule that is longer than the run.
 
     Raises:
-        ObjectiveError: the message has the setting and a valid value.
+        ObjectiveError: a setting is too large; the message has the setting and a valid value.
     """
     batches = max(samples // config.batch_size if config.drop_last else -(-samples // config.batch_size), 1)
     if config.gradient_accumulation_steps > batches:
@@ -181,7 +181,7 @@ def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
 
 @torch.inference_mode()
 def _loss_adds_up(run: Run) -> bool:
-    """Return whether the loss of some validation samples is the mean over its samples."""
+    """Return whether the loss of some validation samples is the mean of the losses of the single samples."""
     if not isinstance(run.step_function, LossStep):
         return True  # a custom step declares its own normalizer
     batch, output = _evaluate_samples(run, _LOSS_SAMPLES)
@@ -206,7 +206,7 @@ def _find_cross_entropy(step_function: StepFunction) -> nn.Module | None:
 
 
 def _get_ignore_index(loss: nn.Module | None) -> int | None:
-    """Return the `ignore_index` of a loss."""
+    """Return the `ignore_index` of a loss; None if the loss has none."""
     plain = loss.loss if isinstance(loss, CountedCrossEntropy) else loss
     found = getattr(plain, "ignore_index", None)
     return found if isinstance(found, int) else None

@@ -1,4 +1,4 @@
-"""Step functions of a run: by the objective's loss, or by its custom `step`."""
+"""Step functions of a run, built from the objective's loss or from its custom `step`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CustomStep:
         self._objective, self._config = objective, config
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
-        """Return the step of a batch.
+        """Return the `Step` of a batch.
 
         Raises:
             ObjectiveError: the result is not a Step, or its loss is not a scalar or one value per sample.
@@ -71,7 +71,7 @@ def get_forward_call(step_function: StepFunction) -> ForwardCall:
 
 
 def as_module(value: object, what: str) -> nn.Module:
-    """Return the value if it is a module; error messages name the method `what`.
+    """Return `value` if it is a module; error messages name the objective's method `what`, which returned it.
 
     Raises:
         ObjectiveError: the value is not a module.

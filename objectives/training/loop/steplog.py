@@ -1,4 +1,4 @@
-"""Records of optimizer steps: the loss, and the gradient norm of each layer, which shows vanishing and exploding."""
+"""Records of optimizer steps: loss and gradient norm per layer, which show vanishing and exploding gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Norms = Callable[[Sequence[Tensor]], Tensor]
 
 
 class StepLog:
-    """Records of the first steps and of every `every`-th one. Values stay on the device until `drain` reads them.
+    """Records of the first 20 steps, and of every `every`-th step. Values stay on the device until `drain` reads them.
 
-    A record has `epoch`, `step`, `lr`, `loss` (the mean over its samples), `grad_norm` and `layers`: for each module,
-    by its name in the model, the gradient norm of its direct parameters before clipping.
+    A record has `epoch`, `step`, `lr`, `loss` (the mean over the samples of the step), `grad_norm` and `layers`. The
+    entries of `layers` are gradient norms before clipping, by module name; a norm covers the module's own parameters,
+    without its submodules.
 
     Args:
         model: the objective's model before a strategy changes the classes of its layers and shards its parameters.
@@ -36,7 +37,7 @@ class StepLog:
         self._scores: list[dict[str, Any]] = []
 
     def record_step(self, point: StepPosition, loss: Tensor) -> None:
-        """Record a step if it is due; its gradients must be unscaled and not clipped."""
+        """Record a step if a record is due; the gradients must be unscaled and not clipped."""
         if self._every is None or (point.step >= DENSE and point.step % self._every):
             return
         named = [(name, p.grad) for name, p in self._model.named_parameters() if name in self._trained]
@@ -49,7 +50,7 @@ class StepLog:
         self._scores.append({"epoch": epoch, "step": step, **{f"val_{name}": value for name, value in scores.items()}})
 
     def drain(self) -> list[dict[str, Any]]:
-        """Return the records since the last call as JSON values, in the order of steps."""
+        """Return the records since the last call of `drain` as JSON values, in the order of steps."""
         pending, self._pending = self._pending, []
         scores, self._scores = self._scores, []
         if pending:

@@ -13,7 +13,7 @@ from hpsearch.objectives.training.config import TrainConfig
 
 
 class WeightAveraging:
-    """The base class, without averaging: the model itself is evaluated; subclasses evaluate an average."""
+    """Base class of weight averages. It averages nothing: the model itself is evaluated."""
 
     average: AveragedModel | None = None
 
@@ -27,7 +27,7 @@ class WeightAveraging:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The averaged models."""
+        """The averaged model as a list, which is empty without averaging."""
         return [] if self.average is None else [self.average.module]
 
     def after_step(self) -> None:
@@ -37,11 +37,11 @@ class WeightAveraging:
         """Update the average before the validation of an epoch (0-based); `call` runs a model on `inputs`."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the average; None without one."""
+        """Return the state of the average; None without averaging."""
         return None if self.average is None else self.average.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of an average."""
+        """Restore the result of `state_dict`."""
         if self.average is not None:
             self.average.load_state_dict(state)
 
@@ -104,7 +104,7 @@ class _CallAdapter(nn.Module):
 
 
 def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> WeightAveraging:
-    """Return the configured weight average for a run of `epochs`."""
+    """Return the configured weight average for a run of `epochs` epochs."""
     if config.ema_decay is not None:
         return _EMA(model, config.ema_decay)
     if config.swa_fraction is not None:

@@ -87,7 +87,7 @@ Factory = Callable[[ParameterGroups, TrainConfig, torch.device], Optimizer]
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> ParameterGroups:
-    """Return the trainable parameters in the groups `decay` and `no_decay`, per layer if learning rates differ.
+    """Return the trainable parameters in the groups `decay` and `no_decay`; with `layer_decay`, in groups per layer.
 
     Weight decay excludes biases, other vectors and norm layers. With `layer_decay` below 1, the learning rate of a
     layer is lr * layer_decay ** (number of layers above) (Howard and Ruder 2018). For Muon, the group `muon` contains
@@ -116,7 +116,7 @@ def _group_order(name: str) -> tuple[int, int]:
 
 
 def _fused(device: torch.device) -> dict[str, Any]:
-    """Return the setting of a kernel that updates all parameters at once, fused if the device supports it."""
+    """Return the optimizer argument for updates of all parameters at once: `fused` if the device supports it."""
     return {"fused": True} if device.type in {"cpu", "cuda"} else {"foreach": True}
 
 
@@ -183,7 +183,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
     """Return the parameter groups of an objective with defaults for name, learning rate and weight decay.
 
     Raises:
-        ObjectiveError: a trainable parameter is in no group, or a parameter is in two.
+        ObjectiveError: a trainable parameter is in no group, or a parameter is in two groups.
     """
     found: ParameterGroups = []
     for number, group in enumerate(groups):
@@ -213,9 +213,10 @@ def build_optimizer(
 
 
 class SAM:
-    """The first pass of SAM (Foret et al. 2021), by pytorch-optimizer. The second pass is a step of its base optimizer.
+    """First pass of SAM (Foret et al. 2021), from pytorch-optimizer. The second pass is a step of the base optimizer.
 
-    The `step` of pytorch-optimizer takes a closure. If a GradScaler skipped it, the weights would stay perturbed.
+    The `step` of pytorch-optimizer's SAM is not used, because the weights would stay perturbed if a GradScaler skipped
+    this step.
     """
 
     def __init__(self, sam: Any) -> None:
@@ -257,7 +258,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.scaled)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
+        """Return the autocast context for a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:

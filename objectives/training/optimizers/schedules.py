@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name, by optimizer steps and epochs."""
+"""Learning-rate schedules, which change the learning rates after optimizer steps and epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpsearch.objectives.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class ScheduleLength:
-    """The length of a run in optimizer steps, excluding steps that loss scaling skips."""
+    """Lengths of a run, its warm-up and an epoch, in optimizer steps that loss scaling does not skip."""
 
     total_steps: int
     warmup_steps: int
@@ -24,9 +24,10 @@ class ScheduleLength:
 
 
 class Schedule:
-    """A schedule by steps. The factor on the initial learning rate of each group depends only on the step.
+    """Schedule whose factor on the initial learning rate of each group depends only on the optimizer step.
 
-    So a resumed schedule is exact, the ratios between groups do not change, and steps after the end are allowed.
+    Therefore a resumed schedule is exact, the ratios between groups do not change, and steps after the end of the run
+    are allowed.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
@@ -37,7 +38,7 @@ class Schedule:
         self._steps.step()
 
     def end_epoch(self, value: float) -> None:
-        """Update the learning rates after an epoch, by the objective's validation metric `value`."""
+        """Update the learning rates after an epoch with `value`, the objective's validation metric."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -49,7 +50,7 @@ class Schedule:
 
 
 class _Plateau(Schedule):
-    """A warm-up, then reductions when the validation metric stops improving (ReduceLROnPlateau)."""
+    """Schedule with a warm-up, and then reductions when the validation metric stops improving (ReduceLROnPlateau)."""
 
     def __init__(self, optimizer: Optimizer, config: TrainConfig, plan: ScheduleLength, *, maximize: bool) -> None:
         super().__init__(optimizer, lambda step: _warmup_factor(step, config, plan))
@@ -107,7 +108,7 @@ def _cosine_restarts(step: int, length: int, config: TrainConfig, plan: Schedule
 
 
 def _step(step: int, _length: int, config: TrainConfig, plan: ScheduleLength) -> float:
-    """Return a factor that is multiplied by `decay_factor` every `decay_epochs` of the run, as StepLR by epochs."""
+    """Return a factor that is multiplied by `decay_factor` every `decay_epochs` epochs of the run, as in StepLR."""
     epochs = (step + plan.warmup_steps) // plan.epoch_steps
     decay_epochs = config.decay_epochs or max(math.ceil(plan.total_steps / plan.epoch_steps / 3), 1)
     return max(config.decay_factor ** (epochs // decay_epochs), config.min_lr_fraction)
@@ -176,7 +177,7 @@ def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> 
     """Reject a schedule whose warm-up, decay or cycle is longer than the run.
 
     Raises:
-        ObjectiveError: the schedule does not fit; the message has the setting.
+        ObjectiveError: a setting exceeds the length of the run; the message has the setting.
     """
     epochs = total_steps // epoch_steps
     if config.warmup_steps is not None and config.warmup_steps >= total_steps:
