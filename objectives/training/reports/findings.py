@@ -53,14 +53,14 @@ def describe_leakage(run: Run, result: FitResult) -> list[str]:
 
 
 def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:
-    """Return whether two falling loss curves are closer than those of different samples would be."""
+    """Return whether two falling loss curves are closer than the curves of different samples would be."""
     if len(train) < 3 or not train[-1] < 0.9 * train[0]:
         return False
     return all(abs(b - a) <= _LOSS_TOLERANCE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
 
 
 def count_shared_inputs(train: Dataset, other: Dataset) -> int:
-    """Return the number of inputs of `other` that `train` has too; 0 for data that are not in memory."""
+    """Return the number of inputs of `other` that are also in `train`; 0 for data that are not in memory."""
     if not train.in_memory:
         return 0
     seen = set(_digests(train))
@@ -114,6 +114,6 @@ def _collect_norms(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def is_falling(losses: list[float]) -> bool:
-    """Return whether the last fifth of the run still lowered the validation loss by a quarter of its even share."""
+    """Return whether the validation loss fell in the last fifth of the run at over a quarter of its average speed."""
     tail = max(len(losses) // 5, 1)
     return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])

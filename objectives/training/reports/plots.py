@@ -33,7 +33,7 @@ def plot_curves(
 
 
 def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Draw the gradient norm of each layer over the records of a `StepLog`, as a PNG; None without such records."""
+    """Draw the gradient norm of each layer in the records of a `StepLog`, as a PNG; return None without norms."""
     records = [record for record in steps if "layers" in record]
     if not records:
         return None
@@ -82,7 +82,7 @@ def plot_lr_range(rates: Sequence[float], losses: Sequence[float], path: Path, *
 
 
 def plot_overfit(losses: Sequence[float], path: Path, *, target: float) -> Path:
-    """Draw the loss on one batch over steps, and the target that it has to reach, as a PNG."""
+    """Draw the loss on one batch over steps, and the target that the loss must reach, as a PNG."""
     figure, axes = _plot_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
     axes.axhline(target, color=_RED, linewidth=1, linestyle="--", label=f"target: {target:.2g}")
     axes.set_yscale("log")
@@ -144,7 +144,7 @@ def _draw_grid(axes: Any) -> None:
 
 
 def _save_with_legend(figure: Any, axes: Any, path: Path) -> Path:
-    """Save a figure with a legend above the panel, where it hides no curve and needs no layout search."""
+    """Save a figure with a legend above the panel, where the legend hides no curve and needs no layout search."""
     axes.legend(frameon=False, fontsize="small", ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1)
     return _save(figure, path)
 

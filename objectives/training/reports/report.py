@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def write_report(
     path: Path, steps: Sequence[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective
 ) -> None:
-    """Write `report.md` for a run that has ended, whose `StepLog` recorded `steps`."""
+    """Write `report.md` for a run that has ended; `steps` are the records of its `StepLog`."""
     instabilities = list_instabilities(run, result, steps) or ["None found."]
     changed, defaults = _list_configuration(run, objective)
     sections = {
@@ -44,7 +44,7 @@ def write_report(
 
 
 def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
-    """Write lines under headings; the first heading is the title."""
+    """Write a Markdown file of sections, which are lines by heading; the first heading is the title."""
     parts = [
         f"{'#' if number == 0 else '##'} {title}\n\n" + "\n".join(lines)
         for number, (title, lines) in enumerate(sections.items())
@@ -72,7 +72,7 @@ def _summarize(run: Run, result: FitResult) -> list[str]:
 
 
 def _list_configuration(run: Run, objective: Objective) -> tuple[list[str], list[str]]:
-    """Return a table of the settings that differ from the defaults, and the folded defaults."""
+    """Return a table of the settings that differ from the defaults, and a folded table of the other settings."""
     default = objective.default_config()
     changed, defaults = [], []
     for item in dataclasses.fields(run.config):
@@ -106,7 +106,7 @@ def _describe_smoke_test(folder: Path) -> list[str]:
 
 
 def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[str]:
-    """Compare both splits with the best weights in evaluation mode."""
+    """Compare the training and validation metrics of the best weights, in evaluation mode."""
     train, val = result.train_scores or {}, result.best_metrics
     lines = ["| | train | validation | gap |", "|---|---|---|---|"]
     for name, value in train.items():

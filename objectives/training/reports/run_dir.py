@@ -32,7 +32,7 @@ FILES = (
 
 
 class RunDir:
-    """The writer of the files of a run, which are listed in `FILES`. The session writes the checkpoints.
+    """Writer of the files of a run that `FILES` lists. The session writes the checkpoints.
 
     Args:
         path: the directory; None writes no files.
@@ -55,7 +55,7 @@ class RunDir:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Write the log to `train.log` within the context."""
+        """Return a context in which log messages of the run are written to `train.log`."""
         if self.path is None:
             yield
             return
@@ -74,8 +74,8 @@ class RunDir:
         Args:
             resolved: content of `config.yaml`.
             changes: content of `changes.diff`; no file if empty.
-            resumed_at: step at which the run resumes, from which step records are removed; None for a new run, which
-                removes all metrics of an earlier one.
+            resumed_at: step at which the run resumes; records from this step on are removed. None for a new run: all
+                metrics of an earlier run are removed.
         """
         if self.path is None:
             return
@@ -112,9 +112,9 @@ class RunDir:
     def finish(
         self, result: RunResult, names: Sequence[str], write: Callable[[Path, list[dict[str, Any]]], None]
     ) -> list[Path]:
-        """Draw `names` over the epochs, write the report, and return the files to keep as artifacts.
+        """Plot the metrics `names` over the epochs, write the report, and return the files to keep as artifacts.
 
-        `write` receives the report's path and the records of steps. A pruned run gets no plots, because drawing may
+        `write` receives the report's path and the step records. A pruned run gets no plots, because drawing them may
         take as long as its training.
         """
         if self.path is None:

@@ -1,4 +1,4 @@
-"""Checkpoint files: write, verify, read; in one file or in shards."""
+"""Write, verify and read checkpoints, in one file or in shards."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CHUNK = 1 << 20
 
 
 class CheckpointError(Exception):
-    """An invalid checkpoint file: truncated, changed, or not written by hpsearch."""
+    """Error for an invalid checkpoint file: truncated, changed, or not written by hpsearch."""
 
 
 def write(path: Path, state: dict[str, Any], *, synced: bool = True) -> None:
-    """Write plain values and tensors to `path` atomically; a `synced` file survives a power cut.
+    """Write plain values and tensors to `path` atomically; with `synced`, the file survives a power failure.
 
     Raises:
-        OSError: the disk is full, for example.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -69,7 +69,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointError: the file is truncated or changed, or contains other objects than plain values and tensors.
+        CheckpointError: the file is truncated or changed, or contains objects other than plain values and tensors.
     """
     _verify(path)
     try:
@@ -103,7 +103,7 @@ def _digest(file: Any, size: int) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable, if the file system can sync folders."""
+    """Make a rename in the folder durable, if the file system can sync folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -136,13 +136,14 @@ def require_complete_shards(state: dict[str, Any]) -> None:
 
 
 class RunFiles:
-    """The checkpoint files of a run directory: `last.pt` and the ones before it, `best.pt`, snapshots and shards.
+    """Checkpoint files of a run directory: `last.pt` and its predecessors, `best.pt`, snapshots and shards.
 
     Args:
         run_dir: the directory.
-        keep: number of checkpoints to keep for resuming, including the last one; two survive a truncated file.
-        snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None for none.
-        synced: whether saved files survive a power cut, and not only the end of the process.
+        keep: number of checkpoints to keep for resuming, including `last.pt`. With two or more, a run can resume if
+            one file is truncated.
+        snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None writes none of these.
+        synced: whether saved files survive a power failure, in addition to the end of the process.
     """
 
     def __init__(self, run_dir: Path, *, keep: int = 2, snapshot_every: int | None = None, synced: bool = True) -> None:
@@ -157,7 +158,7 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest valid state; truncated or changed files are skipped with a warning."""
+        """Return the newest valid state, or None; truncated or changed files are skipped with a warning."""
         self.remove_leftovers()
         self.remove_unreferenced_shards()
         has_invalid = False
@@ -178,7 +179,7 @@ class RunFiles:
 
         Raises:
             FileNotFoundError: the file does not exist.
-            CheckpointError: the file is truncated or changed, or contains other objects than plain values and tensors.
+            CheckpointError: the file is truncated or changed, or contains objects other than plain values and tensors.
         """
         state = read(path)
         if "shards" not in state:
@@ -197,7 +198,7 @@ class RunFiles:
 
     @kill_point("save checkpoint")
     def save(self, state: dict[str, Any], *, best: bool, last: bool = True) -> None:
-        """Write the state after an epoch: `best.pt` if it is the best, a snapshot if one is due, and `last.pt`.
+        """Write the state after an epoch: `best.pt` if the epoch is the best, a snapshot if it is due, and `last.pt`.
 
         Raises:
             OSError: a file cannot be written, for example because the disk is full.
@@ -214,7 +215,7 @@ class RunFiles:
             self.remove_unreferenced_shards()
 
     def save_last(self, state: dict[str, Any]) -> None:
-        """Write `last.pt` and keep the ones before it.
+        """Write `last.pt`, and keep its predecessors.
 
         Raises:
             OSError: a file cannot be written, for example because the disk is full.
@@ -228,22 +229,22 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def is_due(self, save_every: float | None) -> bool:
-        """Return whether the last state is at least `save_every` seconds old; False for None."""
+        """Return whether `last.pt` was written at least `save_every` seconds ago; False if `save_every` is None."""
         return save_every is not None and time.monotonic() >= self._saved_at + save_every
 
     def write_best(self, state: dict[str, Any]) -> None:
-        """Write `best.pt` of a state."""
+        """Write `best.pt` from the best epoch in a state."""
         write(self.best_path, promotable(state), synced=self._synced)
 
     def sync_best(self) -> None:
-        """Make `best.pt` survive a power cut."""
+        """Make `best.pt` durable, so that it survives a power failure."""
         if self.best_path.exists():
             with self.best_path.open("rb") as file:
                 os.fsync(file.fileno())
             _sync_folder(self.run_dir)
 
     def remove(self, *paths: Path) -> None:
-        """Remove files of the directory, if they exist, and shards that only they reference."""
+        """Remove files of the directory, if they exist, and shards that no other checkpoint references."""
         for path in paths:
             path.unlink(missing_ok=True)
         self.remove_unreferenced_shards()
@@ -272,7 +273,7 @@ def promotable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_shard_folder(path: Path) -> str | None:
-    """Return the name of a checkpoint's shard folder without reading tensors; None without shards."""
+    """Return the name of a checkpoint's shard folder without reading tensors; None if there are no shards."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return str(state["shards"]["folder"]) if "shards" in state else None

@@ -40,7 +40,7 @@ def describe_environment(device: torch.device, source: Path | None, world: int =
 
 
 def describe_differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the differences that make a resume inexact, such as `torch 2.12.0 -> 2.13.0, threads 4 -> 2`."""
+    """Return the differences of environments that make a resume inexact: `torch 2.12.0 -> 2.13.0, threads 4 -> 2`."""
     before = {**_DEFAULTS, **then}
     return ", ".join(
         f"{key} {before.get(key)} -> {now.get(key)}" for key in EXACT_KEYS if before.get(key) != now.get(key)
@@ -65,7 +65,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 @lru_cache
 def read_git_diff(folder: Path) -> str:
-    """Return the output of `git diff` for the repository of `folder`; empty without git."""
+    """Return the output of `git diff` for the repository of `folder`; empty if there is no git or repository."""
     diff = _run_git(folder, "diff", "--no-ext-diff", "HEAD")
     if len(diff) > _MAX_DIFF_LENGTH:
         diff = f"{diff[:_MAX_DIFF_LENGTH]}\n[truncated: {len(diff)} characters in total]"

@@ -16,7 +16,8 @@ class EpochRecord:
 
     Attributes:
         epoch: epoch (0-based).
-        timestamp: end of the epoch in Unix seconds; checkpoints contain it, so a resumed run reports the same value.
+        timestamp: end of the epoch in Unix seconds. Checkpoints contain the timestamp, so that a resumed run reports
+            the same value.
         metrics: `train_loss`, `val_loss`, `train_<metric>` and `val_<metric>` for each metric, `lr`, `grad_norm`
             (mean over the steps, before clipping), `epoch_seconds`, `samples_per_second`, and the model metrics by
             their names, see `hpsearch.objectives.model_metric_names`.
@@ -33,7 +34,7 @@ class EpochRecord:
 
 
 class MetricsFile:
-    """A file with one JSON object per line and epoch. Appending an epoch again has no effect.
+    """File with one line per epoch, a JSON object. Appending an epoch again has no effect.
 
     The file is read only once, because no other process writes it.
     """
@@ -52,7 +53,7 @@ class MetricsFile:
         self._epochs = epochs | {record.epoch}
 
     def _repair(self) -> set[int]:
-        """Remove truncated lines, and return the epochs of the others."""
+        """Remove truncated lines, and return the epochs of the remaining lines."""
         text = self.path.read_text() if self.path.exists() else ""
         records = _parse_records(text, "epoch")
         if len(records) < text.count("\n") or (text and not text.endswith("\n")):
@@ -88,12 +89,12 @@ class StepsFile:
 
 
 def _is_before(record: dict[str, Any], step: int) -> bool:
-    """Return whether a record is from before `step`; a mid-epoch validation follows the step of its number."""
+    """Return whether a record is from before `step` (0-based); validations store the number of steps before them."""
     return int(record["step"]) < step or ("val_loss" in record and int(record["step"]) == step > 0)
 
 
 def _parse_records(text: str, key: str) -> list[dict[str, Any]]:
-    """Return the valid records that have a key; a crash may truncate lines."""
+    """Return the valid records that contain `key`; lines that a crash truncated are skipped."""
     found = []
     for line in text.splitlines():
         with suppress(ValueError):

@@ -22,13 +22,13 @@ def derive_seed(*parts: int | str) -> int:
 def set_seed(*parts: int | str) -> None:
     """Seed Python, NumPy and torch on all devices by `parts`.
 
-    Every epoch is seeded by (seed, epoch), so a resume at an epoch is exact without saved generators.
+    Every epoch is seeded by (seed, epoch), so a resume at the start of an epoch is exact without a saved RNG state.
     """
     torch.manual_seed(seed_cpu_libraries(*parts))
 
 
 def seed_cpu_libraries(*parts: int | str) -> int:
-    """Seed Python and NumPy by `parts`, and return the seed. Restoring them would take longer than a batch."""
+    """Seed Python and NumPy by `parts`, and return the seed. To restore both would take longer than a batch."""
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -37,7 +37,7 @@ def seed_cpu_libraries(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
-    """Return a context with the CPU's generators seeded by `parts`; they are restored at its end."""
+    """Return a context in which the CPU's random generators are seeded by `parts`; its end restores their states."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     torch.default_generator.manual_seed(seed_cpu_libraries(*parts))  # a process that loads data must not use the GPU
     try:
@@ -82,7 +82,7 @@ def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
-    """Return a context in which a run may seed everything; generators and switches are restored at its end."""
+    """Return a context with the given settings of torch; its end restores all settings and random generators."""
     deterministic_settings: Any = torch.utils.deterministic
     python, numpy = random.getstate(), np.random.get_state()
     uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
