@@ -15,7 +15,7 @@ _AGREEMENT_INTERVAL_SECONDS = 0.25  # between the steps at which the ranks agree
 
 
 class RankedSession:
-    """The session of a run on several ranks. Rank 0 uses the trial's session; all ranks get its results or errors.
+    """Session of a run on several ranks. Rank 0 uses the trial's session; all ranks get the results or errors.
 
     Args:
         session: session of the trial; None on all ranks except rank 0.
@@ -51,7 +51,7 @@ class RankedSession:
         self._ranks.run_on_rank_zero(lambda: self._session.save(state, best=best))
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """Return the same action on all ranks at the same step; the ranks agree every 0.25 s, not at every step."""
+        """Return the same action on all ranks at the same step. The ranks agree every 0.25 s instead of at every step."""
         self._steps_left -= 1
         if self._steps_left > 0:
             return MidEpochAction.NONE
@@ -84,5 +84,5 @@ class RankedSession:
 
 
 def wrap_session(session: Session | None, ranks: Ranks) -> Session | None:
-    """Return the session of a run on several ranks; None if rank 0 has none."""
+    """Return the session of a run on several ranks; None if rank 0 has no session."""
     return RankedSession(session, ranks) if ranks.broadcast_object(session is not None) else None

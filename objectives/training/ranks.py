@@ -1,4 +1,4 @@
-"""Ranks: the processes that train one trial together, one device each. The only user of torch.distributed."""
+"""Ranks: the processes that train one trial together, one device each, and the communication between them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, where connecti
 
 
 class RankLostError(RuntimeError):
-    """A rank exited or does not answer. The other ranks cannot continue; their processes must end."""
+    """Error for a rank that exited or does not answer. The other ranks cannot continue; their processes must end."""
 
 
 class RankError(RuntimeError):
-    """Another rank failed; the message is its error."""
+    """Error for the failure of another rank; the message contains the error of that rank."""
 
 
 class _RankZeroError(RuntimeError):
-    """Rank 0 failed in `run_on_rank_zero`."""
+    """Error on the other ranks if rank 0 raised an error in `run_on_rank_zero`."""
 
 
 class Ranks:
@@ -61,7 +61,7 @@ class Ranks:
 
     @property
     def is_single_process(self) -> bool:
-        """Whether this process trains without others."""
+        """Whether this process trains without other ranks."""
         return self.world_size == 1
 
     @property
@@ -74,7 +74,7 @@ class Ranks:
         return rows if self.is_single_process else rows[self.rank :: self.world_size]
 
     def seed_suffix(self) -> tuple[int | str, ...]:
-        """Return extra seed components for a per-rank random stream; none on rank 0, which matches a single process."""
+        """Return the extra seed components of this rank; empty on rank 0, which uses the seed of a single process."""
         return ("rank", self.rank) if self.rank else ()
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Ranks:
         return values
 
     def broadcast_object(self, value: T) -> T:
-        """Return the value of rank 0."""
+        """Return the value that rank 0 passes."""
         return value
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -100,7 +100,7 @@ class Ranks:
         """Replace tensors by their means over ranks, in place."""
 
     def fail_together(self) -> AbstractContextManager[None]:
-        """Return a context that all ranks leave together: if one fails, all raise its error or a RankLostError."""
+        """Return a context that all ranks leave together: if one rank fails, all raise its error or a RankLostError."""
         return nullcontext()
 
 
@@ -114,7 +114,7 @@ def current_ranks() -> Ranks:
 
 
 class _ProcessGroup(Ranks):
-    """One of several ranks, which connect through a store that outlives the process group.
+    """One of several ranks. The ranks connect through a store, which outlives the process group.
 
     `backend` is used for collectives over tensors: "gloo", or "nccl" for GPUs. All ranks must reach a collective
     within `timeout` seconds.
@@ -160,7 +160,7 @@ class _ProcessGroup(Ranks):
             dist.destroy_process_group()
 
     def _watch(self, number: int, over: threading.Event) -> None:
-        """Abort collectives after an error of another rank; NCCL does not detect closed connections."""
+        """Abort collectives after an error of another rank, because NCCL does not detect closed connections."""
         while not over.wait(_WATCH_INTERVAL_SECONDS):
             if self._store.check([_cause_key(number)]):
                 if not over.is_set():
@@ -226,7 +226,7 @@ class _ProcessGroup(Ranks):
             raise cause from error
 
     def _cause(self, error: BaseException) -> BaseException:
-        """Return the error to raise: that of the rank which failed first."""
+        """Return the error to raise: the error of the rank that failed first."""
         if isinstance(error, RankLostError):
             return error
         try:
@@ -249,9 +249,9 @@ def _require_connections() -> None:
 
 
 def _release_references(error: BaseException) -> None:
-    """Drop the references that the failed frames hold.
+    """Release the objects that the stack frames of an error reference.
 
-    Gloo closes a connection only with its last reference, and the other ranks wait for that.
+    Gloo closes a connection only when its last reference is released, and the other ranks wait until it is closed.
     """
     for each in _iterate_causes(error):
         traceback.clear_frames(each.__traceback__)
@@ -271,13 +271,13 @@ def _cause_key(number: int) -> str:
 
 
 def _abort_collectives() -> None:
-    """Abort the collectives that this process waits in."""
+    """Abort the collectives for which this process waits."""
     with contextlib.suppress(RuntimeError, ValueError):  # no collective may be pending
         distributed_c10d._abort_process_group()
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return whether an error only follows from the failure of another rank, directly or as a cause."""
+    """Return whether an error, or one of its causes, only follows from the failure of another rank."""
     return any(
         isinstance(each, (_RankZeroError, dist.DistError)) or (isinstance(each, RuntimeError) and "gloo" in str(each))
         for each in _iterate_causes(error)
@@ -285,7 +285,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _to_json(error: BaseException, rank: int) -> str:
-    """Return an error as JSON, for raising it on other ranks."""
+    """Return an error as JSON, so that other ranks can raise it."""
     kind = type(error)
     attributes = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
     where = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__}
@@ -293,7 +293,7 @@ def _to_json(error: BaseException, rank: int) -> str:
 
 
 def _from_json(described: str, own: BaseException) -> BaseException:
-    """Return the error of another rank; `own` if both are the same."""
+    """Return the error of another rank, or the error `own` if both are equal."""
     other = json.loads(described)
     if other["name"] == type(own).__qualname__ and other["text"] == str(own):
         return own
@@ -317,7 +317,7 @@ def _one_line(error: BaseException) -> str:
 def init_process_group(
     *, device: str = "cpu", timeout: float = TIMEOUT, store_path: Path | None = None
 ) -> Iterator[Ranks]:
-    """Join the ranks by the environment variables of torchrun; within the context they are `current_ranks()`.
+    """Join the ranks that torchrun's environment variables describe; in the context, `current_ranks` returns them.
 
     Args:
         device: the training device, "cpu" or "cuda".

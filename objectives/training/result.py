@@ -21,7 +21,12 @@ Status = Literal["completed", "pruned", "stopped"]
 
 
 def derive_status(verdict: Verdict, *, finished: bool) -> Status:
-    """Return the status of a run that ended with a verdict; `finished`: training is complete."""
+    """Return the status of a run.
+
+    Args:
+        verdict: last verdict of the session.
+        finished: whether the training is complete.
+    """
     if verdict == Verdict.PRUNE:
         return "pruned"
     if verdict == Verdict.PAUSE:  # also after the last epoch; the caller decides whether the trial is complete
@@ -48,9 +53,9 @@ class ResplitScore:
     """The score of a run on a new split of the data.
 
     Attributes:
-        value: metric by cross-fitting, or of the best epoch if the validation samples cannot be halved.
+        value: metric from cross-fitting, or metric of the best epoch if the validation samples cannot be halved.
         error: standard error of `value` from the validation samples; None if unknown.
-        epochs: epochs (0-based) that the halves selected; empty if `value` is of the best epoch.
+        epochs: epochs (0-based) that the halves selected; empty if `value` is the metric of the best epoch.
         divided: whether the run has a new train/validation split; False if only its seed is new.
         sizes: numbers of training, validation and test samples.
     """
@@ -66,7 +71,7 @@ class ResplitScore:
         return {**asdict(self), "epochs": list(self.epochs), "sizes": list(self.sizes)}
 
     def describe(self, metric: str) -> str:
-        """Return a description of the score."""
+        """Describe the score of `metric`, and the epochs from which it was computed, in one line."""
         if not self.epochs:
             return f"{metric} {self.value:.6g} at the best epoch"
         selected = " and ".join(str(epoch + 1) for epoch in self.epochs)
@@ -78,13 +83,13 @@ class RunResult(ABC):
     """The result of a run.
 
     Attributes:
-        status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
+        status: "completed" (also if the patience is exhausted), "pruned", or "stopped" to be resumed later.
         verdict: the session's last verdict, with its reason.
         curve: the learning curve, including epochs before a resume.
         best_path, last_path: checkpoints in the run's directory; None if they do not exist.
         resume_note: reasons why a resume was not exact (another machine or version of torch), and options that did not
-            work; None without any.
-        resplit_score: score on a new train/validation split; None for other runs.
+            work; None if there are none.
+        resplit_score: score on a new train/validation split; None for a run on the study's split.
     """
 
     status: Status
@@ -167,6 +172,6 @@ class FitResult(RunResult):
         """Return the model of the best epoch for export.
 
         Raises:
-            ObjectiveError: its inputs are not tensors.
+            ObjectiveError: the inputs of the model are not tensors.
         """
         return ExportableModel(*make_exportable(self.model, self.call, self.example.x), self.example.dynamic_dims)

@@ -1,4 +1,4 @@
-"""The session of a run, which saves, restores, logs and reports; with several ranks, rank 0 uses it."""
+"""The session of a run, which saves, restores, logs and reports; with several ranks, only rank 0 uses the session."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 class Verdict:
     """The result of a report: `CONTINUE`, `PRUNE`, `STOP` or `PAUSE`.
 
-    After `STOP`, for a preemption or a graceful shutdown, the run resumes later from its checkpoint. After `PAUSE` it
-    resumes when it is promoted or the budget has room. The comparison of verdicts ignores their reasons.
+    After `STOP`, for a preemption or a graceful shutdown, the run resumes later from its checkpoint. After `PAUSE`, the
+    run resumes when the trial is promoted or the budget allows further epochs. The comparison of verdicts ignores their
+    reasons.
 
     Attributes:
         name: name of the verdict.
@@ -50,9 +51,9 @@ class Curve:
 
     Args:
         metric: metric that selects the best epoch.
-        maximize: whether higher is better.
+        maximize: whether higher values of the metric are better.
         keep_last: whether the last epoch counts as the best, as in a refit, which has no unbiased metric.
-        known: metric by epoch that earlier attempts reported; these values do not change.
+        known: metric by epoch, as earlier attempts reported it; these values do not change.
 
     Attributes:
         history: the records.
@@ -80,7 +81,7 @@ class Curve:
 
     @property
     def epochs_since_best(self) -> int:
-        """Number of epochs since the best one."""
+        """Number of epochs since the best epoch."""
         return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
 
     def add(self, record: EpochRecord, weights: Callable[[], Any]) -> bool:
@@ -93,7 +94,7 @@ class Curve:
         return True
 
     def find_best_up_to(self, epoch: int) -> EpochRecord:
-        """Return the record of the best epoch up to `epoch`; of several equal ones, the earliest."""
+        """Return the record of the best epoch up to `epoch`; of several equal epochs, the earliest."""
         best = self.history[0]
         for record in self.history[1 : epoch + 1]:
             if self._is_better(record.metrics[self.key], best.metrics[self.key]):
@@ -156,7 +157,7 @@ class Session(Protocol):
         """
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """Return whether the run must save or stop within the epoch. The run calls it after each optimizer step.
+        """Return whether the run must save or stop within the epoch. The run calls this after each optimizer step.
 
         Args:
             left: function that estimates the remaining seconds of the epoch, including validation and checkpoint.
@@ -166,7 +167,7 @@ class Session(Protocol):
         """Save the state within an epoch, like `save`. The epoch has no metrics yet."""
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Report the metrics of an epoch and return whether the run continues. It is idempotent per epoch.
+        """Report the metrics of an epoch and return whether the run continues. A repeated report has no effect.
 
         A restored run reports all its epochs again, so that no epoch is lost if a process dies between save and
         report. A session returns CONTINUE for an epoch that it already has.
@@ -177,16 +178,17 @@ class Session(Protocol):
 
 
 class LocalSession:
-    """A session with checkpoints in a directory: `last.pt`, the ones before it, and `best.pt`. It never stops a run.
+    """Session with checkpoints in a directory: `last.pt`, its predecessors, and `best.pt`. It never stops a run.
 
     Args:
         run_dir: the directory.
-        keep: number of checkpoints to keep for resuming, including the last one; two survive a torn file.
+        keep: number of checkpoints to keep for resuming, including `last.pt`. With two or more, a run can resume if
+            one file is truncated.
         interval: minimum seconds between checkpoints, for short epochs. The last epoch is always saved. A killed run
             loses only the epochs after the last checkpoint.
-        snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None for none.
-        save_every: seconds between mid-epoch checkpoints; None for none.
-        synced: whether saved files survive a power cut, and not only the end of the process.
+        snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None writes none of these.
+        save_every: seconds between mid-epoch checkpoints; None writes no mid-epoch checkpoints.
+        synced: whether saved files survive a power failure, in addition to the end of the process.
 
     Raises:
         ObjectiveError: a number is out of range.
@@ -216,11 +218,11 @@ class LocalSession:
         self._saved_at = -math.inf
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest valid state; torn or changed files are skipped with a warning."""
+        """Return the newest valid state, or None; truncated or changed files are skipped with a warning."""
         return self.files.restore()
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Write `best.pt` if the epoch is the best, then `last.pt`; keep the ones before it."""
+        """Write `best.pt` if the epoch is the best, then `last.pt`; keep the predecessors of `last.pt`."""
         now, done = time.monotonic(), len(state.get("history", ()))
         is_last_epoch = done >= state.get("refit", state.get("epochs", 0))
         is_due = now - self._saved_at >= self._interval or is_last_epoch
@@ -229,11 +231,11 @@ class LocalSession:
             self._saved_at = now
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:  # noqa: ARG002 part of the protocol
-        """Return SAVE every `save_every` seconds."""
+        """Return SAVE if the last checkpoint is at least `save_every` seconds old, else NONE."""
         return MidEpochAction.SAVE if self.files.is_due(self._save_every) else MidEpochAction.NONE
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Write `last.pt`; keep the ones before it."""
+        """Write `last.pt`, and keep its predecessors."""
         self.files.save_last(state)
 
     def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 part of the protocol

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class BaseTrainer:
-    """The base of training loops: session, files and device of a run.
+    """Base class of training loops, with the session, files and device of a run.
 
     Args:
         config: configuration to train.
         plan: epochs, seeds and splits of the run.
-        session: saves the run and may end it; None uses `LocalSession(run_dir)`.
-        run_dir: directory for configuration, log and metrics; None uses the session's.
-        device: such as "cpu" or "cuda:1"; None uses an accelerator if available.
+        session: session that saves the run and may end it; None uses `LocalSession(run_dir)`.
+        run_dir: directory for configuration, log and metrics; None uses the directory of the session.
+        device: device name, such as "cpu" or "cuda:1"; None uses a GPU if available.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BaseTrainer:
         return verdict
 
     def _shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
-        """Return the fields of a `RunResult`; `finished`: training is complete."""
+        """Return the common fields of a `RunResult`; `finished` states whether the training is complete."""
         return {
             "status": derive_status(verdict, finished=finished),
             "verdict": verdict,
@@ -101,7 +101,7 @@ class BaseTrainer:
 
 
 class _MidEpochStopError(Exception):
-    """Raised to stop within an epoch, after its state is saved."""
+    """Exception that ends the training within an epoch, after the state is saved."""
 
 
 class Trainer(BaseTrainer):
@@ -110,17 +110,18 @@ class Trainer(BaseTrainer):
     Args:
         objective: objective to train.
         config: configuration to train.
-        epochs: planned length of the run, over which schedules extend.
+        epochs: planned number of epochs, over which schedules extend.
         seed: seed of initial weights, sample order and dropout.
         split_seed: seed of the data split, the same for all trials of a study; None uses `seed`.
         resplit_seed: seed of a new train/validation split with an unchanged test split, if `data()` allows it. The run
             then has a `FitResult.resplit_score`, which confirms a configuration. None uses the study's split.
-        refit: number of epochs of a refit, which trains on training and validation data; None for other runs. Its
-            schedules extend over `epochs`, patience does not end it, and it keeps the weights of its last epoch. Its
-            validation metrics are computed on samples that it trains on.
-        session: saves the run and may end it; None uses `LocalSession(run_dir)`.
-        run_dir: directory for configuration, log, metrics and plots; None uses the session's, or writes no files.
-        device: such as "cpu" or "cuda:1"; None uses an accelerator if available.
+        refit: number of epochs to train in a refit, a run on training and validation data; None for other runs. In a
+            refit, schedules extend over `epochs`, patience does not end the run, and the weights of the last epoch are
+            kept. The validation metrics of a refit are computed on samples that it trains on.
+        session: session that saves the run and may end it; None uses `LocalSession(run_dir)`.
+        run_dir: directory for configuration, log, metrics and plots. None uses the directory of the session, or writes
+            no files if there is no session.
+        device: device name, such as "cpu" or "cuda:1"; None uses a GPU if available.
         instruments: profiler and TensorBoard, which do not change the run.
 
     Example:
@@ -360,12 +361,12 @@ def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Return metrics as a line of text."""
+    """Return metrics as one line of text."""
     return " ".join(f"{name}={value:.5g}" for name, value in metrics.items())
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device with a name; None uses an accelerator if available.
+    """Return the device called `name`; None uses a GPU if available.
 
     Raises:
         ObjectiveError: the device is not available.

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.reproducibility.seeds import restore_rng_state
 
 
 class Strategy:
-    """The strategy of a single process, and base class of the others; `name` is a value of `TrainConfig.strategy`."""
+    """Strategy of a single process, and base class of the strategies that `TrainConfig.strategy` names."""
 
     name: ClassVar[str] = "one process"
 
@@ -38,11 +38,11 @@ class Strategy:
         """Prepare for an epoch, before which the objective may have frozen or unfrozen layers."""
 
     def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 used by subclasses
-        """Return the training step of a micro-batch; with `more`, others follow before the optimizer step."""
+        """Return the training step of a micro-batch; with `more`, further ones follow before the optimizer step."""
         return self._step_function(self._model, batch, autocast)
 
     def explain_sharding_errors(self) -> AbstractContextManager[None]:
-        """Return a context that explains errors of the objective's code with a distributed model."""
+        """Return a context that explains errors in code of the objective that uses a distributed model."""
         return nullcontext()
 
     def sync_buffers(self, *models: nn.Module) -> None:
@@ -62,7 +62,7 @@ class Strategy:
         return state
 
     def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 used by subclasses
-        """Return this rank's part of a state dict with unsharded tensors; `like` has this rank's tensors by key."""
+        """Return this rank's part of an unsharded state dict; `like` contains this rank's current tensors by key."""
         return state
 
     def checkpoint_state(self, parts: dict[str, Any], shards_dir: Path | None) -> dict[str, Any]:  # noqa: ARG002 used by subclasses
@@ -86,7 +86,7 @@ class Strategy:
         return self.local_state_dict(shards.read_shards(kept, folder), like)
 
     def scaling_efficiency(self) -> float | None:
-        """Return the share of the step time without waiting for other ranks, in recent steps; None if unknown."""
+        """Return the share of the time of recent steps without waiting for other ranks; None if unknown."""
         return None
 
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ class Strategy:
         return torch.stack(torch._foreach_norm(list(gradients))).float()
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients down to a total norm of `limit`; return the norm before."""
+        """Scale the gradients down to a total norm of at most `limit`; return the norm before the scaling."""
         return nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
 
     def gather_model(self, model: nn.Module) -> nn.Module:
@@ -105,7 +105,7 @@ class Strategy:
 class DDPStrategy(Strategy):
     """PyTorch's DistributedDataParallel (Li et al. 2020) around the step of a batch.
 
-    It wraps the step and not the model, so that it covers every method of the model that the step calls.
+    DDP wraps the step instead of the model, so that it covers every method of the model that the step calls.
     """
 
     name = "ddp"
@@ -113,19 +113,19 @@ class DDPStrategy(Strategy):
     _trained: list[bool]
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 averages are not trained
-        """Synchronize the statistics of batch norm over ranks on GPUs; PyTorch does not support it on CPUs."""
+        """Use batch norm that synchronizes its statistics over ranks, on GPUs only: PyTorch has none for CPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch declares no types
 
     def begin_epoch(self) -> None:
-        """Wrap again if the trained layers have changed, because DDP registers them only at construction."""
+        """Wrap the step again if other parameters are trained, because DDP registers them only at construction."""
         trained = [parameter.requires_grad for parameter in self._model.parameters()]
         if self._wrapped is not None and trained != self._trained:
             self._wrapped = None
         self._trained = trained
 
     def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:
-        """Return the training step of a micro-batch; gradients are reduced over ranks unless there are `more`."""
+        """Return the training step of a micro-batch; with `more`, gradients are not yet reduced over ranks."""
         if self._wrapped is None:
             self._wrapped = self._wrap(batch, autocast)
         with self._wrapped.no_sync() if more else nullcontext():
@@ -144,7 +144,7 @@ class DDPStrategy(Strategy):
             )
 
     def _has_unused_parameters(self, batch: Batch, autocast: AbstractContextManager[None]) -> bool:
-        """Return whether a step leaves parameters unused on any rank; a trial step is taken and undone."""
+        """Return whether a step leaves parameters unused on any rank, by a test step whose effects are undone."""
         model, device = self._model, next(self._model.parameters()).device
         buffers, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, rng_state(device)
         self._step_function(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
@@ -157,7 +157,7 @@ class DDPStrategy(Strategy):
         return any(self._ranks.all_gather_object(any(unused)))
 
     def scaling_efficiency(self) -> float | None:
-        """Return the share of computation in the time of computation and of communication that does not overlap.
+        """Return computation time / (computation time + communication time that does not overlap with computation).
 
         PyTorch measures only some steps: the 10th, the 20th and so on, at increasing intervals.
         """
@@ -170,7 +170,7 @@ class DDPStrategy(Strategy):
 
 
 class _StepModule(nn.Module):
-    """The step of a batch as a module, which DDP can wrap."""
+    """Step function as a module, which DDP can wrap."""
 
     def __init__(self, model: nn.Module, step_function: StepFunction) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer state are sharded over ranks; a layer is unsharded while it computes."""
+"""FSDP2 shards weights, gradients and optimizer state over ranks; a layer is unsharded while it computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("hpsearch.objectives.training")
 
 
 class FSDPStrategy(Strategy):
-    """PyTorch's fully_shard (Zhao et al. 2023) of each layer, and of parameters outside of layers.
+    """PyTorch's `fully_shard` (Zhao et al. 2023), applied to each layer and to parameters outside of layers.
 
     Gradients are reduced over ranks after every micro-batch, because unsharded gradients would need too much memory.
     """
@@ -80,7 +80,7 @@ class FSDPStrategy(Strategy):
 
     @contextmanager
     def explain_sharding_errors(self) -> Iterator[None]:
-        """Explain errors of the objective's code that uses a sharded weight."""
+        """Return a context that explains errors in code of the objective that uses a sharded weight."""
         try:
             yield
         except (ObjectiveError, RuntimeError) as error:
@@ -93,7 +93,7 @@ class FSDPStrategy(Strategy):
             ) from error
 
     def full_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with unsharded tensors on the CPU of rank 0, gathered one by one; empty on others."""
+        """Return a state dict with unsharded CPU tensors, gathered one by one; tensors are empty except on rank 0."""
         return cast("dict[str, Any]", map_tensors(self._gather, state))
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -114,7 +114,8 @@ class FSDPStrategy(Strategy):
         Args:
             value: the value on rank 0; None on other ranks.
             outline: the value with a `_TensorSpec` for each tensor.
-            like: tensor whose sharding applies to tensors of equal shape, or such tensors by the keys of the value.
+            like: tensor whose sharding is applied to tensors of equal shape, or a mapping of the value's keys to such
+                tensors.
         """
         if isinstance(outline, _TensorSpec):
             given = value.to(self._device) if self._ranks.is_rank_zero else outline.empty(self._device)
@@ -166,7 +167,7 @@ class FSDPStrategy(Strategy):
         return self._ranks.all_reduce_sum(own.to(self._device).square_()).sqrt_()
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients down to a total norm of `limit`; return the norm before."""
+        """Scale the gradients down to a total norm of at most `limit`; return the norm before the scaling."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm: Tensor = self.gradient_norms(gradients).norm()
         if limit < float("inf"):
@@ -213,7 +214,7 @@ class _TensorSpec(NamedTuple):
 
 
 def _local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -226,12 +227,12 @@ def _is_separately_shardable(layer: nn.Module, model: nn.Module) -> bool:
 
 
 def _count_references(model: nn.Module) -> Counter[int]:
-    """Count the modules that have each parameter, by its id."""
+    """Count the modules that contain each parameter, by the parameter's id."""
     return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
-    """Copy a model; the parameters of the copy take no memory."""
+    """Copy a model with parameters on the meta device, which take no memory."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()

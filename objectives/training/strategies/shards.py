@@ -35,8 +35,8 @@ def write_shards(parts: dict[str, Any], shards_dir: Path, ranks: Ranks) -> dict[
     """Write each rank's sharded tensors to a new folder in `shards_dir`.
 
     Returns:
-        The state with empty tensors instead of the sharded ones, and the manifest, which has the reason if writing
-        failed. None if not all ranks see the files of rank 0, because they run on several machines.
+        The state with empty tensors instead of the sharded tensors, and the manifest, which contains the reason if
+        writing failed. None if not all ranks see the files of rank 0, because the ranks run on several machines.
     """
     folder = shards_dir / ranks.broadcast_object(uuid.uuid4().hex[:12])
     failed = ranks.run_on_rank_zero(lambda: _make(folder))  # before the other ranks check that it exists
@@ -65,7 +65,7 @@ def write_shards(parts: dict[str, Any], shards_dir: Path, ranks: Ranks) -> dict[
 
 
 def _make(folder: Path) -> str | None:
-    """Make a folder; return the reason if that fails."""
+    """Create a folder; return None, or the reason if this fails."""
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -74,7 +74,7 @@ def _make(folder: Path) -> str | None:
 
 
 def _extract_shards(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
-    """Return a value with empty tensors for the sharded ones, which are added to `sharded` by their path."""
+    """Return `value` with empty tensors instead of sharded tensors; add the sharded tensors to `sharded` by path."""
     if isinstance(value, DTensor):
         sharded[name] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -89,10 +89,10 @@ def read_shards(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ra
     """Read the tensors that `write_shards` wrote, on any number of ranks.
 
     Args:
-        parts: the state with empty tensors instead of the sharded ones.
+        parts: the state with empty tensors instead of the sharded tensors.
         folder: folder of the files, which are already checked against the manifest.
-        like: this rank's tensors, by the keys of the state. Other tensors are read whole.
-        ranks: ranks that read together; None for this process only.
+        like: this rank's tensors, by the keys of the state. Tensors without a sharded entry in `like` are read whole.
+        ranks: ranks that read together; None if only this process reads.
 
     Raises:
         RuntimeError: the files lack a part of the state.
@@ -110,7 +110,7 @@ def read_shards(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ra
 
 
 def _allocate_shards(value: Any, name: str, like: Any, empty: dict[str, Tensor]) -> Any:
-    """Return a state with allocated tensors for the empty ones, which are added to `empty` by their path."""
+    """Return `value` with allocated tensors instead of empty tensors; add the allocated tensors to `empty` by path."""
     if isinstance(value, Tensor) and value.is_meta:
         if isinstance(like, DTensor) and like.shape == value.shape:
             empty[name] = torch.empty_like(like, dtype=value.dtype)
@@ -126,7 +126,7 @@ def _allocate_shards(value: Any, name: str, like: Any, empty: dict[str, Tensor])
 
 
 class _Reader(FileSystemReader):
-    """A FileSystemReader that unpickles only the types of the metadata."""
+    """FileSystemReader that unpickles only the types that occur in the metadata of shards."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's
         with Path(self.path, ".metadata").open("rb") as file:
@@ -160,7 +160,7 @@ _TYPES = {
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error of torch as one line, the first one of all ranks."""
+    """Return an error of torch as one line; if several ranks failed, the error of the first of them."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return " ".join(str(error).split())[:300] or type(error).__name__
