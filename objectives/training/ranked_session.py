@@ -51,7 +51,7 @@ class RankedSession:
         self._ranks.run_on_rank_zero(lambda: self._session.save(state, best=best))
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """Return the same action on all ranks at the same step. The ranks agree every 0.25 s instead of at every step."""
+        """Return the same action on all ranks at the same step. The ranks agree every 0.25 s, not at every step."""
         self._steps_left -= 1
         if self._steps_left > 0:
             return MidEpochAction.NONE
