@@ -1,1 +1,1 @@
-"""Journals: a write-ahead log per attempt at a trial, and the threads that send it to the trackers."""
+"""Journals: a write-ahead log per attempt of a trial, and the threads that send the logs to the trackers."""

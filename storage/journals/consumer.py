@@ -17,22 +17,25 @@ from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 
 class RunRejectedError(StorageError):
-    """A tracker that rejects a run permanently, for example because a user deleted it."""
+    """A run that a tracker rejects permanently, for example because a user deleted the run."""
 
 
 class OutcomePendingError(Exception):
-    """A journal whose trial is running in a later attempt: whether it must be sent is known when the trial ends."""
+    """A journal of an earlier attempt of a running trial.
+
+    Whether this journal must be sent depends on the outcome of the later attempt.
+    """
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The meaning of an error that a consumer raised.
+    """The classification of an error that a consumer raised.
 
     Attributes:
         text: the error as one line.
-        is_transient: whether a retry may succeed; otherwise a user must act.
-        is_service_down: whether the other journals would fail too, so that sending stops until the next round.
-        is_expected: whether the kind of error is known, so that the log needs no traceback.
+        is_transient: whether a retry may succeed; if not, a user must act.
+        is_service_down: whether sending other journals would fail too; then sending stops until the next round.
+        is_expected: whether this kind of error is expected, so that it is logged without a traceback.
     """
 
     text: str
@@ -45,21 +48,23 @@ _DATABASE_TIMEOUT_SECONDS = 10.0
 
 
 class TrialOutcomes:
-    """The outcomes of trials, and which attempt owns a trial, as stored in the study's database."""
+    """Queries on the study's database for the outcomes of trials, and for the attempts that own trials."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._database = Database(engine, _DATABASE_TIMEOUT_SECONDS)
 
     def is_superseded(self, trial_id: int, attempt: int) -> bool:
-        """Return whether a later attempt owns the trial, and with it the state of its run."""
+        """Return whether a later attempt owns the trial, so that this attempt must not change the state of the run."""
         return bool(self._database.fetch_rows(_HAS_LATER_ATTEMPT, {"trial": trial_id, "attempt": attempt})[0].later)
 
     def is_superseded_and_finished(self, journal: Journal) -> bool:
-        """Return whether a later attempt has finished the trial and reported all of it, so that this one is obsolete.
+        """Return whether a later attempt has finished the trial without failure, so that the journal is obsolete.
+
+        The journal of the later attempt then contains the whole trial.
 
         Raises:
-            OutcomePendingError: a later attempt runs the trial, and may die before it has reported all of it.
+            OutcomePendingError: a later attempt runs the trial, and may die before it has recorded the whole trial.
         """
         if not self.is_superseded(journal.header.trial, journal.header.attempt):
             return False
@@ -69,7 +74,7 @@ class TrialOutcomes:
         return ended.outcome is not Outcome.FAILED
 
     def read_outcome(self, trial_id: int) -> TrialEnd | None:
-        """Return the outcome of a trial; None if it is running or waiting, or was deleted."""
+        """Return the outcome of a trial; None if the trial is running or waiting, or was deleted."""
         arguments = {"trial": trial_id, "infeasible": INFEASIBLE, "reason": REASON}
         for row in self._database.fetch_rows(_READ_OUTCOME, arguments):
             return TrialEnd(Outcome.from_trial_state(row.state, infeasible=bool(row.infeasible)), row.reason or "")
@@ -96,8 +101,8 @@ class Consumer(ABC):
         outcomes: the outcomes of trials in the study's database.
 
     Attributes:
-        name: the name in thread names and position files.
-        title: the name to display.
+        name: the consumer's name in the names of threads and position files.
+        title: the consumer's name in messages for users.
     """
 
     name: str
@@ -107,12 +112,14 @@ class Consumer(ABC):
         self._outcomes = outcomes
 
     def consume(self, cursor: Cursor) -> bool:
-        """Send the pending records of a journal; return whether the consumer now has all of it. Safe to repeat.
+        """Send the pending records of a journal, and return whether the service now has the whole journal.
+
+        Safe to repeat.
 
         Raises:
-            OutcomePendingError: a later attempt may report all of the trial; try again later.
-            LockHeldError: another process sends the same trial.
-            Exception: see `classify_error`.
+            OutcomePendingError: a later attempt of the trial is running; try again after it has ended.
+            LockHeldError: another process sends records of the same trial.
+            Exception: an error of the service, which `classify_error` classifies.
         """
         journal = cursor.journal
         entries = cursor.read_pending()
@@ -124,10 +131,10 @@ class Consumer(ABC):
         finally:
             cursor.release_buffered_lines()
         if not journal.is_live and (not is_complete or self.is_superseded(cursor)):
-            # The writer died before it recorded the outcome.
+            # The process that wrote the journal died before it recorded the outcome.
             if (ended := self._outcomes.read_outcome(journal.header.trial)) is not None:
                 at = int(journal.path.stat().st_mtime * 1000)
-                # The checkpoints of a failed trial stay: it may be retried.
+                # The checkpoints of a failed trial are kept, because a user may retry the trial.
                 self.write_outcome(
                     cursor, End(ended.outcome, ended.reason, at, kept=ended.outcome is not Outcome.FAILED)
                 )
@@ -137,30 +144,34 @@ class Consumer(ABC):
         return is_complete
 
     def is_superseded(self, cursor: Cursor) -> bool:
-        """Return whether a later attempt owns the trial, and with it the state of its run."""
+        """Return whether a later attempt owns the trial, so that this journal must not change the state of the run."""
         return self._outcomes.is_superseded(cursor.journal.header.trial, cursor.journal.header.attempt)
 
     @abstractmethod
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
-        """Send records and commit the cursor once they are stored; return whether the last of them ends the journal."""
+        """Send records, and commit the cursor once the service has stored them.
+
+        Returns:
+            Whether the last record ends the journal.
+        """
 
     @abstractmethod
     def write_outcome(self, cursor: Cursor, end: End) -> None:
-        """Send the outcome of a trial whose journal does not contain it."""
+        """Send the outcome of a trial whose journal does not contain the outcome."""
 
     @abstractmethod
     def release(self, cursor: Cursor) -> None:
-        """Release the resources held for a journal, of which this process sends nothing more."""
+        """Release the resources for a journal, after this process has sent its last record of the journal."""
 
     def classify_error(self, error: Exception) -> Failure:
-        """Return the meaning of an error raised by `consume`: transient, unless it is a rejection or a bug."""
+        """Return the classification of an error that `consume` raised; by default, rejections and bugs are permanent."""
         is_known = isinstance(error, OSError | StorageError)
         can_pass = is_known and not isinstance(error, RunRejectedError)
         is_unavailable = isinstance(error, OSError | ServiceUnavailableError)
         return Failure(format_error(error), is_transient=can_pass, is_service_down=is_unavailable, is_expected=is_known)
 
     def on_rejected(self, cursor: Cursor) -> None:  # noqa: B027 optional
-        """Record a permanent rejection, whose reason is in the cursor's position; by default do nothing."""
+        """Record a permanent rejection, whose reason is in `cursor.position`; by default do nothing."""
 
     def close(self) -> None:  # noqa: B027 optional
         """Release all resources and interrupt a `consume` in another thread; by default do nothing."""

@@ -17,31 +17,31 @@ from hpsearch.storage.journals.journal import Cursor, Journal
 
 log = logging.getLogger(__name__)
 
-BATCH_SECONDS = 1.0  # in which epochs are collected before they are sent together
-ORPHAN_SCAN_SECONDS = 30.0  # between two scans for journals whose writers died
-_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 5.0  # between two attempts while a service is unavailable
-_MAX_FAILURES = 3  # in a row, after which `flush` no longer waits for a service
+BATCH_SECONDS = 1.0  # period for which epochs are collected, to be sent together
+ORPHAN_SCAN_SECONDS = 30.0  # interval between two scans for journals whose writers died
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 5.0  # wait between two rounds while a service is unavailable
+_MAX_FAILURES = 3  # number of consecutive failures after which `flush` no longer waits for a service
 
 
 class ConsumerThread(threading.Thread):
     """A thread that sends journals to a consumer, in rounds.
 
-    Its attributes are used under `changed`, which is notified after a change.
+    Readers and writers of the thread's attributes hold `changed`. Writers notify `changed` after a change.
 
     Attributes:
         cursors: the cursors of the journals to send.
         next_round: the time of the next round, by `time.monotonic`.
         is_closing: whether to stop after the request in flight.
-        unavailable_reason: why nothing can be sent at the moment; None if it can.
+        unavailable_reason: the error because of which the service is unavailable; None if it is available.
         round_count: the number of finished rounds.
 
     Args:
-        consumer: receives the journals.
-        changed: notified when a round has finished; held for short times only.
-        folder: the outbox, for messages.
-        before_round: called before each round; may add journals.
-        on_finished: called, under `changed`, with a journal of which this thread sends nothing more, now or ever;
-            returns the function to call after `changed` is released.
+        consumer: the consumer that receives the journals.
+        changed: the condition that guards the attributes; held for short times only.
+        folder: the folder of the outbox, for messages.
+        before_round: a function that is called before each round; it may add journals.
+        on_finished: a function that is called with each journal that this thread has finished with, while `changed` is
+            held. It returns a function, which is called after `changed` is released.
     """
 
     def __init__(
@@ -61,14 +61,17 @@ class ConsumerThread(threading.Thread):
         self.unavailable_reason: str | None = None
         self.round_count = 0
         self._changed, self._folder, self._before_round, self._on_finished = changed, folder, before_round, on_finished
-        self._failures = 0  # in a row
-        self._locked_rounds = 0  # in a row, in which another process held the lock of a trial
+        self._failures = 0  # number of consecutive failed rounds
+        self._locked_rounds = 0  # number of consecutive rounds in which another process held the lock of a trial
 
     def wake(self, *, is_urgent: bool) -> bool:
-        """Schedule a round for new records; return whether the caller, which holds `changed`, must notify it.
+        """Schedule a round for new records; the caller must hold `changed`.
 
         Args:
-            is_urgent: whether to send immediately; otherwise within `BATCH_SECONDS`.
+            is_urgent: whether to send immediately; otherwise records are sent within `BATCH_SECONDS`.
+
+        Returns:
+            Whether the next round was moved forward, so that the caller must notify `changed`.
         """
         next_round = time.monotonic() + (0.0 if is_urgent else BATCH_SECONDS)
         if next_round >= self.next_round or self._failures:
@@ -77,17 +80,19 @@ class ConsumerThread(threading.Thread):
         return True
 
     def is_drained(self, since_round: int, *, should_give_up: bool) -> bool:
-        """Return whether there is nothing left to wait for after round `since_round`; requires `changed`.
+        """Return whether a caller that waits for this thread should stop waiting; the caller must hold `changed`.
+
+        This is the case if a round after `since_round` has finished and all journals are sent, or if the thread ended.
 
         Args:
-            since_round: a value of `round_count`.
-            should_give_up: whether to stop waiting for a service after several failures in a row.
+            since_round: the value of `round_count` at the start of the wait.
+            should_give_up: whether to stop waiting for an unavailable service after three consecutive failures.
         """
         is_hopeless = should_give_up and max(self._failures, self._locked_rounds) >= _MAX_FAILURES
         return not self.is_alive() or (self.round_count > since_round and (is_hopeless or not self.cursors))
 
     def run(self) -> None:
-        """Send rounds of records until `is_closing`."""
+        """Send records in rounds until `is_closing` is set."""
         while True:
             with self._changed:
                 while not self.is_closing and (wait := self.next_round - time.monotonic()) > 0:
@@ -121,9 +126,9 @@ class ConsumerThread(threading.Thread):
                 self._drop(cursor)
             except LockHeldError:
                 is_locked = True
-            except Exception as error:  # one journal that fails must not stop the others
+            except Exception as error:  # a failure with one journal must not stop the other journals
                 failure = self.consumer.classify_error(error)
-                if isinstance(error, SQLAlchemyError):  # the study's own database, whatever the consumer is
+                if isinstance(error, SQLAlchemyError):  # the study's database is unavailable, not the service
                     failure = Failure(failure.text, is_transient=True, is_service_down=True)
                 if not failure.is_transient:
                     self._reject(cursor, failure, error)
@@ -147,7 +152,7 @@ class ConsumerThread(threading.Thread):
         after_release()
 
     def _reject(self, cursor: Cursor, failure: Failure, error: Exception) -> None:
-        """Set aside a journal that the consumer rejected: it stays on disk until a user asks for a retry."""
+        """Set aside a journal that the service rejected: the journal stays on disk until a user starts a retry."""
         header = cursor.journal.header
         log.warning(
             "trial %s: upload to %s failed permanently (%s); retry with: hpsearch sync %s",
@@ -161,7 +166,7 @@ class ConsumerThread(threading.Thread):
         self._drop(cursor)
 
     def _schedule_after(self, failure: Failure | None) -> None:
-        """Schedule the next round after one that ended with `failure`, with exponential backoff."""
+        """Schedule the next round, with exponential backoff if the last round ended with a failure."""
         title = self.consumer.title
         self.unavailable_reason = None if failure is None else failure.text
         if failure is not None:

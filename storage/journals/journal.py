@@ -1,8 +1,8 @@
-"""The journal of one attempt at a trial, and the offsets of its consumers.
+"""The journal of one attempt of a trial, and the position of each consumer in the journal.
 
-A journal is an append-only file with one JSON object per line. Its folder also has the files and the model that belong
-to it, and one file per consumer with the consumer's position. The process that holds the lock of the folder sends the
-journal to all consumers.
+A journal is an append-only file with one JSON object per line. The folder of the journal also contains the artifact
+files and the model to upload, and one file per consumer with the consumer's position. The process that holds the lock
+of the journal sends it to all consumers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from hpsearch.storage.journals.journal_records import Header, Record, decode, en
 log = logging.getLogger(__name__)
 
 _MAX_JOURNAL_BYTES = 256 * 2**20
-_MAX_BUFFER_BYTES = 16 * 2**20  # size of the records that wait in memory while the disk is full
+_MAX_BUFFER_BYTES = 16 * 2**20  # maximum size of the records that wait in memory while the disk is full
 
 JOURNAL = "journal.jsonl"
 MLFLOW = "mlflow"  # the consumer that every study has
 
 
 def position_file_name(consumer: str) -> str:
-    """Return the name of the file with a consumer's position; MLflow's has the name of a version with one consumer."""
+    """Return the name of the file with a consumer's position.
+
+    The file for MLflow has the name that versions with MLflow as the only consumer used.
+    """
     return "sent.json" if consumer == MLFLOW else f"sent-{consumer}.json"
 
 
@@ -41,13 +44,15 @@ class Position:
     """The committed position of a consumer in a journal.
 
     Attributes:
-        offset: bytes of the journal that the consumer has stored.
-        run_id: the run; None until it is known.
-        creating: "run" while a run is created: it may exist although the reply was lost, and must be looked up first.
-        has_all_artifacts: whether all artifacts of the trial were in the journal; only its outcome may be missing.
-        rejection: why the consumer rejected the rest permanently; such a journal waits until a user asks for a retry.
-        problem: the first item that was not stored and never will be.
-        is_consumed: whether the consumer needs nothing more of the journal.
+        offset: the number of bytes of the journal that the consumer has stored.
+        run_id: the id of the trial's run; None until it is known.
+        creating: "run" while a run is being created, else None. After a crash, "run" means that the run may exist,
+            so it is looked up before another run is created.
+        has_all_artifacts: whether the consumer has read the record that all artifacts are in the journal.
+        rejection: the reason why the service rejected the rest permanently; the journal waits until a user starts a
+            retry. None if nothing was rejected.
+        problem: a description of the first item that is permanently missing from the run; None if nothing is missing.
+        is_consumed: whether the consumer has finished with the journal.
     """
 
     offset: int = 0
@@ -65,22 +70,28 @@ _POSITION_KEYS = ("offset", "run", "creating", "published", "refused", "problem"
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A record of a journal, and the offset after it; None for one that is in memory because the disk is full."""
+    """A record of a journal.
+
+    Attributes:
+        record: the record.
+        end_offset: the offset in the journal's file after the record; None for a record that is only in memory,
+            because the disk is full.
+    """
 
     record: Record
     end_offset: int | None
 
 
 class Journal:
-    """The log of one attempt at a trial; written by one thread, read by one thread per consumer.
+    """The log of one attempt of a trial; written by one thread, read by one thread per consumer.
 
     Attributes:
-        name: the journal's name in its outbox, such as ``0007-2``.
-        path: the journal's file.
-        artifact_folder: the folder whose tree becomes the run's artifacts.
+        name: the journal's name in its outbox: trial number and attempt, such as ``0007-2``.
+        path: the path of the journal's file.
+        artifact_folder: the folder with the run's artifacts; the artifact paths are relative to this folder.
         model_folder: the folder of the exported model.
-        is_live: whether this process writes the journal; otherwise the writer has died.
-        cursors: the cursor of each consumer.
+        is_live: whether this process writes the journal; otherwise the process that wrote it has died.
+        cursors: the cursor of each consumer, by the consumer's name.
         lost_records: the number of records that were dropped because disk and memory were full.
     """
 
@@ -115,15 +126,15 @@ class Journal:
 
     @property
     def is_fully_consumed(self) -> bool:
-        """Whether every consumer has stored all of the journal."""
+        """Whether every consumer has finished with the journal."""
         return all(cursor.position.is_consumed for cursor in self.cursors.values())
 
     @kill_point("append to journal")
     def append(self, record: Record) -> None:
-        """Write a record. The operating system has it when this returns: a killed process loses nothing.
+        """Write a record to the journal's file, without a sync to disk.
 
-        Never raises and never waits: if the disk is full, it logs a warning and keeps the record in memory until there
-        is space.
+        If the process is killed after the call, the record is not lost. The method never raises an exception and never
+        waits. If the disk is full, it logs a warning and keeps the record in memory until the disk has space.
         """
         line = encode(record)
         with self.mutex:
@@ -138,7 +149,7 @@ class Journal:
                 self.flush_buffer()
 
     def flush_buffer(self) -> None:
-        """Write the buffered lines to disk as far as there is space; requires the mutex."""
+        """Write buffered lines to disk while there is space; the caller must hold the mutex."""
         while self.buffer and self.descriptor is not None:
             line = self.buffer[0]
             try:
@@ -155,7 +166,7 @@ class Journal:
             self._drop_first_line()
 
     def drop_consumed(self) -> None:
-        """Drop the buffered lines that every consumer has read, and that need no space; requires the mutex."""
+        """Drop the buffered lines that every consumer has read; the caller must hold the mutex."""
         while self.buffer and all(cursor.buffered_lines_read for cursor in self.cursors.values()):
             for cursor in self.cursors.values():
                 cursor.buffered_lines_read -= 1
@@ -165,11 +176,11 @@ class Journal:
         self._buffer_bytes -= len(self.buffer.popleft())
 
     def store_artifact(self, path: Path, folder: str | None = None) -> bool:
-        """Link or copy a file into the journal's artifacts; return whether that succeeded.
+        """Link or copy a file into the journal's artifact folder; return whether this succeeded.
 
         Args:
-            path: the file, which may be changed or deleted afterwards.
-            folder: the artifact folder; None for the root.
+            path: the file, which the caller may replace or delete afterwards.
+            folder: the subfolder of the artifact folder; None for the artifact folder itself.
         """
         target = self.artifact_folder / (folder or "") / path.name
         try:
@@ -182,9 +193,9 @@ class Journal:
         return True
 
     def sync(self) -> None:
-        """Sync the journal to disk against a power cut; files first, because the records refer to them."""
+        """Sync the journal to disk against a power cut: first the artifact files, then the records that name them."""
         if self.descriptor is None or self.size == self._synced_bytes or not self._sync_lock.acquire(blocking=False):
-            return  # or the thread of another consumer is syncing
+            return  # there is no file, nothing is new, or the thread of another consumer is syncing
         try:
             size = self.size
             with contextlib.suppress(OSError):  # `flush_buffer` logs the errors of the disk
@@ -212,11 +223,13 @@ class Journal:
 
 
 class Cursor:
-    """The cursor of one consumer in a journal; used only by that consumer's thread, except for shared attributes.
+    """The cursor of one consumer in a journal.
+
+    Only the consumer's thread uses a cursor, except for attributes that are guarded by the journal's mutex.
 
     Attributes:
         position: the committed position; call `save` after a change.
-        buffered_lines_read: the number of buffered lines that the consumer has read; shared.
+        buffered_lines_read: the number of buffered lines that the consumer has read; guarded by the mutex.
     """
 
     def __init__(self, journal: Journal, consumer: str) -> None:
@@ -225,12 +238,14 @@ class Cursor:
         self._path = journal.folder / position_file_name(consumer)
         self.position = self._load_position()
         self.buffered_lines_read = 0
-        self._read_offset = self.position.offset  # ahead of the committed offset while entries are in flight; shared
+        # Higher than the committed offset while entries are in flight; guarded by the mutex.
+        self._read_offset = self.position.offset
 
     def read_pending(self) -> list[JournalEntry]:
-        """Return the entries to send, in order; call `release_buffered_lines` when they were sent or sending failed.
+        """Return the entries to send, in order.
 
-        A truncated last line, left by a crash, is skipped.
+        After the entries were sent, or sending has failed, call `release_buffered_lines`. A truncated last line, which
+        a crash may leave, is skipped.
         """
         journal, entries = self.journal, list[JournalEntry]()
         with journal.mutex:
@@ -249,7 +264,7 @@ class Cursor:
         except ValueError:
             self.position.problem = self.position.problem or "its journal on disk was damaged"
         with journal.mutex:
-            # Skipped if the writer has just appended to the file: the buffered lines come after that.
+            # If the writer has just appended to the file, the buffered lines come later than the new lines of the file.
             if len(journal.buffer) > self.buffered_lines_read and (journal.descriptor is None or end == journal.size):
                 journal.buffer_readers.add(self.consumer)
                 buffered = list(journal.buffer)[self.buffered_lines_read :]
@@ -257,7 +272,7 @@ class Cursor:
         return entries
 
     def mark_in_flight(self, entries: Sequence[JournalEntry]) -> None:
-        """Record that these entries are being sent; they are read again only after `rewind` or in another process."""
+        """Record that these entries are being sent, so that `read_pending` omits them until `rewind` is called."""
         ends = [entry.end_offset for entry in entries if entry.end_offset is not None]
         with self.journal.mutex:
             self._read_offset = max([self._read_offset, *ends])
@@ -265,29 +280,29 @@ class Cursor:
             self.journal.drop_consumed()
 
     def commit(self, entries: Sequence[JournalEntry]) -> None:
-        """Record that these entries, and all that were in flight, are stored by the consumer."""
+        """Record that the consumer has stored these entries, and all entries that were in flight."""
         self.mark_in_flight(entries)
         self.commit_in_flight()
 
     def commit_in_flight(self) -> None:
-        """Record that all entries in flight are stored by the consumer."""
+        """Record that the consumer has stored all entries in flight."""
         self.position.offset = self._read_offset
         self.save()
 
     def rewind(self) -> None:
-        """Go back to the committed offset: the entries in flight are read again."""
+        """Go back to the committed offset, so that entries in flight are read again."""
         with self.journal.mutex:
             self._read_offset = self.position.offset
 
     def release_buffered_lines(self) -> None:
-        """Let the journal write the buffered lines that `read_pending` returned and that were not consumed."""
+        """Allow the journal again to write its buffered lines to disk, after `read_pending` has returned them."""
         with self.journal.mutex:
             self.journal.buffer_readers.discard(self.consumer)
             if not self.journal.buffer_readers:
                 self.journal.flush_buffer()
 
     def on_buffered_line_written(self, size: int) -> None:
-        """Adjust the offsets after the first buffered line, of `size` bytes, was written; requires the mutex."""
+        """Adjust the offsets after the first buffered line (`size` bytes) was written; the caller holds the mutex."""
         if self.buffered_lines_read:
             self.buffered_lines_read -= 1
             if self.position.offset == self._read_offset:
@@ -301,7 +316,7 @@ class Cursor:
         try:
             temporary.write_text(json.dumps(dict(zip(_POSITION_KEYS, asdict(self.position).values(), strict=True))))
             temporary.replace(self._path)
-        except OSError:  # a full disk: the entries may be sent again, which changes nothing
+        except OSError:  # the disk is full; the entries may be sent again, which has no effect
             with contextlib.suppress(OSError):
                 temporary.unlink()
 

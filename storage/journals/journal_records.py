@@ -39,15 +39,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record, kind="open"):
-    """The first record, which identifies the trial.
+    """The first record of a journal, which identifies the trial.
 
     Attributes:
         study: the name of the study.
         trial: the id of the trial in the database.
         number: the number of the trial.
         attempt: the number of the attempt.
-        resumed: whether the trial may have a run already.
-        metric: the metric whose history in a run shows which epochs the run has.
+        resumed: whether an earlier attempt may have created a run for the trial.
+        metric: a metric that every epoch has; its history in a run shows which epochs the run contains.
         tags: tags of the run.
         began: the start of the attempt in unix milliseconds; None in journals of earlier versions.
     """
@@ -64,14 +64,14 @@ class Header(Record, kind="open"):
 
 @dataclass(frozen=True)
 class Params(Record):
-    """Parameters of the run."""
+    """Parameters to log to the run."""
 
     values: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Epoch(Record):
-    """The metrics of epoch `step`, at unix seconds `at`; not sent if the run has them from an earlier attempt."""
+    """The metrics of epoch `step`, at unix time `at` in seconds; not sent if the run already contains the epoch."""
 
     step: int
     at: float
@@ -80,7 +80,7 @@ class Epoch(Record):
 
 @dataclass(frozen=True)
 class Metrics(Record):
-    """Other metrics, at unix seconds `at`."""
+    """Metrics other than those of epochs, at unix time `at` in seconds."""
 
     step: int
     at: float
@@ -89,19 +89,19 @@ class Metrics(Record):
 
 @dataclass(frozen=True)
 class Tags(Record):
-    """Tags of the run."""
+    """Tags to set on the run."""
 
     values: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Artifacts(Record, kind="files"):
-    """The files in the journal's artifact folder are complete; upload them to the run."""
+    """The statement that the files in the journal's artifact folder are complete and can be uploaded."""
 
 
 @dataclass(frozen=True)
 class Dataset(Record, kind="data"):
-    """The dataset on which the trial was trained; `source` and `profile` are JSON."""
+    """The dataset on which the trial was trained; `source` and `profile` are JSON texts, as in MLflow's `Dataset`."""
 
     name: str
     digest: str
@@ -111,7 +111,16 @@ class Dataset(Record, kind="data"):
 
 @dataclass(frozen=True)
 class Model(Record):
-    """The model in the journal's model folder is complete; it is of epoch `step`, with these metrics at `at`."""
+    """The statement that the model in the journal's model folder is complete and can be uploaded.
+
+    Attributes:
+        name: the name of the model.
+        step: the epoch of the model's weights.
+        at: the unix time of this epoch in seconds.
+        metrics: the metrics of this epoch.
+        params: the parameters of the model.
+        tags: the tags of the model.
+    """
 
     name: str
     step: int
@@ -123,19 +132,19 @@ class Model(Record):
 
 @dataclass(frozen=True)
 class Problem(Record):
-    """A description of data that is missing from the run, with the reason."""
+    """A description of data that are missing from the run, with the reason."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ArtifactsComplete(Record, kind="published"):
-    """All artifacts of the trial are in the records before this one."""
+    """The statement that all artifacts of the trial are in the records before this record."""
 
 
 @dataclass(frozen=True)
 class Released(Record, kind="leave"):
-    """The last record of an attempt that released its trial: the run stays open for the next attempt."""
+    """The last record of an attempt that released its trial, whose run stays open for the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +153,9 @@ class End(Record):
 
     Attributes:
         outcome: the outcome of the trial.
-        reason: the reason, as text for users.
-        at: the end in unix milliseconds.
-        kept: whether the trial's last checkpoint is kept until MLflow has all of the journal.
+        reason: the reason of the outcome, as text for users.
+        at: the time of the end in unix milliseconds.
+        kept: whether the trial's last checkpoint is kept until MLflow has the whole journal.
     """
 
     outcome: Outcome
@@ -155,7 +164,7 @@ class End(Record):
     kept: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of this record, with the outcome as the state of a run in upper case."""
+        """Return the JSON object of this record, with the outcome as the run's state tag in upper case."""
         stored = super().to_dict()
         return {"kind": stored.pop("kind"), "state": stored.pop("outcome").run_state.upper(), **stored}
 
@@ -167,7 +176,7 @@ class End(Record):
 
 @dataclass(frozen=True)
 class Unknown(Record):
-    """A record of a later version, or a damaged one."""
+    """A damaged record, or a record of a later version of hpsearch."""
 
     content: Any
 
@@ -178,12 +187,12 @@ _RECORD_TYPES = {record.kind: record for record in Record.__subclasses__() if re
 
 
 def encode(record: Record) -> bytes:
-    """Return the line of a record; values without a JSON type are written as text."""
+    """Return a record as a line of the journal; values without a JSON type are written as text."""
     return json.dumps(record.to_dict(), separators=(",", ":"), default=str).encode() + b"\n"
 
 
 def decode(line: bytes) -> Record:
-    """Return the record of a line by `encode`.
+    """Return the record of a line that `encode` wrote.
 
     Raises:
         ValueError: the line is not JSON.

@@ -1,7 +1,8 @@
-"""The outbox of a study on this machine: the journals that not every consumer has stored yet.
+"""The outbox of a study on this machine: the journals that at least one consumer has not stored completely.
 
-Each attempt at a trial has its own folder with a journal. The process that holds the folder's lock sends the journal:
-the writer or, after its death, another process on this machine. No death of a process loses a record.
+Each attempt of a trial has its own folder with a journal. The process that holds the journal's lock sends the journal.
+This is the process that writes the journal or, after its death, another process on this machine. No record is lost
+when a process dies.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from hpsearch.storage.journals.journal_records import Header, decode
 
 log = logging.getLogger(__name__)
 
-LIMIT_BYTES = 20 * 2**30  # of all journals; above it no more artifacts are stored
-_ABANDONED_SECONDS = 3600.0  # after which a journal without a header counts as abandoned by a dead process
+LIMIT_BYTES = 20 * 2**30  # total size of all journals above which no more artifacts are stored
+_ABANDONED_SECONDS = 3600.0  # age of an unfinished journal whose process has certainly died
 
 
 class Outbox:
@@ -46,11 +47,11 @@ class Outbox:
         """Create a journal.
 
         Args:
-            name: the name of the journal, such as ``0007-2``; a number is appended if it is taken.
+            name: the name of the journal, such as ``0007-2``; if the name is taken, a number is appended.
             header: the first record of the journal.
         """
         folder, descriptor = self.folder / name, None
-        # Created under a hidden name: until it is locked, another process would take it for an orphan.
+        # Created under a hidden name: another process would treat a journal that is not locked yet as orphaned.
         hidden = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
         try:
             hidden.mkdir(parents=True, mode=0o700)
@@ -94,11 +95,11 @@ class Outbox:
         return len(self._folders())
 
     def has_journal(self, prefix: str) -> bool:
-        """Return whether there is a journal whose name begins with `prefix`."""
+        """Return whether the outbox contains a journal whose name begins with `prefix`."""
         return any(folder.name.startswith(prefix) for folder in self._folders())
 
     def has_room(self) -> bool:
-        """Return whether artifacts are still stored: the size of all journals is below the limit."""
+        """Return whether the size of all journals is below the limit, so that artifacts are still stored."""
         return compute_folder_bytes(self.folder) < self._limit_bytes
 
     def _folders(self) -> list[Path]:
@@ -108,7 +109,7 @@ class Outbox:
             return []
 
     def clean_up(self) -> None:
-        """Remove unfinished journals of dead processes, and the folder if it is empty."""
+        """Remove unfinished journals of dead processes, and the folder of the outbox if it is empty."""
         with contextlib.suppress(OSError):
             for path in self.folder.glob(".*"):
                 if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
@@ -117,7 +118,7 @@ class Outbox:
 
 
 def _lock_journal(path: Path) -> int | None:
-    """Open and lock a journal; return its descriptor, or None if another process holds it or has just removed it."""
+    """Open and lock a journal; return its descriptor, or None if another process holds the lock or removed the file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     except OSError:
@@ -133,7 +134,7 @@ def _lock_journal(path: Path) -> int | None:
 
 
 def _read_header(path: Path) -> Header | None:
-    """Return the first record of a journal; None if it is incomplete."""
+    """Return the first record of a journal; None if this record is incomplete."""
     try:
         with path.open("rb") as file:
             line = file.readline()

@@ -1,6 +1,6 @@
 """Send journals to all consumers of a study, in the background or while a caller waits.
 
-Each consumer has its own thread and pace, so an unavailable one does not delay the others.
+Each consumer has its own thread, so an unavailable service does not delay the other services.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REQUEST_TIMEOUT_SECONDS = 35.0  # slightly more than MLFLOW_HTTP_REQUEST_TIMEOU
 
 
 class Sender:
-    """Sends the journals of this process, and orphaned ones of dead processes, to every consumer of a study.
+    """Sends the journals of this process, and orphaned journals of dead processes, to all consumers of a study.
 
     Args:
         outbox: the study's outbox on this machine.
@@ -30,7 +30,7 @@ class Sender:
         self._outbox = outbox
         self._should_retry_rejected = should_retry_rejected
         self._changed = threading.Condition()
-        self._locked_journals: list[Journal] = []  # that this process holds
+        self._locked_journals: list[Journal] = []  # journals whose locks this process holds
         self._adoption_lock = threading.Lock()
         self._next_scan = time.monotonic()
         self._threads = [
@@ -44,7 +44,7 @@ class Sender:
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Return why some consumer cannot be reached at the moment, as text for users; None if all can."""
+        """The reason why a service is unavailable, as text for users; None if all services are available."""
         reasons = [(each.consumer, each.unavailable_reason) for each in self._threads if each.unavailable_reason]
         if len(self._threads) == 1:
             return next((reason for _, reason in reasons), None)
@@ -52,14 +52,14 @@ class Sender:
 
     @property
     def lagging_consumers(self) -> str:
-        """Return the titles of the consumers that lack records, as text for users: ``MLflow and TensorBoard``."""
+        """The titles of the consumers that lack records, as text for users, e.g. ``MLflow and TensorBoard``."""
         with self._changed:
             titles = [thread.consumer.title for thread in self._threads if thread.cursors]
         return _join_words(titles or [self._threads[0].consumer.title])
 
     @property
     def consumer_titles(self) -> str:
-        """Return the titles of all consumers, as text for users."""
+        """The titles of all consumers, as text for users."""
         return _join_words([thread.consumer.title for thread in self._threads])
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Sender:
         self.wake(is_urgent=True)
 
     def wake(self, *, is_urgent: bool = False) -> None:
-        """Schedule sending of new records: immediately if `is_urgent`, else within a second, in a batch."""
+        """Schedule the sending of new records: immediately if `is_urgent`, else in a batch within a second."""
         with self._changed:
             # Threads that wake at every epoch without need would slow down the training thread.
             wakes = [thread.wake(is_urgent=is_urgent) for thread in self._threads]
@@ -90,15 +90,15 @@ class Sender:
         *,
         startup_seconds: float = 0.0,
     ) -> int:
-        """Wait until every consumer has stored everything, or the timeout; return the number of journals left.
+        """Wait until every consumer has stored all journals, and return the number of journals that are left.
 
-        Does not wait for a service that stays unavailable: the next worker on this machine, or `hpsearch sync`, sends
-        the rest.
+        The method does not wait for a service that stays unavailable. The next worker on this machine, or
+        `hpsearch sync`, then sends the remaining journals.
 
         Args:
             timeout_seconds: the longest time to wait.
-            on_progress: called with the numbers of journals that were sent and that are left.
-            startup_seconds: time to wait for a server that does not answer, because it may be starting.
+            on_progress: a function that is called with the number of sent journals and the number of journals left.
+            startup_seconds: the time to wait for a service that does not answer, because it may be starting.
         """
         began = time.monotonic()
         deadline = began + timeout_seconds
@@ -124,7 +124,7 @@ class Sender:
         return len({id(cursor.journal) for thread in self._threads for cursor in thread.cursors})
 
     def close(self) -> None:
-        """Stop after the requests in flight; other processes send the rest."""
+        """Stop sending after the requests in flight; other processes send the remaining records."""
         with self._changed:
             for thread in self._threads:
                 thread.is_closing = True
@@ -141,7 +141,7 @@ class Sender:
             self._outbox.clean_up()
 
     def _adopt_orphans(self) -> None:
-        """Take over orphaned journals, and reassign journals whose outcome was pending; called by every thread."""
+        """Take over orphaned journals, and assign journals with a pending outcome again; every thread calls this."""
         with self._adoption_lock:
             with self._changed:
                 if time.monotonic() < self._next_scan:
@@ -156,7 +156,7 @@ class Sender:
                 self._assign(journal, is_orphan=True)
 
     def _assign(self, journal: Journal, *, is_orphan: bool = False) -> None:
-        """Give a journal to the consumers that lack records of it; release it if there are none."""
+        """Add a journal to the threads of the consumers that lack records of it; release it if no consumer does."""
         with self._changed:
             for thread in self._threads:
                 cursor = journal.cursors[thread.consumer.name]
@@ -172,7 +172,11 @@ class Sender:
         after_release()
 
     def _finish(self, journal: Journal) -> Callable[[], None]:
-        """Return how to remove a fully consumed journal, or to release an orphaned one; requires `changed`."""
+        """Return a function that removes or releases the journal if no thread needs it; the caller holds `changed`.
+
+        A fully consumed journal is removed. An orphaned journal that cannot be sent now is released. For other
+        journals, the function does nothing.
+        """
         is_in_use = any(journal.cursors[thread.consumer.name] in thread.cursors for thread in self._threads)
         if journal not in self._locked_journals or is_in_use:
             return lambda: None
