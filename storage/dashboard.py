@@ -167,7 +167,7 @@ def add_legacy_constraints(trial: FrozenTrial) -> FrozenTrial:
 
 
 def is_feasible(trial: FrozenTrial) -> bool:
-    """Whether a trial violates no constraint."""
+    """Return whether a trial violates no constraint."""
     return all(violation <= 0 for violation in trial.constraints.values())
 
 

@@ -105,7 +105,7 @@ class PruningContext:
         return self.values[self.step]
 
     def is_worse(self, value: float, cutoff: float) -> bool:
-        """Whether `value` is worse than `cutoff`; equal is not."""
+        """Return whether `value` is worse than `cutoff`; equal is not."""
         return value < cutoff if self.maximize else value > cutoff
 
     def keep(self, **details: Unpack[DecisionDetails]) -> Decision:
@@ -144,7 +144,7 @@ class OtherTrials(Protocol):
 
 
 def is_first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
-    """Whether `step`, which is past the warm-up, is the first one reported in its interval (Optuna's rule)."""
+    """Return whether `step`, which is past the warm-up, is the first one reported in its interval (Optuna's rule)."""
     start = (step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
     return max((s for s in values if s != step), default=-1) < start
 

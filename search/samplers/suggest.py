@@ -138,7 +138,7 @@ def _check_finalist(trial: FrozenTrial, finalist: int) -> None:
 
 
 def _may_repeat(trial: FrozenTrial, sampler: SamplerSpec) -> bool:
-    """Whether duplicates need no check: all parameters are fixed, or a duplicate is improbable."""
+    """Return whether duplicates need no check: all parameters are fixed, or a duplicate is improbable."""
     fixed = trial.system_attrs.get("fixed_params", {})
     free = {name: d for name, d in trial.distributions.items() if name not in fixed}
     return not free or (not sampler.can_repeat and any(math.isinf(_count_choices(d)) for d in free.values()))

@@ -97,7 +97,7 @@ def find_embedded_locations(home: Path, *, studies_only: bool) -> Locations:
 
 
 def has_stack(home: Path) -> bool:
-    """Whether the folder has an embedded stack."""
+    """Return whether the folder has an embedded stack."""
     return (home / STATE_FILE).exists()
 
 

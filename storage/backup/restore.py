@@ -210,7 +210,7 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
 
 
 def _is_partial_restore(cursor: Any) -> bool:
-    """Whether an earlier restore into this database was interrupted, so that the content may be replaced."""
+    """Return whether an earlier restore into this database was interrupted, so that the content may be replaced."""
     cursor.execute(PARTIAL_RESTORE_QUERY)
     return bool(cursor.fetchone()[0])
 

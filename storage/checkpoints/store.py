@@ -232,7 +232,7 @@ def get_checkpoint_path(path: str) -> str:
 
 
 def is_identical(path: Path, stored: StoredFile) -> bool:
-    """Whether the local file at `path` has the size and checksum of `stored`."""
+    """Return whether the local file at `path` has the size and checksum of `stored`."""
     try:
         return path.stat().st_size == stored.size and digest(path) == stored.sha256
     except FileNotFoundError:

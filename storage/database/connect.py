@@ -222,7 +222,7 @@ def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
 
 
 def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
-    """Whether a connection to the database succeeds and `query` returns true."""
+    """Return whether a connection to the database succeeds and `query` returns true."""
     import psycopg2
 
     with suppress(StorageError, psycopg2.Error), open_cursor(url, application_name="hpsearch-health") as cursor:
@@ -302,7 +302,7 @@ def read_revision(cursor: Any, table: str) -> str | None:
 
 
 def has_table(cursor: Any, table: str) -> bool:
-    """Whether a table of this name is visible to the user."""
+    """Return whether a table of this name is visible to the user."""
     cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
     return bool(cursor.fetchone()[0])
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry of the statement that raised this error may succeed."""
+    """Return whether a retry of the statement that raised this error may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     code = getattr(error.orig, "pgcode", None)
@@ -46,7 +46,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_transient_connection_error(text: str) -> bool:
-    """Whether a retry may succeed after a connection error with this text of libpq."""
+    """Return whether a retry may succeed after a connection error with this text of libpq."""
     return not _PERMANENT.search(text)
 
 

@@ -164,7 +164,7 @@ class Consumer(ABC):
         """Release the resources for a journal, after this process has sent its last record of the journal."""
 
     def classify_error(self, error: Exception) -> Failure:
-        """Return the classification of an error that `consume` raised; by default, rejections and bugs are permanent."""
+        """Return the classification of an error that `consume` raised; rejections and bugs are permanent by default."""
         is_known = isinstance(error, OSError | StorageError)
         can_pass = is_known and not isinstance(error, RunRejectedError)
         is_unavailable = isinstance(error, OSError | ServiceUnavailableError)

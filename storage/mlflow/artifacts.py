@@ -1,7 +1,8 @@
 """Access to the artifacts of MLflow runs from the Optuna dashboard, without a second copy.
 
-The dashboard lists the artifacts that a trial's system attributes name, and requests their content from an artifact
-store by an id of hexadecimal digits. The id encodes run and path, so that no lookup is necessary.
+The dashboard lists the artifacts that a trial's system attributes name. It requests their content from an Optuna
+artifact store, by an id of hexadecimal digits. The id encodes the run and the artifact path, so that
+`MlflowArtifactStore` needs no lookup.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hpsearch.storage.mlflow.client import EXPERIMENT, Tracking
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# The artifacts that users open; each is an attribute of the trial, which every worker reads once.
+# The artifacts that users open. Only these are listed, because each one is a trial attribute that every worker reads.
 DASHBOARD_ARTIFACTS = ("curves.png", "gradients.png", "report.md", "config.yaml", "metrics.jsonl")
 
 ATTR_PREFIX = "artifacts:"  # of Optuna's system attributes
@@ -30,17 +31,17 @@ _ID = re.compile(r"(?P<run>[0-9a-f]{32})-(?P<path>(?:[0-9a-f]{2})+)")
 
 
 def make_artifact_attrs(run_id: str, names: Iterable[str]) -> dict[str, str]:
-    """Return the system attributes by which the dashboard lists artifacts, as Optuna's `upload_artifact` writes them.
+    """Return the system attributes by which the dashboard lists artifacts, in the format of `optuna.artifacts`.
 
     Args:
-        run_id: the run with the artifacts.
-        names: artifact paths; only those in `DASHBOARD_ARTIFACTS` are listed.
+        run_id: the id of the run with the artifacts.
+        names: artifact paths; paths that are not in `DASHBOARD_ARTIFACTS` are ignored.
     """
     attrs = {}
     for name in (name for name in names if name in DASHBOARD_ARTIFACTS):
         artifact_id = make_artifact_id(run_id, name)
         mimetype, encoding = mimetypes.guess_type(name)
-        # A browser displays text, and offers to save files of unknown types.
+        # A browser displays text files, and offers to save files of unknown types.
         if mimetype is None or not mimetype.startswith("image/"):
             mimetype = "text/plain; charset=utf-8"
         metadata = {"artifact_id": artifact_id, "filename": name, "mimetype": mimetype, "encoding": encoding}
@@ -49,7 +50,7 @@ def make_artifact_attrs(run_id: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def make_artifact_id(run_id: str, path: str) -> str:
-    """Return the id of a run's artifact, with hexadecimal digits and dashes only, as the dashboard's routes require."""
+    """Return the id of a run's artifact, which has only hexadecimal digits and dashes, as the dashboard requires."""
     return f"{run_id}-{path.encode().hex()}"
 
 
@@ -67,7 +68,7 @@ class MlflowArtifactStore:
     """A read-only artifact store for Optuna with the artifacts of MLflow runs.
 
     Args:
-        get_client: returns a client of the MLflow server.
+        get_client: a function that returns a client of the MLflow server.
     """
 
     def __init__(self, get_client: Callable[[], MlflowClient]) -> None:
@@ -93,24 +94,25 @@ class MlflowArtifactStore:
             raise ArtifactNotFound(f"MLflow did not return {artifact_id}: {error}") from None
 
     def write(self, artifact_id: str, content_body: BinaryIO) -> None:  # noqa: ARG002 the interface is Optuna's
-        """Raise PermissionError: workers log the artifacts to MLflow."""
+        """Raise PermissionError, because only workers log artifacts."""
         raise PermissionError("artifacts are read-only here; log them to the MLflow run")
 
     def remove(self, artifact_id: str) -> None:
-        """Keep the artifact in MLflow when the dashboard removes it, for example with its study."""
+        """Do nothing: MLflow keeps an artifact that the dashboard removes, for example together with a study."""
 
 
 _DEFAULT_EXPERIMENT_ID = "0"  # every server has this experiment
 
 
 def write_probe(tracking: Tracking) -> str:
-    """Write a small artifact to a new folder next to the artifacts of runs; return the location of the folder.
+    """Write a small artifact to a new folder next to the artifacts of runs, and return the location of the folder.
 
-    The probe does not create the experiment: without it, the default experiment has the same kind of location.
+    The experiment is not created. If it does not exist, the artifact is written next to those of MLflow's default
+    experiment, which uses the same kind of location.
 
     Raises:
         StorageError: the experiment was deleted.
-        Exception: an error of the client of the server or of the artifact store.
+        Exception: an error of MLflow's client, or of the client of the artifact store.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -125,7 +127,7 @@ def write_probe(tracking: Tracking) -> str:
 
 
 def remove_probe(tracking: Tracking, location: str) -> None:
-    """Remove the artifact at the location by `write_probe`."""
+    """Remove the artifact that `write_probe` wrote, at the location that it returned."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     get_artifact_repository(location, tracking_uri=tracking.uri).delete_artifacts()

@@ -1,6 +1,6 @@
 """Runs in MLflow: one parent run per study, one child run per trial, written with `MlflowClient` only.
 
-The fluent API has state per process and thread, and its `start_run` overwrites the status of a run.
+MLflow's fluent API is not used, because it has state per process and thread, and `start_run` overwrites a run's status.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunDeletedError(RunRejectedError):
     """A run that a user deleted in the MLflow UI."""
 
 
-# For requests that are safe to repeat: a proxy or a restart interrupted them, or another process wrote the same row.
+# For requests that are safe to repeat, after an interruption or after another process has written the same row.
 _retry = tenacity.retry(
     retry=tenacity.retry_if_exception(is_retryable) | tenacity.retry_if_exception(is_duplicate),
     stop=tenacity.stop_after_attempt(3),
@@ -63,12 +63,14 @@ _retry_duplicates = tenacity.retry(
 
 
 class Tracking:
-    """The tracking server, with the experiment that contains all studies. Connects at the first request only.
+    """The tracking server, and the experiment that contains the runs of all studies.
+
+    No connection is opened before the first request.
 
     Args:
         uri: the address of the server.
         experiment: the name of the experiment, which is created if it is missing.
-        ui_url: the address of the server for browsers, for links; None for `uri`.
+        ui_url: the address of the server in links for browsers; None to use `uri`.
     """
 
     def __init__(self, uri: str, *, experiment: str = EXPERIMENT, ui_url: str | None = None) -> None:
@@ -86,7 +88,7 @@ class Tracking:
 
     @functools.cached_property
     def experiment_id(self) -> str:
-        """Return the id of the experiment, which is created if it is missing.
+        """The id of the experiment, which is created if it is missing.
 
         Raises:
             StorageError: the experiment was deleted.
@@ -102,7 +104,7 @@ class Tracking:
                 tags = {"mlflow.experimentKind": "custom_model_development"}
                 return str(self.client.create_experiment(name, tags=tags))
             except MlflowException:
-                found = self.client.get_experiment_by_name(name)  # another process was faster
+                found = self.client.get_experiment_by_name(name)  # another process has just created the experiment
                 if found is None:
                     raise
         if found.lifecycle_stage == "deleted":
@@ -125,18 +127,18 @@ class Tracking:
         known_run_id: str | None,
         before_create: Callable[[], object] = lambda: None,
     ) -> str:
-        """Return the id of the study's parent run, which is created if it is missing; requires the study's lock.
+        """Return the id of the study's parent run, which is created if it is missing; the caller holds `study_lock`.
 
         Args:
             study_name: the name of the study and of the run.
             study_id: the id of the study in the database.
             params: the spec, logged as the run's parameters.
-            known_run_id: the id that is stored in the study; None if there is none.
-            before_create: called before a run is created; raises if none may be created.
+            known_run_id: the run id that is stored in the study; None if no id is stored.
+            before_create: a function that is called before a run is created; it raises an exception to prevent this.
         """
         if known_run_id is not None and self.has_run(known_run_id):
             return known_run_id
-        # A study that was deleted and created again under its name is another study, with another id.
+        # A study that was deleted and created again under the same name has another id, and needs another run.
         query = f"tags.`{STUDY_ID}` = '{study_id}' AND tags.`{STUDY}` = '{study_name}'"
         for found in self.client.search_runs([self.experiment_id], query, max_results=5):
             if "mlflow.parentRunId" not in found.data.tags:
@@ -147,7 +149,7 @@ class Tracking:
         return run_id
 
     def find_trial_run(self, study_name: str, number: int, *, parent: str) -> str | None:
-        """Return the id of a trial's run, found by its tags, or None."""
+        """Return the id of the run whose tags identify the trial; None if there is no such run."""
         runs = self._trial_runs(study_name, parent, f"tags.`{TRIAL}` = '{number}'")
         return next((str(run.info.run_id) for run in runs), None)
 
@@ -162,22 +164,22 @@ class Tracking:
             number: the number of the trial.
             parent: the id of the study's run.
             tags: further tags of the run.
-            start_ms: the start in unix milliseconds; None for now.
+            start_ms: the start time in unix milliseconds; None for the current time.
         """
         tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent, **tags}
         return self._create_run(f"{study_name}-{number:04d}", tags, start_ms=start_ms)
 
     def find_running_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
-        """Return the runs of a study's trials with the status RUNNING: trial number to run id."""
+        """Return the ids of the trial runs of a study that have the status RUNNING, by trial number."""
         runs = self._trial_runs(study_name, parent, "attributes.status = 'RUNNING'")
         return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
 
     def find_tagged_trial_runs(self, study_name: str, parent: str, tag: str) -> set[str]:
-        """Return the ids of the runs of a study's trials whose tag `tag` is ``true``."""
+        """Return the ids of the trial runs of a study whose tag `tag` has the value ``true``."""
         return {str(run.info.run_id) for run in self._trial_runs(study_name, parent, f"tags.`{tag}` = 'true'")}
 
     def _trial_runs(self, study_name: str, parent: str, condition: str) -> Iterator[Run]:
-        # With the study's name, because the finalists' runs have the same parent, and trial numbers of their own.
+        # The condition includes the study's name: the runs of finalists have the same parent, and the same numbers.
         of_study = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
         return iterate_pages(self.client.search_runs, [self.experiment_id], f"{condition} AND {of_study}")
 
@@ -188,7 +190,7 @@ class Tracking:
 
     @_retry
     def mark_run_scheduled(self, run_id: str) -> None:
-        """Set the status of a trial's run to SCHEDULED until the next attempt resumes it."""
+        """Set the status of a trial's run to SCHEDULED, until the next attempt resumes the run."""
         self.log(run_id, tags={STATE: "waiting", REASON: ""})
         self.client.update_run(run_id, status="SCHEDULED")
 
@@ -203,10 +205,10 @@ class Tracking:
 
     @_retry
     def annotate_run(self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], at: float) -> None:
-        """Add tags and metrics to a run that has ended. Safe to repeat with the same time.
+        """Add tags and metrics to a run that has ended. Safe to repeat with the same `at`.
 
         Args:
-            run_id: the run, which keeps its status.
+            run_id: the id of the run, whose status does not change.
             tags: the tags to set.
             metrics: the metrics to log at step 0.
             at: the time of the metrics in unix seconds.
@@ -216,13 +218,13 @@ class Tracking:
     @_retry
     @kill_point("end run")
     def end_trial_run(self, run_id: str, outcome: Outcome, reason: str, *, end_ms: int) -> None:
-        """End the run of a trial, with outcome and reason as tags.
+        """End the run of a trial, and set outcome and reason as tags.
 
         Args:
-            run_id: the run.
+            run_id: the id of the run.
             outcome: the outcome of the trial.
-            reason: the reason, as text for users.
-            end_ms: the end in unix milliseconds.
+            reason: the reason of the outcome, as text for users.
+            end_ms: the end time in unix milliseconds.
         """
         self.log(run_id, tags={STATE: outcome.run_state, REASON: reason})
         self.client.set_terminated(run_id, status=outcome.mlflow_status, end_time=end_ms)
@@ -248,7 +250,10 @@ class Tracking:
         params: Mapping[str, object] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Log a batch. Names and texts that MLflow would reject are sanitized. Safe to repeat."""
+        """Log a batch of metrics, parameters and tags. Safe to repeat.
+
+        In names of metrics and parameters, characters that MLflow rejects are replaced. Long texts are truncated.
+        """
         from mlflow.entities import Param, RunTag
 
         self.client.log_batch(
@@ -259,10 +264,10 @@ class Tracking:
         )
 
     def has_run(self, run_id: str) -> bool:
-        """Return whether this server has the run: a study may move to another tracking server.
+        """Return whether this server has the run; it may not if the study has moved to another tracking server.
 
         Raises:
-            RunDeletedError: a user deleted the run in the MLflow UI; no other run may replace it.
+            RunDeletedError: a user deleted the run in the MLflow UI, so no new run may be created for the trial.
         """
         if (run := get_or_none(self.client.get_run, run_id)) is None:
             return False
@@ -282,10 +287,10 @@ def make_metrics(
     """Return the metrics of an epoch as entities of MLflow, which stores each (key, time, step, value) once.
 
     Args:
-        epoch: the step.
-        timestamp: the time in unix seconds.
-        values: metric name to value.
-        model_id: the logged model to link to the metrics; None for no link.
+        epoch: the epoch, which becomes the step of the metrics.
+        timestamp: the time of the metrics in unix seconds.
+        values: values by metric name.
+        model_id: the id of the logged model that the metrics are linked to; None for no link.
     """
     from mlflow.entities import Metric
 
@@ -294,7 +299,7 @@ def make_metrics(
 
 
 def list_model_ids(run: Run) -> list[str]:
-    """Return the ids of a run's logged models: first the one in the run's tag, then the others, latest first."""
+    """Return the ids of a run's logged models: first the id in the run's tag, then the run's outputs, latest first."""
     outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
     return [str(model_id) for model_id in (run.data.tags.get(MODEL_ID), *reversed(outputs)) if model_id]
 
@@ -303,12 +308,12 @@ _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 
 
 def sanitize_name(name: str) -> str:
-    """Return the name of a metric or parameter with the characters replaced that MLflow rejects."""
+    """Return the name of a metric or parameter, in which characters that MLflow rejects are replaced by `_`."""
     return re.sub(r"[^\w\-./ :]", "_", name)[:_MAX_NAME]
 
 
 def _reach_loopback_directly(uri: str) -> None:
-    """Exclude a loopback server from the configured proxy, which cannot reach it."""
+    """Exclude a server on a loopback address from the configured HTTP proxy, which cannot reach this address."""
     host = urlsplit(uri).hostname or ""
     for name in ("NO_PROXY", "no_proxy"):
         excluded = os.environ.get(name, "")

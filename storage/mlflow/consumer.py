@@ -1,7 +1,7 @@
 """Send journals to MLflow: find or create the run of the trial, and log each record once.
 
-Everything is safe to repeat. MLflow stores a metric point once by its (key, time, step, value). A run or a model is
-looked up before it is created where another process, or a request whose reply was lost, may have created it.
+All requests are safe to repeat. MLflow stores metric points with the same (key, time, step, value) only once. A run or
+model that another process, or a request whose reply was lost, may have created is looked up before it is created.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# MLflow's limits of a request: entities in total, parameters or tags, characters.
+# MLflow's limits for one request: entities in total, parameters or tags, characters.
 _MAX_ENTITIES, _MAX_PARAMS_OR_TAGS, _MAX_CHARACTERS = 1000, 100, 400_000
 
 
 @dataclass
 class _Batch:
-    """The content of one request. The metrics of an epoch are not split: MLflow stores all or none."""
+    """The content of one request. The metrics of an epoch are always in one request, so that all or none are stored."""
 
     metrics: list[Metric] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Batch:
     entries: list[JournalEntry] = field(default_factory=list)
 
     def has_room_for(self, other: _Batch) -> bool:
-        """Return whether both fit in one request; an empty batch accepts any other, which cannot be split."""
+        """Return whether this batch and `other` fit in one request; an empty batch has room for any batch."""
         both = (self, other)
         params_or_tags = max(sum(len(batch.params) for batch in both), sum(len(batch.tags) for batch in both))
         entities = sum(len(batch.metrics) + len(batch.params) + len(batch.tags) for batch in both)
@@ -71,8 +71,9 @@ class MlflowConsumer(Consumer):
     Args:
         tracking: the tracking server.
         links: the links from trials to runs in the study's database.
-        get_parent_run: returns the id of the study's parent run, which it creates if necessary.
-        on_delivered: called with the number of a trial whose last checkpoint was kept until MLflow had all of it.
+        get_parent_run: a function that returns the id of the study's parent run, and creates the run if necessary.
+        on_delivered: a function that is called with the number of a trial after MLflow has received its whole journal;
+            only for trials whose last checkpoint was kept until then.
     """
 
     name, title = MLFLOW, "MLflow"
@@ -90,10 +91,13 @@ class MlflowConsumer(Consumer):
         self._links = links
         self._get_parent_run = get_parent_run
         self._on_delivered = on_delivered
-        self._stored_epochs: dict[str, dict[int, float]] = {}  # per journal: the epochs that its run has already
+        self._stored_epochs: dict[str, dict[int, float]] = {}  # per journal: metric value of each epoch in its run
 
     def consume(self, cursor: Cursor) -> bool:
-        """Send the pending records of a journal; return whether MLflow has all of it, or its study was deleted."""
+        """Send the pending records of a journal; return whether the journal is finished.
+
+        A journal is finished when MLflow has all of its records, or when its study was deleted.
+        """
         try:
             return super().consume(cursor)
         except TrialDeletedError:
@@ -101,7 +105,7 @@ class MlflowConsumer(Consumer):
             return True
 
     def classify_error(self, error: Exception) -> Failure:
-        """Return the meaning of an error raised by `consume`."""
+        """Return the classification of an error that `consume` raised."""
         if isinstance(error, RunRejectedError):
             return Failure(str(error), is_transient=False)
         return Failure(
@@ -112,14 +116,14 @@ class MlflowConsumer(Consumer):
         )
 
     def on_rejected(self, cursor: Cursor) -> None:
-        """Record the rejection in the trial, if it has ended."""
+        """Record the rejection as an attribute of the trial, if the trial has ended."""
         trial = cursor.journal.header.trial
         if self._links.read_outcome(trial) is not None:
             self._links.record_delivery(trial, f"refused: {cursor.position.rejection}")
 
     @kill_point("send records")
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
-        """Send records, with as few requests as possible."""
+        """Send records in as few requests as possible; return whether the last record ends the journal."""
         batch = _Batch()
         for entry in entries:
             record = entry.record
@@ -140,7 +144,7 @@ class MlflowConsumer(Consumer):
     def write_outcome(self, cursor: Cursor, end: journal_records.End) -> None:
         """End the run of a trial whose process died before it recorded the outcome."""
         if end.outcome is Outcome.COMPLETE and not cursor.position.has_all_artifacts:
-            # For example an interrupted rebuild: only the checkpoint has the weights; the next `sync` uses it.
+            # This happens, for example, in an interrupted rebuild. The next `sync` rebuilds from the checkpoint.
             cursor.position.problem = f"{PENDING}: the process that sent it died before it had logged everything"
         self._end_run(cursor, end)
 
@@ -199,7 +203,7 @@ class MlflowConsumer(Consumer):
         except Exception as error:  # MLflow's client rejects requests with several types of errors
             if is_retryable(error):
                 raise
-            # One value is rejected: the others must not be lost with it.
+            # MLflow rejects the whole batch because of one invalid value; the other values must not be lost.
             parts: list[dict[str, Any]] = [{"metrics": batch.metrics}, {"params": batch.params}]
             parts += [{"tags": {key: value}} for key, value in batch.tags.items()]
             for part in parts:
@@ -209,19 +213,19 @@ class MlflowConsumer(Consumer):
                     self._record_rejection(cursor, ", ".join(part), rejection)
 
     def _record_rejection(self, cursor: Cursor, rejected: str, error: Exception) -> None:
-        """Record that MLflow rejected a part of the run; raise `error` again if a retry may succeed."""
+        """Record that MLflow rejected a part of the run; raise `error` instead if a retry may succeed."""
         if is_retryable(error):
             raise error
-        self._tracking.has_run(self._run_id(cursor))  # raises if the run was deleted, which is the cause then
+        self._tracking.has_run(self._run_id(cursor))  # raises RunDeletedError if the deletion of the run is the cause
         problem = f"MLflow rejected {rejected}: {describe_error(error)}"
         log.warning("trial %d: %s", cursor.journal.header.number, problem)
         cursor.position.problem = cursor.position.problem or problem
 
     def _has_epoch(self, cursor: Cursor, record: journal_records.Epoch) -> bool:
-        """Return whether the run has this epoch from an earlier attempt, or from this one before its offset was saved.
+        """Return whether the run already contains this epoch, with the same value.
 
-        Sending the same point again changes nothing, but an epoch that was trained again has another time, and MLflow
-        would store it twice.
+        An earlier attempt may have sent the epoch, or this attempt before a crash. If an epoch was trained again, its
+        metrics have a new time, so MLflow would store them twice.
         """
         key = cursor.journal.header.metric
         if not cursor.journal.header.resumed and cursor.journal.is_live:
@@ -271,7 +275,7 @@ class MlflowConsumer(Consumer):
         is_known = cursor.position.run_id is not None
         run_id = self._run_id(cursor)
         if is_known or cursor.journal.header.resumed:
-            self._tracking.log(run_id, tags=cursor.journal.header.tags)  # a new run was created with them
+            self._tracking.log(run_id, tags=cursor.journal.header.tags)  # a new run already has these tags
 
     def _log_dataset(self, cursor: Cursor, record: journal_records.Dataset) -> None:
         run_id = self._run_id(cursor)

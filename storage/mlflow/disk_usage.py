@@ -1,4 +1,4 @@
-"""The disk usage of a study's runs on the MLflow server, and the removal of their models and checkpoints."""
+"""The disk usage of the runs of a study on the MLflow server, and the removal of models and checkpoints of runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_re
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-CHECKPOINTS = "checkpoints"  # the artifact folder of a run with its best weights
+CHECKPOINTS = "checkpoints"  # the artifact folder with the best weights of a run
 
 
 @dataclass(frozen=True)
 class RunDiskUsage:
-    """The files of a run on the server that can be removed.
+    """The removable files of a run on the MLflow server.
 
     Attributes:
         run_id: the id of the run.
-        model_id: the id of its logged model; None without one.
+        model_id: the id of the run's logged model; None if the run has no logged model.
         model_bytes: the size of the model's files.
         checkpoint_bytes: the size of the run's checkpoints.
     """
@@ -44,14 +44,14 @@ class RunStorage:
         self._client = tracking.client
 
     def list_runs_with_files(self, parent: str) -> dict[str, Run]:
-        """Return the child runs of a study's run from which nothing was removed yet: id to run."""
+        """Return the child runs of a study's run from which nothing was removed yet, by run id."""
         query = f"tags.`mlflow.parentRunId` = '{parent}'"
         with mlflow_request(f"list the runs of {parent}"):
             runs = list(iterate_pages(self._client.search_runs, [self._tracking.experiment_id], query))
         return {str(run.info.run_id): run for run in runs if tag_names.REMOVED not in run.data.tags}
 
     def inspect(self, run: Run) -> RunDiskUsage:
-        """Return the disk usage of a run."""
+        """Return the disk usage of a run, which requires a request per folder."""
         run_id = str(run.info.run_id)
         model_id = next(iter(list_model_ids(run)), None)
         with mlflow_request(f"list the files of run {run_id}"):
@@ -65,7 +65,7 @@ class RunStorage:
             )
 
     def remove(self, usage: RunDiskUsage) -> None:
-        """Remove a run's model and checkpoints, files first; a second call completes an interrupted removal.
+        """Remove a run's model and checkpoints; a second call completes an interrupted removal.
 
         MLflow keeps the rows of a removed model until ``mlflow gc`` is run on the server.
         """
@@ -81,7 +81,7 @@ class RunStorage:
     def _remove_files(self, location: str, owner_id: str, path: str | None = None) -> None:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-        # Without a path the whole location is deleted, so it must belong to this run or model only.
+        # If `path` is None, the whole location is deleted, so the location must belong to this run or model only.
         if owner_id not in location.split("/"):
             raise StorageError(f"artifact location {location} does not contain {owner_id}; nothing is removed")
         get_artifact_repository(location, tracking_uri=self._tracking.uri).delete_artifacts(path)

@@ -21,15 +21,15 @@ _MAX_ERROR_LENGTH = 200  # characters
 
 
 class TrackingUnavailableError(ServiceUnavailableError):
-    """The tracking server does not answer or is not ready; records stay in the journal until it is."""
+    """A tracking server that does not answer or is not ready; records stay in the journal until it is ready."""
 
 
 def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
-    """Check the health of the tracking server.
+    """Check that the tracking server answers and is healthy.
 
     Args:
         uri: the address of the server.
-        setting: the name of the setting with the address, for messages.
+        setting: the name of the setting that contains the address, for messages.
 
     Raises:
         TrackingUnavailableError: no MLflow server answers, or it is not ready.
@@ -75,7 +75,7 @@ def _get(uri: str, path: str) -> Any:
 
 
 def read_server_version(uri: str) -> str | None:
-    """Return the version of the tracking server; None if the server does not report it.
+    """Return the version of the tracking server; None if the server does not report its version.
 
     Args:
         uri: the address of a server that passed `check_server`.
@@ -88,7 +88,7 @@ def read_server_version(uri: str) -> str | None:
     return version if version[:1].isdigit() else None
 
 
-# The server understands the request and rejects it permanently.
+# Error codes with which the server rejects a request permanently.
 _REJECTIONS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST"}
 _REJECTIONS |= {"INVALID_STATE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED"}
 
@@ -96,7 +96,10 @@ _DUPLICATE = re.compile("duplicate (key|entry)|unique constraint", re.IGNORECASE
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether the same request may succeed later: no answer, the server is starting, or access was denied."""
+    """Return whether a retry of the request may succeed.
+
+    This is the case if the server did not answer, is starting, or denied access.
+    """
     import requests
     from mlflow.exceptions import MlflowException
 
@@ -108,7 +111,13 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def get_or_none(call: Callable[..., T], *arguments: Any, also_ignored: str = "") -> T | None:
-    """Return the result of a client call; None if the object does not exist, or for the error code `also_ignored`."""
+    """Return the result of a call of MLflow's client; None if the object does not exist.
+
+    Args:
+        call: the client's method.
+        *arguments: the arguments of the method.
+        also_ignored: a further MLflow error code for which the result is None.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
@@ -120,12 +129,12 @@ def get_or_none(call: Callable[..., T], *arguments: Any, also_ignored: str = "")
 
 
 def is_duplicate(error: BaseException) -> bool:
-    """Return whether another process wrote the same row in the meantime; MLflow finds that row on a retry."""
+    """Return whether another process wrote the same row at the same time, so that MLflow finds the row on a retry."""
     return bool(_DUPLICATE.search(str(error)))
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Return whether the server did not answer at all, so that other requests would fail too."""
+    """Return whether the error means that the server did not answer, so that other requests would fail too."""
     import requests
 
     while error is not None:
@@ -136,7 +145,10 @@ def is_unreachable(error: BaseException | None) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of MLflow's client as one line; without an answer, the cause of the failed connection."""
+    """Return an error of MLflow's client as one line.
+
+    If the server did not answer, the line contains the cause of the failed connection.
+    """
     if not isinstance(error, StorageError) and is_unreachable(error):
         while (cause := error.__cause__ or error.__context__) is not None:
             error = cause
@@ -146,10 +158,10 @@ def describe_error(error: BaseException) -> str:
 
 @contextmanager
 def mlflow_request(description: str) -> Iterator[None]:
-    """Convert every error of MLflow's client to a `StorageError` of one line.
+    """Convert every error of MLflow's client within the context to a `StorageError` of one line.
 
     Args:
-        description: the request, after "MLflow did not": ``list the runs of 12``.
+        description: the request, as the continuation of "MLflow did not", such as ``list the runs of 12``.
 
     Raises:
         StorageError: the request failed.
@@ -160,7 +172,7 @@ def mlflow_request(description: str) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except Exception as error:  # the client passes on errors of its transport and of artifact stores
+    except Exception as error:  # the client also raises errors of HTTP libraries and artifact stores
         error_type = "" if isinstance(error, MlflowException) else f"{type(error).__name__}: "
         raise StorageError(f"MLflow did not {description}: {error_type}{describe_error(error)}") from error
 

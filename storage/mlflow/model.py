@@ -1,4 +1,4 @@
-"""Models in MLflow: export, upload, link to the run."""
+"""Models in MLflow: export a model, upload it, link it to a run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def export_model(
 ) -> None:
     """Export a model in MLflow's format: exported graph, signature, input example, requirements.
 
-    `mlflow.pytorch.log_model` also loads the result for a test, and reads the history of every metric of the run to
-    link one point to the model; both cost more time than the export.
+    `mlflow.pytorch.log_model` is not used, because it needs more time for additional steps than for the export: it
+    loads the exported model for a test, and reads the history of every metric to link one point to the model.
 
     Args:
         model: the model, in eval mode on the CPU; exported by ``torch.export`` with a dynamic batch dimension.
@@ -69,7 +69,10 @@ def export_model(
 def _check_dynamic_dims(
     folder: Path, inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]]
 ) -> None:
-    """Raise ValueError if the model accepts only the example's sizes; `torch.export` specializes them silently."""
+    """Raise ValueError if the exported model accepts only the example's sizes in a dynamic dimension.
+
+    `torch.export` may specialize dynamic dimensions to the sizes of the example without an error.
+    """
     import torch
 
     with warnings.catch_warnings():
@@ -86,7 +89,7 @@ def _check_dynamic_dims(
 def _make_signature(
     inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]], output: Any
 ) -> ModelSignature:
-    """Return the signature of a model; the output is left out if it is not a single tensor."""
+    """Return the MLflow signature of a model; an output that is not a single tensor is omitted."""
     import torch
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
@@ -106,7 +109,7 @@ def _make_signature(
 
 
 def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -> None:
-    """Add a model to the outputs of a run, unless it is there; requires the lock of the run."""
+    """Add a model to the outputs of a run, unless the run has this output; the caller holds the lock of the run."""
     from mlflow.entities import LoggedModelOutput
 
     if model_id not in list_model_ids(client.get_run(run_id)):
@@ -115,12 +118,12 @@ def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -
 
 @kill_point("upload model")
 def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path) -> None:
-    """Upload the files of a model, unless it has them. Safe to repeat.
+    """Upload the files of a logged model, unless they are complete on the server. Safe to repeat.
 
     Args:
         client: a client of the tracking server.
         model_id: the id of the model, from `create_model`.
-        run_id: the run of the model.
+        run_id: the id of the model's run.
         folder: the folder that `export_model` or `write_checkpoint_model` wrote.
     """
     from mlflow.models import Model
@@ -138,7 +141,7 @@ def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path)
 
 @kill_point("create model")
 def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
-    """Create the logged model of a run without its files, and return its id; requires the lock of the run."""
+    """Create the logged model of a run, without files, and return its id; the caller holds the lock of the run."""
     params = {key: str(value) for key, value in record.params.items()}
     model = tracking.client.create_logged_model(
         tracking.experiment_id, name=record.name, source_run_id=run_id, params=params, tags=record.tags, model_type=""
@@ -147,28 +150,28 @@ def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
 
 
 def ensure_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, record: Model, folder: Path) -> str:
-    """Create the logged model of a run, or complete one whose creation was interrupted; return its id.
+    """Create the logged model of a run, or complete a model whose creation was interrupted; return the model's id.
 
     Args:
         tracking: the tracking server.
         links: the links from trials to runs in the study's database.
-        trial_id: the trial.
-        run_id: the run of the trial.
+        trial_id: the id of the trial in the database.
+        run_id: the id of the trial's run.
         record: the description of the model.
         folder: the folder that `export_model` or `write_checkpoint_model` wrote.
 
     Raises:
-        ServiceUnavailableError: another process creates the model, or this one held the lock for too long.
+        ServiceUnavailableError: another process is creating the model, or this process lost the lock of the run.
         Exception: an error of MLflow's client.
     """
     client = tracking.client
     with links.lock_run(trial_id) as trial_links:
-        # Looked up on the server, because a user may have deleted the model that the database links.
+        # The model is looked up on the server, because a user may have deleted the model whose id the database has.
         found = client.search_logged_models([tracking.experiment_id], f"source_run_id = '{run_id}'", max_results=1)
         model_id = str(found[0].model_id) if found else create_model(tracking, run_id, record)
         link_model(client, model_id, run_id, step=record.step)
         trial_links.set_attrs({MODEL: model_id})
-    # The run has these points already; sent again with the model's id, they are linked to the model.
+    # The run already has these metric points; sending them again with the model's id links them to the model.
     metrics = make_metrics(record.step, record.at, record.metrics, model_id)
     tracking.log(run_id, metrics=metrics, tags={tag_names.MODEL_ID: model_id})
     upload_model(client, model_id, run_id, folder)
@@ -201,12 +204,12 @@ def write_checkpoint_model(checkpoint: Path, folder: Path, *, objective: str, re
 
 
 def read_export_failure(client: MlflowClient, model_id: str | None) -> str:
-    """Return why a model was not exported and is stored as a checkpoint; empty if it was exported."""
+    """Return the reason why a model is stored as a checkpoint instead of an exported model; empty if it is exported."""
     return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.WEIGHTS_ONLY, ""))
 
 
 def download_checkpoint(model_id: str, folder: Path, *, tracking_uri: str) -> Path:
-    """Download a model that was not exported to a folder; return the path of its checkpoint."""
+    """Download a model that is stored as a checkpoint to `folder`, and return the path of the checkpoint."""
     from mlflow.artifacts import download_artifacts
 
     path = download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=str(folder), tracking_uri=tracking_uri)

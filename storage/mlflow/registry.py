@@ -31,9 +31,9 @@ class Version:
     Attributes:
         model: the name of the registered model.
         number: the version number, from 1; MLflow never reuses one.
-        run_id: the run of the model; None if MLflow does not store it.
-        model_id: the logged model; None for a version that was registered from files.
-        user: the user who registered the version; None if the server has no users.
+        run_id: the id of the model's run; None if MLflow does not store it.
+        model_id: the id of the logged model; None if the version was registered from files.
+        user: the user who registered the version; None if the server has no user accounts.
         tags: the tags of the version.
         description: the description of the version, in Markdown.
     """
@@ -48,17 +48,20 @@ class Version:
 
     @property
     def uri(self) -> str:
-        """Return the model URI of the version: ``models:/digits/3``."""
+        """The model URI of the version, such as ``models:/digits/3``."""
         return f"models:/{self.model}/{self.number}"
 
 
 def previous_alias(alias: str) -> str:
-    """Return the alias of the replaced version: ``previous`` for ``champion``, ``previous-x`` for ``x``."""
+    """Return the alias for the version to which `alias` pointed before its last move.
+
+    It is ``previous`` for ``champion``, and ``previous-x`` for ``x``.
+    """
     return "previous" if alias == CHAMPION else f"previous-{alias}"
 
 
 def is_previous(alias: str) -> bool:
-    """Return whether an alias belongs to the version that another alias had before."""
+    """Return whether an alias is one that `previous_alias` returns."""
     return alias == "previous" or alias.startswith("previous-")
 
 
@@ -100,19 +103,19 @@ class Registry:
         self._client = client
 
     def list_aliases(self) -> dict[tuple[str, str], int]:
-        """Return the aliases of all models: (model, alias) to version; one request per thousand models."""
+        """Return the version number of each alias of all models, by (model, alias); one request per thousand models."""
         with mlflow_request("list its models"):
             models = list(iterate_pages(self._client.search_registered_models))
         return {(model.name, alias): int(version) for model in models for alias, version in model.aliases.items()}
 
     def get_version(self, model: str, number: int) -> Version | None:
-        """Return a version, or None if it does not exist."""
+        """Return a version of a registered model; None if the version does not exist."""
         with mlflow_request(f"look up version {number} of {model!r}"):
             found = get_or_none(self._client.get_model_version, model, str(number))
         return None if found is None else _to_version(found)
 
     def get_version_by_alias(self, model: str, alias: str) -> Version | None:
-        """Return the version with an alias, or None."""
+        """Return the version of a registered model with an alias; None if the model has no such alias."""
         with mlflow_request(f"look up {model}@{alias}"):
             # MLflow answers a request for a missing alias with INVALID_PARAMETER_VALUE.
             found = get_or_none(
@@ -121,7 +124,7 @@ class Registry:
         return None if found is None else _to_version(found)
 
     def list_versions_of_runs(self, run_ids: list[str]) -> list[Version]:
-        """Return all versions of the models of these runs."""
+        """Return all registered versions whose models are from these runs."""
         found: list[Version] = []
         for start in range(0, len(run_ids), 100):
             names = ", ".join(f"'{run_id}'" for run_id in run_ids[start : start + 100])
@@ -130,7 +133,7 @@ class Registry:
         return found
 
     def find_registrable_model(self, run_id: str) -> str | None:
-        """Return the id of a run's logged model that is complete and can be registered, or None."""
+        """Return the id of a run's logged model that is complete and can be registered; None if there is no such model."""
         with mlflow_request(f"look up run {run_id}"):
             run = get_or_none(self._client.get_run, run_id)
         if run is None:
@@ -142,17 +145,20 @@ class Registry:
         return None
 
     def has_run(self, run_id: str) -> bool:
-        """Return whether this server has a run, or had one that was deleted; another server may have tracked it."""
+        """Return whether this server has a run, deleted or not; if not, another server may have tracked the run."""
         with mlflow_request(f"look up run {run_id}"):
             return get_or_none(self._client.get_run, run_id) is not None
 
     def register(self, model: str, model_id: str, run_id: str, *, tags: Mapping[str, str]) -> Version:
-        """Return the version of a logged model in a registered model; both are created if they are missing.
+        """Register a logged model as a version of a registered model, and return the version.
+
+        A missing registered model is created. If the logged model is already registered, the existing version is
+        returned.
 
         Args:
             model: the name of the registered model.
             model_id: the id of the logged model.
-            run_id: the run of the logged model.
+            run_id: the id of the logged model's run.
             tags: the tags of a new version.
         """
         for version in self.list_versions_of_runs([run_id]):
@@ -171,7 +177,7 @@ class Registry:
         return _to_version(created)
 
     def update_version(self, version: Version, *, tags: Mapping[str, str], description: str) -> None:
-        """Set tags and description of a version where they differ; other tags stay."""
+        """Set tags and description of a version if they differ; existing tags that are not in `tags` are kept."""
         number = str(version.number)
         with mlflow_request(f"write the tags of version {number} of {version.model!r}"):
             for key, value in tags.items():
@@ -181,7 +187,7 @@ class Registry:
                 self._client.update_model_version(version.model, number, description[:DESCRIPTION_LIMIT])
 
     def set_alias(self, version: Version, alias: str) -> None:
-        """Move an alias to a version."""
+        """Let an alias point to a version; if it pointed to another version before, it is moved."""
         with mlflow_request(f"set alias {alias!r} of {version.model!r}"):
             self._client.set_registered_model_alias(version.model, alias, str(version.number))
 

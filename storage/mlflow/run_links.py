@@ -1,7 +1,7 @@
-"""The links from trials to MLflow runs and models in the study's database.
+"""The links from trials to MLflow runs and models, which are trial attributes in the study's database.
 
-They are written with SQL, because Optuna's storages reject attributes of finished trials, and a run may be created, or
-become complete, long after its trial has ended.
+They are written with SQL, because a run may be created or completed long after its trial has ended, and Optuna's
+storages reject attributes of finished trials.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpsearch.storage.journals.consumer import TrialOutcomes
 
 
 class TrialDeletedError(Exception):
-    """The trial is no longer in the database, because its study was deleted."""
+    """A trial that is no longer in the database, because its study was deleted."""
 
 
 class RunLinks(TrialOutcomes):
@@ -41,24 +41,29 @@ class RunLinks(TrialOutcomes):
             yield TrialLinks(connection, trial_id)
 
     def list_pending_trials(self, study_id: int) -> set[int]:
-        """Return the ids of a study's COMPLETE trials with records that MLflow does not have yet."""
+        """Return the ids of a study's COMPLETE trials whose records MLflow has not received completely."""
         arguments = {"study": study_id, "tracking": TRACKING, "pending": PENDING}
         return {row.trial_id for row in self._database.fetch_rows(_PENDING, arguments)}
 
     def set_attr_of_trials(self, trial_ids: Iterable[int], key: str, value: str) -> None:
-        """Set an attribute of several trials in any state."""
+        """Set a user attribute of several trials, which may be in any state."""
         arguments = {"trials": list(trial_ids), "key": key, "value": json.dumps(value)}
         with self._engine.begin() as connection:
             connection.execute(_SET_ATTR, arguments)
 
     def remove_attr_of_trials(self, trial_ids: Iterable[int], key: str) -> None:
-        """Remove an attribute of several trials."""
+        """Remove a user attribute of several trials, which may be in any state."""
         with self._engine.begin() as connection:
             connection.execute(_REMOVE_ATTR, {"trials": list(trial_ids), "key": key})
 
     @kill_point("record delivery")
     def record_delivery(self, trial_id: int, problem: str | None) -> None:
-        """Record that MLflow has all of a trial except what `problem` describes."""
+        """Record that MLflow has received all records of a trial.
+
+        Args:
+            trial_id: the id of the trial in the database.
+            problem: a description of the data that are missing in MLflow; None if nothing is missing.
+        """
 
         def write(connection: sa.Connection) -> None:
             if problem is None:
@@ -70,24 +75,24 @@ class RunLinks(TrialOutcomes):
 
 
 class TrialLinks:
-    """The links of one trial, under the lock of its run."""
+    """The links of one trial; the process holds the lock of the trial's run."""
 
     def __init__(self, connection: sa.Connection, trial_id: int) -> None:
         self._connection = connection
         self._trial_id = trial_id
 
     def read_attr(self, key: str) -> str | None:
-        """Return a user attribute of the trial, or None."""
+        """Return a user attribute of the trial as text; None if the trial does not have the attribute."""
         value = self._connection.execute(_READ, {"trial": self._trial_id, "key": key}).scalar()
         return None if value is None else str(json.loads(value))
 
     @kill_point("record run")
     def set_attrs(self, attrs: Mapping[str, Any]) -> None:
-        """Set user attributes of the trial in any state."""
+        """Set user attributes of the trial, which may be in any state."""
         self._write(_SET_USER_ATTRS, attrs)
 
     def set_system_attrs(self, attrs: Mapping[str, Any]) -> None:
-        """Set system attributes of the trial in any state, such as those by which the dashboard lists artifacts."""
+        """Set system attributes of the trial, which may be in any state, such as the dashboard's list of artifacts."""
         self._write(_SET_SYSTEM_ATTRS, attrs)
 
     def _write(self, statement: sa.TextClause, attrs: Mapping[str, Any]) -> None:

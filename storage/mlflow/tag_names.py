@@ -1,14 +1,14 @@
-"""Names of MLflow tags of runs, models and registered versions. They are stored: never rename one."""
+"""Names of MLflow tags of runs, models and registered versions. Never rename a tag, because stored runs have it."""
 
 PREFIX = "hpsearch."
 
 # Runs of studies, trials, finalists and refits, which are found by these tags.
-STUDY = "hpsearch.study"  # name; of models too
+STUDY = "hpsearch.study"  # name of the study; also a tag of models
 STUDY_ID = "hpsearch.study_id"
-TRIAL = "hpsearch.trial"  # number; of models too
-FINALIST_OF = "hpsearch.finalist_of"  # the trial that a finalist's run repeats
-REFIT_OF = "hpsearch.refit_of"  # the trial whose configuration a refit's run trains
-SEED = "hpsearch.seed"  # of a finalist's or refit's run
+TRIAL = "hpsearch.trial"  # number of the trial; also a tag of models
+FINALIST_OF = "hpsearch.finalist_of"  # finalists: number of the trial of the search that is retrained
+REFIT_OF = "hpsearch.refit_of"  # refits: number of the trial whose configuration is trained
+SEED = "hpsearch.seed"  # finalists and refits: seed of the training
 
 # A trial's run.
 STATE = "hpsearch.state"
@@ -17,18 +17,18 @@ OBJECTIVE = "hpsearch.objective"
 ATTEMPT = "hpsearch.attempt"
 PRUNING = "hpsearch.pruning"  # JSON: pruner, epoch (from 0), value, cutoff, peers, rung
 RESUMED = "hpsearch.resumed"
-OUT_OF_BOUNDS = "hpsearch.out_of_bounds"  # the violated constraints; of a study's run: the number of such trials
-TRACKING = "hpsearch.tracking"  # what is missing from the run
+OUT_OF_BOUNDS = "hpsearch.out_of_bounds"  # violated constraints; on a study's run: number of trials that violate one
+TRACKING = "hpsearch.tracking"  # description of the data that are missing from the run
 MODEL_ID = "hpsearch.model_id"
-REMOVED = "hpsearch.removed"  # the model and checkpoint were removed to free their space
+REMOVED = "hpsearch.removed"  # set when model and checkpoint were removed to free disk space
 VERSIONS = "hpsearch.versions"
 DEVICE = "hpsearch.device"
-DEVICES = "hpsearch.devices"  # the number that train the trial together
+DEVICES = "hpsearch.devices"  # number of devices that train the trial together
 OBJECTIVE_SHA256 = "hpsearch.objective_sha256"
-DATA_SHA256 = "hpsearch.data_sha256"  # of registered versions too
+DATA_SHA256 = "hpsearch.data_sha256"  # also a tag of registered versions
 GIT_DIRTY = "hpsearch.git_dirty"
 ON_FRONT = "hpsearch.on_front"  # true or false
-FINALIST = "hpsearch.finalist"  # the verdict
+FINALIST = "hpsearch.finalist"  # the verdict on the finalist
 FINALIST_RANK = "hpsearch.finalist_rank"
 TEST_OPENED = "hpsearch.test_opened"
 TEST_CONFIRMED = "hpsearch.test_confirmed"
@@ -47,5 +47,5 @@ WINNER_RUN_ID = "hpsearch.winner_run_id"
 FINALISTS_FRONT = "hpsearch.finalists_front"
 
 # A model or a registered version.
-WEIGHTS_ONLY = "hpsearch.weights_only"  # the reason why the model was not exported and is a checkpoint
+WEIGHTS_ONLY = "hpsearch.weights_only"  # reason why the model is stored as a checkpoint instead of an exported model
 PROMOTED_BY = "hpsearch.promoted_by"  # the user who promoted it with `hpsearch promote`

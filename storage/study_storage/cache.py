@@ -142,7 +142,7 @@ class StudyCache:
 
 
 def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:
-    """Whether nothing was written to an unfinished trial since it was read last."""
+    """Return whether nothing was written to an unfinished trial since it was read last."""
     return (
         not (row.param_names or row.steps or row.user_keys or row.system_keys or row.results)
         and STATE_BY_NAME[row.state] == known.state

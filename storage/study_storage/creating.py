@@ -163,7 +163,7 @@ def _insert_batches(
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
-    """Whether a trial was committed; waits for the lock that its transaction holds until it ends."""
+    """Return whether a trial was committed; waits for the lock that its transaction holds until it ends."""
     connection.execute(to_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
     return connection.execute(to_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
 

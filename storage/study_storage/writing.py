@@ -177,7 +177,7 @@ def write_state(
 def _is_already_written(
     database: Database, trial_id: int, state: TrialState, values: Sequence[float] | None, now: datetime
 ) -> bool:
-    """Whether an earlier try, whose reply was lost, has written the change.
+    """Return whether an earlier try, whose reply was lost, has written the change.
 
     The start, to the microsecond, identifies the process that set a trial to RUNNING. Any other state counts, whichever
     process set it.

@@ -54,7 +54,7 @@ class Spending:
         return f"the budget of {budget:.12g} {unit} was spent"
 
     def has_room_for_epoch(self, running: int) -> bool:
-        """Whether another epoch can start while `running` trials train one each."""
+        """Return whether another epoch can start while `running` trials train one each."""
         return not self.is_exhausted and (self.budget_epochs is None or self.epochs + running < self.budget_epochs)
 
     def _units(self) -> Iterator[tuple[float, float, str]]:
