@@ -133,7 +133,7 @@ class Registry:
         return found
 
     def find_registrable_model(self, run_id: str) -> str | None:
-        """Return the id of a run's logged model that is complete and can be registered; None if there is no such model."""
+        """Return the id of a run's logged model whose files are complete; None if the run has no such model."""
         with mlflow_request(f"look up run {run_id}"):
             run = get_or_none(self._client.get_run, run_id)
         if run is None:

@@ -1,1 +1,1 @@
-"""Trackers in addition to MLflow, which a study selects by the settings of their names."""
+"""Optional trackers, which receive a study's metrics in addition to MLflow."""

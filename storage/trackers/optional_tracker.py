@@ -1,4 +1,4 @@
-"""Base class of the trackers in addition to MLflow."""
+"""Base class of the optional trackers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from hpsearch.storage.journals.consumer import Consumer, TrialOutcomes
 
 
 class OptionalTracker(Consumer):
-    """Base class of the trackers that a study selects by the setting `name`, and that need the package of that name.
+    """Base class of optional trackers.
+
+    A tracker is enabled by the study setting with its `name`, and needs the Python package of the same name.
 
     Args:
-        setting: the value of the setting.
+        setting: the value of the setting, such as a folder or a project.
         study: the name of the study.
-        owner: a unique identifier of the study, which differs from that of a later study with the same name.
+        owner: a unique identifier of the study; a later study with the same name has another identifier.
         home: the home folder of hpsearch on this machine.
         outcomes: the outcomes of trials in the study's database.
     """

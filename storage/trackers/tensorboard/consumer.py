@@ -1,4 +1,4 @@
-"""The consumer that writes journals as TensorBoard event files, with one folder per trial and each epoch once."""
+"""The consumer that writes journals as TensorBoard event files, with one folder per trial."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpsearch.storage.trackers.optional_tracker import OptionalTracker
 from hpsearch.storage.trackers.tensorboard import files as events
 from hpsearch.storage.trackers.tensorboard.files import EventFiles
 
-_OWNER_FILE = ".study"  # in a study's folder, with the identifier of the study
+_OWNER_FILE = ".study"  # name of a file in the study's folder that contains the identifier of the study
 
 
 class TensorBoardConsumer(OptionalTracker):
-    """Writes the trials of one study as event files to the folder of the setting."""
+    """Writes the trials of one study as event files, to the folder that is the value of the setting."""
 
     name, title = "tensorboard", "TensorBoard"
 
@@ -47,7 +47,7 @@ class TensorBoardConsumer(OptionalTracker):
             ) from None
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
-        """Write the records that are not in the trial's files yet; return whether the last of them ends the journal."""
+        """Write the records that are not in the trial's files yet; return whether the last record ends the journal."""
         if not entries:
             return False
         files = self._event_files(cursor)
@@ -71,11 +71,11 @@ class TensorBoardConsumer(OptionalTracker):
             self._write_end(files, cursor, end)
 
     def release(self, cursor: Cursor) -> None:
-        """Drop the cached points of the trial's files; no file is open."""
+        """Drop the cached content of the trial's files, which are not open."""
         self._trial_files.pop(cursor, None)
 
     def classify_error(self, error: Exception) -> Failure:
-        """Return the meaning of an error, with the folder in its text."""
+        """Return the classification of an error; the text of an OSError contains the folder."""
         failure = super().classify_error(error)
         if isinstance(error, OSError) and error.strerror:
             return replace(failure, text=f"{self._folder}: {error.strerror}")
@@ -87,7 +87,7 @@ class TensorBoardConsumer(OptionalTracker):
         return self._trial_files[cursor]
 
     def _claim_study_folder(self) -> Path:
-        """Return the folder with the study's name, or with its identifier if another study has claimed that name."""
+        """Return the study's folder; its name is the study's name or, if another study uses this, the identifier."""
         folder = self._folder / self._study
         folder.mkdir(parents=True, exist_ok=True)
         hidden = folder / f"{_OWNER_FILE}-{os.getpid()}"

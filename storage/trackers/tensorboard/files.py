@@ -18,33 +18,33 @@ from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.files import append_atomically, lock_file
 from hpsearch.storage.trials.finishing import Outcome
 
-_END_SUFFIX = ".end"  # of the file with the outcome of the trial
+_END_SUFFIX = ".end"  # suffix of the file with the outcome of the trial
 _LOCK = ".lock"  # TensorBoard ignores this file
 _file_numbers = itertools.count()
 
 
 class EventFiles:
-    """The event files of a trial. This object reads all of them, and appends to one of its own.
+    """The event files of a trial. An `EventFiles` object reads all event files, and appends events to its own file.
 
     `flush` writes either all events that were added, or none.
 
     Args:
-        folder: the folder of the trial, created when it is needed.
+        folder: the folder of the trial, which is created when it is needed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file: Path | None = None
-        self._size = 0  # of the file of this object, in bytes
-        self._min_timestamp = 0  # of the name of the next file
+        self._size = 0  # size in bytes of the file of this object
+        self._min_timestamp = 0  # minimum timestamp in the name of the next file
         self._points: set[tuple[str, int]] = set()  # (tag, step) of all points, written or added
-        self._read_sizes: dict[str, int] = {}  # of the files of other objects, as far as they were read
+        self._read_sizes: dict[str, int] = {}  # sizes of other objects' files when they were read, by name
         self._added: set[tuple[str, int]] = set()  # points that are not written yet
         self._events: list[Any] = []
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the trial's files against other processes, and read the points that those have written.
+        """Lock the trial's files against other processes, and read the points that other processes have written.
 
         Raises:
             LockHeldError: another process holds the lock.
@@ -68,8 +68,8 @@ class EventFiles:
 
         Args:
             summary: a `tensorboard.compat.proto.summary_pb2.Summary`.
-            step: the step of its values.
-            at: the time of the event in unix seconds.
+            step: the step of the values.
+            at: the unix time of the event in seconds.
         """
         if values := [value for value in summary.value if (value.tag, step) not in self._points]:
             self._events.append(_make_event(values, step, at))
@@ -99,9 +99,13 @@ class EventFiles:
         self._added.clear()
 
     def write_end(self, outcome: Outcome, *, at: float) -> None:
-        """Write the outcome of the trial, which ended at unix seconds `at`; replaces an earlier outcome.
+        """Write the outcome of the trial, which replaces an earlier outcome.
 
-        The event has its own file, which `reopen` removes, because TensorBoard uses the first event of this kind.
+        TensorBoard uses only the first outcome. Therefore the outcome is in a separate file, which `reopen` removes.
+
+        Args:
+            outcome: the outcome of the trial.
+            at: the end of the trial as unix time in seconds.
 
         Raises:
             OSError: the disk is full.
@@ -116,14 +120,14 @@ class EventFiles:
         hidden.rename(path)
 
     def reopen(self) -> None:
-        """Remove the outcome of a trial that is resumed."""
+        """Remove the outcome of the trial, because the trial is resumed."""
         self._min_timestamp = self._next_timestamp()  # TensorBoard may be reading a file that is removed here
         for path in self._list_files():
             if path.name.endswith(_END_SUFFIX):
                 path.unlink(missing_ok=True)
 
     def _make_path(self, suffix: str = "") -> Path:
-        """Return a path for a new file that sorts after the existing ones, even if clocks of machines differ."""
+        """Return a path for a new file that sorts after the existing files, even if the clocks of machines differ."""
         origin = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
         return self.folder / f"events.out.tfevents.{self._next_timestamp():010d}.{origin}{suffix}"
 
@@ -146,7 +150,7 @@ class EventFiles:
 
 
 def _read_points(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield (tag, step) of all points that TensorBoard reads from a file, whose last event may be incomplete."""
+    """Yield (tag, step) of all points in an event file; like TensorBoard, skip an incomplete last event."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -167,34 +171,34 @@ def _serialize(events: list[Any]) -> bytes:
 
 
 def _make_version_event() -> Any:
-    """Return the first event of every file."""
+    """Return the event with the file version, which is the first event of every file."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     return Event(wall_time=time.time(), file_version="brain.Event:2")
 
 
 def make_tag(metric: str) -> str:
-    """Return the tag of a metric; train and val values of a metric share a plot, as those of `hpsearch train` do."""
+    """Return the TensorBoard tag of a metric; training and validation values of a metric share a plot."""
     kind, _, name = metric.partition("_")
     return f"{name}/{kind}" if kind in {"train", "val"} and name else metric
 
 
 def make_scalars(values: Mapping[str, float]) -> Any:
-    """Return a summary of metric values: tag to value."""
+    """Return a summary of metric values, given by tag."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def make_text(tag: str, text: str) -> Any:
-    """Return a summary of a text in Markdown."""
+    """Return a summary with a Markdown text."""
     from tensorboard.plugins.text.summary_v2 import text_pb
 
     return text_pb(tag, text)
 
 
 def format_table(values: Mapping[str, str]) -> str:
-    """Return tags as a Markdown table."""
+    """Return names and values as a Markdown table."""
     rows = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in values.items()]
     return "\n".join(["| tag | value |", "|---|---|", *rows])
 
@@ -203,9 +207,9 @@ def make_session_start(params: Mapping[str, Any], *, trial: str, at: float) -> A
     """Return the summary that adds a trial to the table of the HParams tab.
 
     Args:
-        params: the parameters; a value that is neither a number nor a boolean becomes text.
-        trial: the name of the row.
-        at: the start of the trial in unix seconds.
+        params: the parameters of the trial; values other than numbers and booleans are converted to text.
+        trial: the name of the trial's row in the table.
+        at: the start of the trial as unix time in seconds.
     """
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
@@ -214,7 +218,7 @@ def make_session_start(params: Mapping[str, Any], *, trial: str, at: float) -> A
 
 
 def _make_session_end(outcome: Outcome, at: float) -> Any:
-    """Return the event with the outcome of a trial in the HParams tab, at unix seconds `at`."""
+    """Return the event that sets the outcome of a trial in the HParams tab, at unix time `at` in seconds."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata
     from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS

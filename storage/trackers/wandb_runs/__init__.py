@@ -1,1 +1,1 @@
-"""Weights & Biases: one run per trial, logged by a separate process with the threads and hooks of the library."""
+"""Weights & Biases: one run per trial, logged by a separate process that contains the wandb library's threads."""

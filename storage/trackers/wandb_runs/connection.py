@@ -22,7 +22,7 @@ from hpsearch.storage.errors import ServiceUnavailableError
 
 
 class WandbUnavailableError(ServiceUnavailableError):
-    """Weights & Biases does not answer; records stay in the journal until it does."""
+    """A Weights & Biases server or process that does not answer; records stay in the journal until it answers."""
 
 
 class Connection:
@@ -32,13 +32,13 @@ class Connection:
         folder: the folder for the files and the log of the process.
 
     Attributes:
-        generation: the number of processes started so far; runs that an earlier process had open are closed.
+        generation: the number of processes that were started so far; runs that an earlier process opened are closed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: tuple[subprocess.Popen[bytes], Pipe] | None = None
-        self._child_processes: list[psutil.Process] = []  # that the process has started
+        self._child_processes: list[psutil.Process] = []  # child processes of the process
         self._request_lock = threading.Lock()
         self._is_closing = False
         self.generation = 0
@@ -47,7 +47,7 @@ class Connection:
         """Send a command to the process, which is started if necessary, and return its reply.
 
         Raises:
-            WandbUnavailableError: the process died or did not reply in time; the next request starts another one.
+            WandbUnavailableError: the process died or did not reply in time; the next request starts another process.
         """
         with self._request_lock:
             process, pipe = self._process or self._start()
@@ -57,7 +57,7 @@ class Connection:
             except (OSError, EOFError, WandbUnavailableError) as error:
                 self._stop(kill=True)
                 raise WandbUnavailableError(str(error) or "its process has died") from None
-            if "error" in reply:  # the library would keep its state, and reject a second attempt
+            if "error" in reply:  # the library keeps its state after an error, and would reject a second attempt
                 self._stop(kill=True)
             elif command == "open":
                 self._child_processes = _list_children(process.pid)
@@ -112,7 +112,7 @@ class Connection:
             process.wait(timeout=0.0 if self._is_closing else 5.0)
 
     def close(self) -> None:
-        """Interrupt a request in flight, and let the process exit after it has finished its open runs."""
+        """Interrupt a request in flight, and make the process exit after it has finished its open runs."""
         self._is_closing = True
         with self._request_lock:
             self._stop()

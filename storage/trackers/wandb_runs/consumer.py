@@ -26,7 +26,7 @@ _HOSTED = (
     "api.forge.coreweave.com",
     "forge.coreweave.com",
     "api.wandb.ai",
-)  # the library treats them as the same service
+)  # hosts that the library treats as the same service
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -34,7 +34,7 @@ _ONLINE, _MODES = {"online", "run", "shared"}, ("online", "offline", "shared", "
 
 
 def is_online() -> bool:
-    """Return whether WANDB_MODE sends runs to a server, not only to files."""
+    """Return whether WANDB_MODE selects a mode that sends runs to a server, instead of only writing files."""
     return os.environ.get("WANDB_MODE", "online") in _ONLINE
 
 
@@ -61,7 +61,7 @@ def _has_key() -> bool:
 
 
 def _check_reachable() -> None:
-    """Check that the server answers, with any HTTP status.
+    """Check that the Weights & Biases server answers, with any HTTP status.
 
     Raises:
         StorageError: WANDB_BASE_URL is not an HTTP address.
@@ -77,21 +77,27 @@ def _check_reachable() -> None:
         raise WandbUnavailableError(f"{server_url()}: no answer ({getattr(error, 'reason', error)})") from None
 
 
-_OPEN_SECONDS, _LOG_SECONDS, _FINISH_SECONDS = 60.0, 30.0, 60.0  # within which the process must reply
-_SYSTEM_PREFIX = "system/"  # of the names of system metrics, whose steps are seconds
+_OPEN_SECONDS, _LOG_SECONDS, _FINISH_SECONDS = 60.0, 30.0, 60.0  # longest time until the reply of the process
+_SYSTEM_PREFIX = "system/"  # prefix of the names of system metrics, whose steps are seconds
 
 
 @dataclass
 class _Run:
-    """A run that a process of `generation` has opened."""
+    """A run that is open in a process of the wandb library.
+
+    Attributes:
+        id: the id of the run.
+        generation: the `Connection.generation` of the process that opened the run.
+        system_metrics: the latest system metrics, which are logged with the next epoch.
+    """
 
     id: str
     generation: int
-    system_metrics: dict[str, float] = field(default_factory=dict)  # to log with the next epoch
+    system_metrics: dict[str, float] = field(default_factory=dict)
 
 
 class WandbConsumer(OptionalTracker):
-    """Sends the trials of one study to the Weights & Biases project, or entity/project, of the setting."""
+    """Sends the trials of one study to Weights & Biases; the setting's value is ``PROJECT`` or ``ENTITY/PROJECT``."""
 
     name, title = "wandb", "Weights & Biases"
 
@@ -119,10 +125,13 @@ class WandbConsumer(OptionalTracker):
             )
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
-        """Log records to the trial's run; they are committed when the run has finished, which ends the journal."""
+        """Log records to the trial's run, and return whether the last record ends the journal.
+
+        The cursor is committed only when the run is finished: until then, the process may lose logged records.
+        """
         if not entries:
             return False
-        if self._opened_run(cursor) is None:  # an earlier process may have lost the entries in flight
+        if self._opened_run(cursor) is None:  # the process that received the entries in flight may have lost them
             cursor.release_buffered_lines()
             cursor.rewind()
             entries = cursor.read_pending()
@@ -158,13 +167,13 @@ class WandbConsumer(OptionalTracker):
         self._finish(cursor, end)
 
     def release(self, cursor: Cursor) -> None:
-        """Finish the run in this process; another attempt may resume it."""
+        """Finish the run in this process; another attempt may resume the run."""
         if self._opened_run(cursor) is not None:
             self._finish(cursor, None)
             cursor.commit_in_flight()
 
     def close(self) -> None:
-        """Let the process of the wandb library exit."""
+        """Make the process of the wandb library exit."""
         self._process.close()
 
     def _opened_run(self, cursor: Cursor) -> _Run | None:
@@ -202,6 +211,6 @@ class WandbConsumer(OptionalTracker):
         if (error := reply.get("error")) is None:
             return reply
         text = format_error(error, 200)
-        if "deleted" in text:  # by a user: no other run may replace it
+        if "deleted" in text:  # a user deleted the run, so no new run may be created for the trial
             raise RunRejectedError(text)
         raise WandbUnavailableError(text)

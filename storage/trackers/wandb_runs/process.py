@@ -22,7 +22,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield the records of a run's file, up to a truncated one; the library has no Python reader for these files."""
+    """Yield the records of a `.wandb` file, up to the first truncated record; wandb has no Python reader for them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for data in _chunks(path.read_bytes()):
@@ -30,8 +30,8 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log, joined from their fragments."""
-    at, parts = _HEADER, b""  # the file begins with a header of the same size
+    """Yield the records of a file in the LevelDB log format; fragments of a record are joined."""
+    at, parts = _HEADER, b""  # the file begins with a header, which has the size of the header of a record
     while at + _HEADER <= len(data):
         if _BLOCK - at % _BLOCK < _HEADER:  # the padding of a block without space for another fragment
             at += _BLOCK - at % _BLOCK
@@ -48,25 +48,25 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 
 
 def read_offline_steps(folder: Path, run_id: str) -> set[int]:
-    """Return the steps of a run in the files that wait for `wandb sync`."""
+    """Return the steps of a run that are in offline files, which `wandb sync` uploads later."""
     paths = folder.glob(f"offline-run-*/run-{run_id}.wandb")
     histories = (record for path in paths for record in records(path) if record.WhichOneof("record_type") == "history")
     return {record.history.step.num for record in histories}
 
 
-_SHUTDOWN_SECONDS = 20.0  # to finish runs after the parent process is gone
-_WRITE_SECONDS = 30.0  # to write a file completely
-_INIT_SECONDS = 30.0  # for a server to create or find a run
+_SHUTDOWN_SECONDS = 20.0  # time to finish runs after the parent process has exited
+_WRITE_SECONDS = 30.0  # time to complete the file of a run
+_INIT_SECONDS = 30.0  # time for the server to create or find a run
 
 
 class Runs:
-    """The open runs, by their ids."""
+    """The open runs of this process. Each public method except `finish_all` executes one command of the parent."""
 
     def __init__(self) -> None:
         self._runs: dict[str, tuple[Any, set[int], int]] = {}  # run, logged steps, descriptor of the lock
 
     def open(self, *, run_id: str, folder: str, **settings: Any) -> dict[str, Any]:
-        """Create or resume a run; steps that it has already are not logged again."""
+        """Create or resume a run; steps that the run already has are not logged again."""
         import wandb
 
         lock = lock_file(Path(folder) / f".{run_id}.lock")
@@ -90,7 +90,7 @@ class Runs:
         rows: list[tuple[int, dict[str, Any]]],
         summary: dict[str, Any],
     ) -> dict[str, Any]:
-        """Log rows at their steps, each step once, and update config and summary of a run."""
+        """Log the rows of steps that the run does not have yet, and update config and summary of the run."""
         run, logged_steps, _ = self._runs[run_id]
         if config:
             run.config.update(config, allow_val_change=True)
@@ -103,11 +103,11 @@ class Runs:
         return {}
 
     def finish(self, *, run_id: str, exit_code: int, is_preempted: bool) -> dict[str, Any]:
-        """Finish a run; return when all of it is on the server or on disk.
+        """Finish a run, and wait until all its data are on the server or on disk.
 
         Args:
             run_id: the id of the run.
-            exit_code: 0 if the trial succeeded.
+            exit_code: the exit code of the run: 0 if the trial succeeded, else 1.
             is_preempted: whether another attempt will resume the run.
         """
         run, _, lock = self._runs.pop(run_id)
@@ -121,13 +121,13 @@ class Runs:
         return {}
 
     def finish_all(self) -> None:
-        """Finish all open runs after the parent process is gone."""
+        """Finish all open runs after the parent process has exited."""
         for run_id in list(self._runs):
             self.finish(run_id=run_id, exit_code=1, is_preempted=True)
 
 
 def _wait_until_written(file: Path) -> None:
-    """Wait until the file of a finished run is complete; the library returns before that."""
+    """Wait until the file of a finished run is complete, because the library returns before the file is complete."""
     deadline, size = time.monotonic() + _WRITE_SECONDS, -1
     while time.monotonic() < deadline:
         if file.exists() and (now := file.stat().st_size) != size:
@@ -142,7 +142,7 @@ def _wait_until_written(file: Path) -> None:
 
 def main() -> None:
     """Execute the commands of the parent process until it closes the pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they stop the worker, which sends its last records after that
+    for number in (signal.SIGINT, signal.SIGTERM):  # after these signals, the worker still sends its last records
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     os.set_inheritable(pipe.fileno(), False)
@@ -152,7 +152,7 @@ def main() -> None:
         "log_rows": runs.log_rows,
         "finish": runs.finish,
     }
-    with suppress(EOFError, OSError):  # the other end is closed
+    with suppress(EOFError, OSError):  # the parent process has closed the pipe
         while True:
             request = json.loads(pipe.recv_bytes())
             try:
