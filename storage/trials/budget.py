@@ -1,4 +1,4 @@
-"""Budgets of a study: spending, changes, and early termination."""
+"""Budgets of a study: the spent amounts, changes of the budgets, and early termination."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Spending:
     """Budgets of a study in epochs and seconds, and the spent amounts.
 
     Attributes:
-        budget_epochs, budget_seconds: the budgets; None is unlimited.
-        epochs: epochs reported by all trials; a repeated epoch counts once.
-        seconds: training time of all attempts, up to their last reports.
+        budget_epochs, budget_seconds: the budgets; None means unlimited.
+        epochs: number of epochs that all trials have reported; an epoch that a trial repeats counts once.
+        seconds: sum of the training times of all attempts, each up to the last report of the attempt.
     """
 
     budget_epochs: int | None
@@ -39,7 +39,7 @@ class Spending:
 
     @property
     def spent_fraction(self) -> float:
-        """Spent share, from 0 to 1, of the budget that is closer to its end."""
+        """Spent fraction of the budget; with budgets in epochs and in seconds, the larger of the two fractions."""
         return min(max(spent / budget for spent, budget, _ in self._units()), 1.0)
 
     @property
@@ -49,12 +49,12 @@ class Spending:
 
     @property
     def exhausted_reason(self) -> str:
-        """Message with the budget that is spent."""
+        """Message for users with the budget that is spent."""
         budget, unit = next((b, unit) for spent, b, unit in self._units() if spent >= b)
         return f"the budget of {budget:.12g} {unit} was spent"
 
     def has_room_for_epoch(self, running: int) -> bool:
-        """Return whether another epoch can start while `running` trials train one each."""
+        """Return whether another epoch can start while each of `running` trials trains an epoch."""
         return not self.is_exhausted and (self.budget_epochs is None or self.epochs + running < self.budget_epochs)
 
     def _units(self) -> Iterator[tuple[float, float, str]]:
@@ -68,7 +68,7 @@ UNBOUNDED_TRIALS = 1_000_000  # `n_trials` of a study that has a budget in epoch
 
 
 def format_progress(finished: int, n_trials: int, spending: Spending | None) -> str:
-    """Return the spent budgets of a study as text: ``12/50 trials, 120/2000 epochs``."""
+    """Return the spent amounts and the budgets of a study as text: ``12/50 trials, 120/2000 epochs``."""
     if spending is None:
         return f"{finished}/{n_trials} trials"
     if n_trials < UNBOUNDED_TRIALS:
@@ -92,7 +92,7 @@ _UPDATE_BUDGETS = sa.text("""
 
 
 def create_spending(connection: sa.Connection, study_id: int, *, epochs: int | None, seconds: float | None) -> None:
-    """Store the budgets of a study in epochs and seconds, unless it has them already."""
+    """Store the budgets of a study in epochs and seconds, unless such budgets are stored already."""
     connection.execute(_INSERT, {"study": study_id, "epochs": epochs, "seconds": seconds})
 
 
@@ -102,12 +102,19 @@ def read_spending(engine: sa.Engine, study_id: int) -> Spending | None:
 
 
 def read_spending_in(connection: sa.Connection, study_id: int) -> Spending:
-    """Return the budgets and the spent amounts in an open transaction; the study must have such a budget."""
+    """Return the budgets and the spent amounts, read in an open transaction.
+
+    The study must have a budget in epochs or seconds.
+    """
     return Spending(**connection.execute(_SELECT, {"study": study_id}).one()._mapping)
 
 
 def change_budgets(connection: sa.Connection, study_id: int, *, epochs: int | None, seconds: float | None) -> bool:
-    """Change the budgets; return False, and write nothing, if more than that is spent already."""
+    """Change the budgets in epochs and seconds.
+
+    Returns:
+        False if a new budget is already spent; nothing was written then.
+    """
     return connection.execute(_UPDATE_BUDGETS, {"study": study_id, "epochs": epochs, "seconds": seconds}).rowcount == 1
 
 
@@ -118,14 +125,16 @@ def change_spec(
     *,
     then: Callable[[sa.Connection, dict[str, Any]], object] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Replace the stored spec of a study under the lock that claims take, and return the new spec.
+    """Replace the stored spec of a study, and return the new spec.
+
+    The transaction holds the lock that every claim acquires, so that no trial is claimed during the change.
 
     Args:
-        engine: of the study's database.
-        study_id: the study.
-        change: returns the new spec, given the old one and the number of started trials; an exception in it rolls
-            back the transaction.
-        then: function to call with the new spec in the same transaction.
+        engine: engine of the study's database.
+        study_id: id of the study.
+        change: function that returns the new spec, given the old spec and the number of started trials; if it raises
+            an exception, the transaction is rolled back.
+        then: function that is called in the same transaction, with the connection and the new spec.
 
     Raises:
         StorageError: the study was deleted.
@@ -143,12 +152,12 @@ def change_spec(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Early termination of a study: the rest of its budget is not used.
+    """Early termination of a study, whose remaining budget is not used.
 
     Attributes:
-        gain: expected gain of the remaining budget, in the unit of the metric.
-        threshold: gain below which the study stops (`--stop-when`).
-        started: number of trials that were started.
+        gain: expected improvement of the best value by the remaining budget, in units of the metric.
+        threshold: expected gain below which the study is terminated (`--min-expected-gain`).
+        started: number of trials that were started before the early termination.
         budget: the budget in trials.
     """
 
@@ -159,12 +168,12 @@ class EarlyStop:
 
     @property
     def reason(self) -> str:
-        """Message with the expected gain and the threshold."""
+        """Message for users with the expected gain and the threshold."""
         return f"the rest of the budget was expected to gain {self.gain:.2g} (< {self.threshold:g})"
 
     @classmethod
     def from_attrs(cls, attrs: Mapping[str, Any]) -> EarlyStop | None:
-        """Return the early termination from the user attributes of a study; None if it was not terminated."""
+        """Return the early termination that is stored in a study's user attributes; None if none is stored."""
         stored = attrs.get(EARLY_TERMINATION)
         return None if stored is None else cls(**stored)
 
@@ -186,12 +195,21 @@ _UPDATE_ESTIMATE = sa.text("""
 def stop_early(
     engine: sa.Engine, study_id: int, *, gain: float, threshold: float, estimate: Mapping[str, Any]
 ) -> EarlyStop | None:
-    """Stop a study early: no further trials are started.
+    """Terminate a study early, so that no further trials are started.
 
-    The forecast is stored in the same transaction. If this worker dies before the commit, the next worker repeats it.
+    The estimate is stored in the same transaction. If this worker dies before the commit, another worker computes the
+    estimate again.
+
+    Args:
+        engine: engine of the study's database.
+        study_id: id of the study.
+        gain: expected gain of the remaining budget.
+        threshold: expected gain below which the study is terminated.
+        estimate: the estimate to store with the study (`EXPECTED_GAIN`).
 
     Returns:
-        The stored early termination; None if the study was stopped before, has no budget left, or has enqueued trials.
+        The stored early termination. None if nothing was stored: the study was already terminated early, has no budget
+        left, has enqueued trials, or was deleted.
     """
 
     def once(connection: sa.Connection, _repeated: bool) -> EarlyStop | None:
@@ -210,7 +228,7 @@ def stop_early(
 
 
 def cancel_early_stop(connection: sa.Connection, study_id: int) -> bool:
-    """Cancel the early termination of a study; return whether it had one."""
+    """Cancel the early termination of a study; return False if the study was not terminated early."""
     if connection.execute(_CANCEL_EARLY_STOP, {"study": study_id, "stop": EARLY_TERMINATION}).rowcount != 1:
         return False
     connection.execute(_UPDATE_ESTIMATE, {"study": study_id, "gain": EXPECTED_GAIN})

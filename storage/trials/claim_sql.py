@@ -1,6 +1,6 @@
 """SQL statements of claims. All times are by the database's clock.
 
-They use `clock_timestamp()` and not the start of the transaction, because a claim may have waited for its lock.
+The statements use `clock_timestamp()` instead of the start of the transaction, because a claim may wait for a lock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SELECT_LIVE_ATTEMPTS = sa.text(f"""
      WHERE t.study_id = :study AND a.ended_at IS NULL
 """)  # noqa: S608 the part is a constant
 
-# Only live attempts that may have ended: a large fleet has many others, which a claim need not read.
+# Selects only live attempts whose process may have ended; a large fleet has many other live attempts.
 SELECT_SUSPECT_ATTEMPTS = sa.text(f"""
     SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_IS_EXPIRED} AS expired,
            {_COUNT_FAILURES.format(trial="a.trial_id")} AS failures
@@ -93,7 +93,7 @@ _INSERT_LEASE = """
     )
 """
 
-# A released trial gets its first start back.
+# The start time of a released trial becomes the start of its first attempt again.
 CLAIM_WAITING_TRIAL = sa.text(f"""
     WITH mine AS (
         UPDATE trials t

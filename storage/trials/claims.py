@@ -1,4 +1,4 @@
-"""Claims: take a trial, and write to it under a lease and a fencing token."""
+"""Claims: take a trial, and write its results under a lease and a fencing token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to run one trial."""
+    """The right of an attempt to run one trial.
+
+    Attributes:
+        trial_id, number: id and number of the trial.
+        attempt: number of the attempt, from 1; it is the fencing token of writes.
+    """
 
     trial_id: int
     number: int
@@ -48,13 +53,13 @@ class Claim:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the trial had an earlier attempt."""
+        """Whether the trial had an earlier attempt, so that the trial is resumed."""
         return self.attempt > 1
 
 
 @dataclass(frozen=True)
 class RetriesExhausted:
-    """A trial that this claim set to FAIL, because it lost its worker more often than `retries` allows."""
+    """A trial that a claim set to FAIL, because the trial lost its worker more often than `retries` allows."""
 
     trial_id: int
     number: int
@@ -64,25 +69,29 @@ class RetriesExhausted:
 
 @dataclass(frozen=True)
 class NoTrialAvailable:
-    """No trial to take now. One of the `running` trials may be released later; if none runs, the study is finished."""
+    """The result of a claim when no trial is available.
+
+    Attributes:
+        running: number of running trials, which may be released later; if it is 0, the study is finished.
+    """
 
     running: int
 
 
 @dataclass(frozen=True)
 class StudyStopped:
-    """The study was stopped: no claim returns a trial until it is started again."""
+    """The result of a claim in a stopped study, in which no trial is available until the study is started again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class ReportResult:
-    """Result of a report.
+    """Result of the report of an epoch.
 
     Attributes:
         is_stopped: whether the study was stopped, so that the worker must release the trial.
-        is_counted: whether the epoch was written; False if the budget in epochs was spent before.
+        is_counted: whether the epoch was written; False if the budget in epochs was already spent.
         has_room: whether the budgets in epochs and seconds allow the trial's next epoch.
     """
 
@@ -109,12 +118,12 @@ class Claims:
 
     Args:
         engine: engine of the study's database.
-        study_id: id of the study; every claim reads the budget and retries of its spec from the database.
+        study_id: id of the study; every claim reads the current budget in trials, and `retries`, from the database.
         worker: name of the worker.
         lease: seconds without a renewal after which another worker may take the trial.
-        retry_seconds: seconds to wait for an unavailable database.
-        rungs: rungs at which trials wait; None if they do not.
-        metered_epochs: epochs of a full trial, if the study has a budget in epochs or seconds; None otherwise.
+        retry_seconds: longest time in seconds to retry while the database is unavailable.
+        rungs: rungs at which trials pause; None if the pruner has no rungs.
+        metered_epochs: number of epochs of a full trial, if the study has a budget in epochs or seconds; else None.
     """
 
     def __init__(
@@ -137,21 +146,28 @@ class Claims:
         self._rungs = rungs
         self._metered_epochs = metered_epochs
         self._candidates = claim_sql.SELECT_CANDIDATES if rungs is None else claim_sql.SELECT_CANDIDATES_EXCEPT_PAUSED
-        self._back_at = -math.inf  # when the database last became available again
+        self._back_at = -math.inf  # time at which the database became available again after the last outage
 
     def note_outage(self) -> None:
-        """Record that the database was unavailable until now: no worker could renew, so all leases start again."""
+        """Record the end of a database outage, during which no worker could renew a lease.
+
+        This process then treats a lease as expired only after a whole lease period from now.
+        """
         self._back_at = time.monotonic()
 
     @kill_point("claim")
     def claim(self, *, open_new: bool = True) -> ClaimResult:
-        """Take a trial.
+        """Take a trial, or end a trial that cannot continue.
 
-        If the claim ends a trial and the reply of its commit is lost, no caller learns of that end. The MLflow run of
-        such a trial ends with the study's.
+        If a claim ends a trial and the reply to its commit is lost, no caller receives the result. The MLflow run of
+        this trial is then ended together with the run of the study.
 
         Args:
-            open_new: whether trials that were never started, or wait at a rung, may be taken; False after the timeout.
+            open_new: whether to take trials that were never started or wait at a rung; False after the study's timeout.
+
+        Returns:
+            The claim of the trial; or a failed or pruned trial, after which the caller claims again; or the reason why
+            no trial is available.
 
         Raises:
             StorageError: the study was deleted.
@@ -199,7 +215,7 @@ class Claims:
         ):
             if row.running == 0:
                 return self._prune_cut(connection, trial_id, spending)
-            trial_id = None  # running trials may leave it some of the budget
+            trial_id = None  # the running trials may not use the whole rest of the budget
         if trial_id is None and self._rungs is not None:
             over = not may_open and row.running == 0
             begun = None if may_open else row.running
@@ -210,7 +226,7 @@ class Claims:
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
             taken = connection.execute(claim_sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
-            if taken is None:  # another program changed its state meanwhile
+            if taken is None:  # another program has just changed the state of the trial
                 return self._take(connection, claim_id, open_new=open_new)
             if rung is not None:
                 record_promotion(connection, trial_id, rung)
@@ -221,11 +237,18 @@ class Claims:
         return NoTrialAvailable(row.running)
 
     def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
-        """Lock the study and return its budget, retries and stop request; None if it was deleted."""
+        """Lock the study, and return its budget, retries and stop request; None if the study was deleted."""
         return connection.execute(claim_sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
 
     def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
-        """Return the next trial to promote, and its rung; if no trial can start, also one for `min_complete`."""
+        """Return (id, rung) of the next trial to promote; None if there is no such trial.
+
+        Args:
+            connection: connection whose transaction holds the lock of the study.
+            rungs: rungs of the study.
+            running: number of running trials if no new trial can be started, so that a trial may also be promoted to
+                reach `min_complete` complete trials; None otherwise.
+        """
         found = find_next_to_promote(connection, self._study_id)
         if found is not None or running is None:
             return found
@@ -235,7 +258,7 @@ class Claims:
         return None if self._metered_epochs is None else read_spending_in(connection, self._study_id)
 
     def _has_all_epochs(self, connection: sa.Connection, trial_id: int) -> bool:
-        """Return whether a trial has reported all of its epochs, so that only its end is missing."""
+        """Return whether a trial has reported all epochs, so that only its outcome is missing."""
         return bool(
             connection.execute(report_sql.HAS_ALL_EPOCHS, {"trial": trial_id, "epochs": self._metered_epochs}).scalar()
         )
@@ -249,7 +272,7 @@ class Claims:
         return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, is_cut=True)
 
     def _prune_at_rung(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> PrunedTrial | None:
-        """Prune one trial that waits at a rung and cannot be promoted any more, if there is one."""
+        """Prune one trial that waits at a rung and cannot be promoted any more; None if there is no such trial."""
         assert self._rungs is not None
         retired = find_next_to_prune(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
         if retired is not None:
@@ -261,7 +284,11 @@ class Claims:
     def _end_lost_attempts(
         self, connection: sa.Connection, *, retries: int, fail: bool = True
     ) -> RetriesExhausted | None:
-        """End the attempts of dead workers; their trials wait again, or fail without retries left."""
+        """End the attempts of dead workers.
+
+        A trial with retries left waits for another worker. If `fail` is set, the first trial without retries left is
+        set to FAIL and returned.
+        """
         suspects = {"study": self._study_id, "machine": f"{current_machine()}/"}
         for row in connection.execute(claim_sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
             expired = row.expired and time.monotonic() - self._back_at > row.lease
@@ -278,10 +305,10 @@ class Claims:
         return None
 
     def has_trials_left(self, *, open_new: bool = True) -> bool:
-        """Return whether a trial can be claimed or is running. The database is queried once, without retries.
+        """Return whether a trial can be claimed or is running, by one query without retries.
 
         Args:
-            open_new: as for `claim`.
+            open_new: whether trials that were never started count, as in `claim`.
         """
         with self._engine.begin() as connection:
             study = self._study(connection)
@@ -296,9 +323,9 @@ class Claims:
         return bool(row.given_back or row.running or at_rung or waits)
 
     def reclaim_expired_leases(self) -> None:
-        """Release the trials of dead workers for the next claim.
+        """Release the trials of dead workers, so that the next claim can take them.
 
-        Trials without retries left stay for a claim, which fails them and ends their MLflow runs.
+        Trials without retries left are not changed: `claim` sets them to FAIL, and its caller ends their MLflow runs.
         """
         with self._engine.begin() as connection:
             study = self._study(connection)
@@ -306,11 +333,11 @@ class Claims:
                 self._end_lost_attempts(connection, retries=study.retries, fail=False)
 
     def renew(self, claim: Claim) -> bool:
-        """Extend the lease; return False if the attempt is not live any more."""
+        """Extend the lease of a claim by a lease period; return False if the attempt has ended."""
         return self._set_lease(claim, self.lease)
 
     def expire_lease(self, claim: Claim) -> None:
-        """Let the lease expire now, because this process exits without ending its attempt."""
+        """Set the lease of a claim to expired, because this process exits without ending the attempt."""
         self._set_lease(claim, -1.0)
 
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
@@ -332,16 +359,17 @@ class Claims:
 
         Args:
             claim: claim of the trial.
-            step: the epoch, from 0; a value that was reported before stays.
+            step: the epoch, from 0; a value that was reported for this epoch before is kept.
             value: value of the metric; NaN and infinities are stored as in Optuna.
-            checkpoint: checkpoint after this epoch; the previous one stays valid too.
-            metrics: values of all objectives in a multi-objective study.
+            checkpoint: checkpoint after this epoch, in addition to the previous checkpoint, which stays valid.
+            metrics: values of all objectives in a multi-objective study; None in a single-objective study.
 
         Returns:
-            Whether the trial may continue. If the budget has no room for the epoch, nothing was written.
+            The result, with the conditions under which the trial may continue. If the budget has no room for the epoch,
+            nothing was written.
 
         Raises:
-            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
+            ClaimLostError: another attempt owns the trial, or the trial has ended; nothing was written.
         """
         finite, kind = encode_value(value, nan=True)
         values: dict[str, Any] = {"study": self._study_id, "finite": finite, "type": kind}
@@ -357,15 +385,15 @@ class Claims:
 
     @kill_point("record mid-epoch checkpoint")
     def record_mid_epoch_checkpoint(self, claim: Claim, epoch: int, checkpoint: StoredFile) -> None:
-        """Write a checkpoint within an epoch, and renew the lease.
+        """Record a checkpoint with a state within an epoch, and renew the lease.
 
         Args:
             claim: claim of the trial.
-            epoch: the last finished epoch, from 0; -1 before the first.
-            checkpoint: the checkpoint; it replaces the one after `epoch`.
+            epoch: the last finished epoch, from 0; -1 within the first epoch.
+            checkpoint: the checkpoint, which replaces the checkpoint after `epoch`.
 
         Raises:
-            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
+            ClaimLostError: another attempt owns the trial, or the trial has ended; nothing was written.
         """
         self._write(report_sql.RECORD_MID_EPOCH_CHECKPOINT, claim, epoch, checkpoint)
 
@@ -383,16 +411,17 @@ class Claims:
     def report_rung(
         self, claim: Claim, rung: int, value: float | Sequence[float], *, system: Mapping[str, Any] | None = None
     ) -> RungRank:
-        """Record the value of a trial at a rung. The trial is promoted, or its attempt ends and it is paused.
+        """Record the value of a trial at a rung, and promote or pause the trial; a pause ends the attempt.
 
         Args:
             claim: claim of the trial.
             rung: the reached rung, from 0.
-            value: best value up to the rung, not NaN; with several objectives, all values of the best epoch.
+            value: best value up to the rung, not NaN; in a multi-objective study, the values of all objectives at the
+                best epoch.
             system: system attributes to set if the trial is paused.
 
         Raises:
-            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
+            ClaimLostError: another attempt owns the trial, or the trial has ended; nothing was written.
         """
         rungs = self._rungs
         assert rungs is not None
@@ -402,7 +431,8 @@ class Claims:
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
             if study is None or connection.execute(claim_sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
-                if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):  # by the first try; its reply was lost
+                # The first try may have paused the trial, and its reply was lost.
+                if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):
                     return replace(read_rung_rank(connection, claim.trial_id, rung), is_promoted=False)
                 return None
             at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
@@ -431,23 +461,23 @@ class Claims:
         attrs: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None,
     ) -> None:
-        """End the attempt, and the trial unless it is released.
+        """End the attempt; the trial ends too, unless it is released.
 
         Args:
             claim: claim of the trial.
             outcome: outcome of the attempt.
-            retry: release the trial, which the outcome RELEASED always does.
-            value: value of a COMPLETE or PRUNED trial; with several objectives, one for each.
+            retry: whether to release the trial for another attempt; the outcome RELEASED always releases it.
+            value: value of a COMPLETE or PRUNED trial; in a multi-objective study, one value per objective.
             attrs: user attributes to set in the same transaction.
             system: system attributes to set in the same transaction.
 
         Raises:
-            ClaimLostError: another attempt owns the trial, or it has ended; nothing was written.
+            ClaimLostError: another attempt owns the trial, or the trial has ended; nothing was written.
         """
 
         def settled(connection: sa.Connection) -> bool:
             place = (connection, claim.trial_id, claim.attempt)
-            # A repeated call finds the attempt ended by the first one, whose reply was lost.
+            # A retry finds an attempt that the first call has ended, if only the reply of that call was lost.
             return finishing.finish_attempt(
                 *place, outcome, retry=retry, value=value, attrs=attrs, system=system
             ) or finishing.has_ended_as(*place, outcome)
@@ -456,17 +486,17 @@ class Claims:
             raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
 
     def count_failures(self, claim: Claim) -> int:
-        """Return the number of lost and failed attempts since the last one that added a checkpoint."""
+        """Return the number of lost and failed attempts from the last attempt that added a checkpoint on."""
         return int(self._database.fetch_rows(claim_sql.COUNT_FAILURES, {"trial": claim.trial_id})[0].failures)
 
     def release(self, claim: Claim) -> None:
-        """End the attempt as CANCELLED if it is still live, after the claim was lost."""
+        """After the claim was lost, end the attempt as CANCELLED if it is still live."""
         self._database.run_autocommit(
             lambda connection: finishing.close_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
         )
 
 
 def count_running_trials(engine: sa.Engine, study_id: int) -> int:
-    """Return the number of the study's trials that run on a worker that is not known to be dead."""
+    """Return the number of running trials of a study, except trials whose worker is known to be dead."""
     rows = Database(engine).fetch_rows(claim_sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

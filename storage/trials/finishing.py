@@ -20,11 +20,11 @@ from hpsearch.storage.database.trial_rows import (
 
 
 class Outcome(Enum):
-    """Outcome of an attempt, and of its trial unless the trial is tried again.
+    """Outcome of an attempt, and of its trial if the trial gets no further attempt.
 
     Attributes:
-        value: value in `hpsearch_attempts`.
-        trial_state: Optuna's name of the trial's state; the next claim takes a ``WAITING`` trial.
+        value: name of the outcome in the table `hpsearch_attempts`.
+        trial_state: Optuna's name of the trial's state; another attempt may take a ``WAITING`` trial.
         mlflow_status: status of the trial's MLflow run.
     """
 
@@ -34,12 +34,12 @@ class Outcome(Enum):
     # MLflow has no status PRUNED. KILLED differs from FINISHED in lists; a tag of the run marks cancelled trials.
     COMPLETE = "complete", "COMPLETE", "FINISHED"
     PRUNED = "pruned", "PRUNED", "KILLED"
-    INFEASIBLE = "infeasible", "PRUNED", "FAILED"  # diverged or out of memory: PRUNED, so that samplers use it
+    INFEASIBLE = "infeasible", "PRUNED", "FAILED"  # diverged or out of memory; PRUNED, so that samplers use the trial
     FAILED = "failed", "FAIL", "FAILED"
-    LOST = "lost", "FAIL", "FAILED"  # its worker died or froze, and no retries are left
-    CANCELLED = "cancelled", "FAIL", "KILLED"  # the trial was ended from outside
-    RELEASED = "released", "WAITING", "RUNNING"  # by a worker that shuts down
-    PAUSED = "paused", "WAITING", "RUNNING"  # at a rung, until it is promoted or pruned
+    LOST = "lost", "FAIL", "FAILED"  # the worker died or froze; without a retry, the trial fails
+    CANCELLED = "cancelled", "FAIL", "KILLED"  # another program ended the trial
+    RELEASED = "released", "WAITING", "RUNNING"  # the worker shut down
+    PAUSED = "paused", "WAITING", "RUNNING"  # the trial waits at a rung until it is promoted or pruned
 
     def __new__(cls, value: str, trial_state: str, mlflow_status: str) -> Self:
         """Create a member from its value, trial state and MLflow status."""
@@ -50,12 +50,12 @@ class Outcome(Enum):
 
     @property
     def run_state(self) -> str:
-        """Tag of the MLflow run, which distinguishes outcomes with the same status."""
+        """Value of the MLflow tag that distinguishes outcomes with the same run status."""
         return "fail" if self in {Outcome.FAILED, Outcome.LOST} else str(self.value)
 
     @classmethod
     def from_run_state(cls, state: str) -> Outcome:
-        """Return the outcome with a run state, in any case.
+        """Return the outcome with this run state, which is case-insensitive.
 
         Raises:
             ValueError: no outcome has this run state.
@@ -73,7 +73,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """Outcome of a trial, with its reason."""
+    """Outcome of a trial, and the reason of the outcome as text for users."""
 
     outcome: Outcome
     reason: str
@@ -97,13 +97,13 @@ def finish_attempt(  # noqa: PLR0913 keyword arguments for all columns of one st
         trial_id: id of the trial.
         attempt: number of the attempt.
         outcome: outcome of the attempt and of the trial.
-        retry: set the trial to WAITING, whatever the outcome.
-        value: value or values of the trial; infinities are stored as in Optuna, and nothing if one is NaN.
+        retry: whether to set the trial to WAITING, regardless of the outcome.
+        value: value or values of the trial; infinities are stored as in Optuna; if a value is NaN, none is stored.
         attrs: user attributes to set.
         system: system attributes to set.
 
     Returns:
-        False if the attempt is not live or its trial not RUNNING; nothing was written then.
+        False if the attempt has ended, or the trial is not RUNNING; nothing was written then.
     """
     # Optuna stores no NaN among the values of a trial.
     values = [value] if isinstance(value, float | int) else value or ()
@@ -120,12 +120,12 @@ def finish_attempt(  # noqa: PLR0913 keyword arguments for all columns of one st
 
 
 def prune_waiting_trial(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
-    """Set a waiting trial to PRUNED, with its last reported value."""
+    """Set a waiting trial to PRUNED, with its last reported value as its value."""
     connection.execute(_PRUNE_WAITING, {"trial_id": trial_id, **make_attr_parameters("user", attrs)})
 
 
 def close_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
-    """End an attempt if it is live, and leave its trial unchanged."""
+    """End an attempt if it is live, without a change of its trial."""
     connection.execute(_CLOSE_ATTEMPT, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
 
 
@@ -135,7 +135,7 @@ def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome
     return bool(found == outcome.value)
 
 
-# A released trial has no start until the next claim; this distinguishes it from trials that wait at rungs.
+# A released trial has no start time until the next claim, which distinguishes it from trials that wait at rungs.
 _FINISH_ATTEMPT = sa.text(f"""
     WITH mine AS (
         UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {FENCE}

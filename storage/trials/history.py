@@ -23,7 +23,7 @@ class AttemptRecord:
         number: number of the attempt, from 1.
         worker: name of the worker.
         started_at, ended_at: times by the database's clock; `ended_at` is None while the attempt is live.
-        outcome: value of its `Outcome`; None while the attempt is live.
+        outcome: value of the attempt's `Outcome`; None while the attempt is live.
         device: device of the worker, such as "2 x cuda"; None if the worker is not registered.
     """
 
@@ -36,7 +36,7 @@ class AttemptRecord:
 
     @property
     def seconds(self) -> float:
-        """Duration of the attempt; 0 while it is live."""
+        """Duration of the attempt in seconds; 0 while the attempt is live."""
         return 0.0 if self.ended_at is None else (self.ended_at - self.started_at).total_seconds()
 
 
@@ -58,8 +58,8 @@ class RunInterval:
 
     Attributes:
         number: number of the trial.
-        started_at, until: begin and end; the end is now for a live attempt that has not reported.
-        rung: rung at which the trial was paused at the end; None if it was not paused.
+        started_at, until: begin and end of the period; the end is the current time for a live attempt without a report.
+        rung: rung at which the trial was paused at the end of the period; None if the trial was not paused.
     """
 
     number: int
@@ -68,7 +68,7 @@ class RunInterval:
     rung: int | None
 
 
-# max: an attempt that was promoted at a rung without a pause has also reached a later one.
+# `max(r.rung)`: an attempt that was promoted at a rung without a pause may have reached several rungs.
 _RUN_INTERVALS = sa.text("""
     SELECT t.number, a.started_at, coalesce(a.reported_at, a.ended_at, clock_timestamp()) AS until,
            CASE WHEN a.outcome = 'paused' THEN (SELECT max(r.rung) FROM hpsearch_rungs r
@@ -90,7 +90,7 @@ _DEVICES = sa.text("""
 
 
 def read_attempts(engine: sa.Engine, trial_ids: Sequence[int]) -> dict[int, list[AttemptRecord]]:
-    """Return the attempts of these trials, by trial id and in order; trials without attempts are left out."""
+    """Return the attempts of each of these trials in order, by trial id; trials without attempts are omitted."""
     found: dict[int, list[AttemptRecord]] = {}
     for row in Database(engine).fetch_rows(_ATTEMPTS, {"trials": list(trial_ids)}) if trial_ids else ():
         values = dict(row._mapping)
@@ -104,9 +104,9 @@ def read_run_intervals(engine: sa.Engine, study_id: int) -> list[RunInterval]:
 
 
 def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:
-    """Return, by trial number, the devices of a trial's attempts in order.
+    """Return the devices of each trial's attempts, in the order of the attempts, by trial number.
 
-    The result is empty if all workers of the study have one device each.
+    The result is empty if no worker of the study uses several devices.
     """
     found: dict[int, list[str]] = {}
     for row in Database(engine).fetch_rows(_DEVICES, {"study": study_id, "times": DEVICE_COUNT_SEPARATOR}):
@@ -116,7 +116,14 @@ def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:
 
 @dataclass(frozen=True)
 class RunningTrial:
-    """A trial in state RUNNING; `step` is its last reported epoch, from 0."""
+    """A trial in state RUNNING.
+
+    Attributes:
+        number: number of the trial.
+        worker: name of the worker.
+        step: last reported epoch, from 0; None before the first report.
+        value: value of the last reported epoch; None before the first report.
+    """
 
     number: int
     worker: str
@@ -126,7 +133,7 @@ class RunningTrial:
 
 @dataclass(frozen=True)
 class Progress:
-    """Budget of a study, its trials by state, reported epochs, the best COMPLETE trial, and the running trials."""
+    """Progress of a study: its budgets, numbers of trials by state, reported epochs, best trial and running trials."""
 
     budget: int
     stopped_after: int | None = None  # number of trials that were started before early termination
@@ -134,7 +141,7 @@ class Progress:
     pruned: int = 0
     fail: int = 0
     waiting: int = 0
-    paused: int = 0  # at a rung
+    paused: int = 0  # waiting trials that are paused at a rung
     epochs: int = 0
     best_number: int | None = None
     best_value: float | None = None
@@ -148,17 +155,17 @@ class Progress:
 
     @property
     def summary(self) -> str:
-        """Spent budgets as text: ``12/50 trials, 120/2000 epochs``."""
+        """Spent amounts and budgets as text: ``12/50 trials, 120/2000 epochs``."""
         return format_progress(self.finished, self.budget, self.spending)
 
     @property
     def early_stop_note(self) -> str:
-        """Text to append to `summary`: empty unless the study was terminated early."""
+        """Text to append to `summary` if the study was terminated early, else an empty text."""
         return "" if self.stopped_after is None else ", stopped early"
 
     @property
     def finished_fraction(self) -> float:
-        """Finished share of the study, from 0 to 1, by the budget that is closest to its end."""
+        """Finished fraction of the study: the largest spent fraction of its budgets."""
         last = self.budget if self.stopped_after is None else min(self.budget, self.stopped_after)
         trials = self.finished / last if last else 1.0
         return max(trials, 0.0 if self.spending is None else self.spending.spent_fraction)
@@ -187,7 +194,7 @@ _COUNTS = sa.text("""
       FROM trials WHERE study_id = :study
 """)
 
-# By the first metric of a multi-objective study.
+# In a multi-objective study, the best trial is chosen by the first metric.
 _BEST = f"""
     SELECT t.number AS best_number, v.value AS best_value FROM trials t JOIN trial_values v USING (trial_id)
      WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE' AND v.objective = 0
@@ -216,7 +223,7 @@ def read_progress(
         engine: engine of the study's database.
         study_id: id of the study.
         direction: ``maximize`` or ``minimize``.
-        retry_seconds: seconds to wait for an unavailable database.
+        retry_seconds: longest time in seconds to retry while the database is unavailable.
     """
     database = Database(engine, retry_seconds)
     [row] = database.fetch_rows(_COUNTS, {"study": study_id, "spec": SPEC, "early_termination": EARLY_TERMINATION})
@@ -238,7 +245,7 @@ _VALUES = sa.text("""
 
 
 def read_epoch_values(engine: sa.Engine, study_id: int) -> dict[int, dict[int, list[float]]]:
-    """Return the values of all objectives, by trial id and epoch (from 0)."""
+    """Return the values of all objectives of each reported epoch, by trial id and epoch (from 0)."""
     found: dict[int, dict[int, list[float]]] = defaultdict(dict)
     for row in Database(engine).fetch_rows(_VALUES, {"study": study_id}):
         found[row.trial_id][row.step] = row.metrics
@@ -255,12 +262,12 @@ _SELECT_FINALIST_STUDIES = sa.text("""
 
 
 def read_finalist_studies(engine: sa.Engine, study_id: int) -> list[str]:
-    """Return the names of the studies with the finalists of a study, in order of creation."""
+    """Return the names of the studies that contain the finalists of a study, in order of creation."""
     return _read_names(engine, study_id, refits=False)
 
 
 def read_refit_studies(engine: sa.Engine, study_id: int) -> list[str]:
-    """Return the names of the studies with the refits of a study's winners, in order of creation."""
+    """Return the names of the studies that contain the refits of a study's winners, in order of creation."""
     return _read_names(engine, study_id, refits=True)
 
 

@@ -1,4 +1,4 @@
-"""Thread that renews the lease of a worker's trial, and releases trials of dead workers."""
+"""Background thread of a worker that renews the lease of the worker's trial, and releases trials of dead workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BEATS = 4  # renewals per lease period: three in a row may fail
 
 
 class LeaseKeeper:
-    """Background renewal of the lease of the running trial; it retries while the database is unavailable."""
+    """Background thread that renews the lease of the running trial, and retries while the database is unavailable."""
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
@@ -62,7 +62,7 @@ class LeaseKeeper:
                 self._claims.note_outage()
             away = False
             if beats % _BEATS == 0:
-                with suppress(SQLAlchemyError):  # the next beat logs an outage
+                with suppress(SQLAlchemyError):  # if the database is unavailable, the next renewal logs this
                     self._claims.reclaim_expired_leases()
 
     def _renew(self) -> None:

@@ -1,10 +1,12 @@
 """Unique names of processes, and the check whether a process of this machine has ended.
 
-The death of a worker on the same machine is detected at once; on other machines it shows when the lease expires.
+The death of a worker on the same machine is detected immediately. The death of a worker on another machine is detected
+when its lease expires.
 
-A name consists of the machine's boot id, the namespaces of process ids and time (a container has its own), the process
-id and the start time. No two processes have the same name. A container that mounts the /proc of another one sees other
-processes there, so it makes no such checks, and only its lease shows its death.
+A name consists of the boot id of the machine, the ids of the pid namespace and the time namespace (a container has
+its own namespaces), the process id and the start time. No two processes have the same name. If the /proc of a container
+shows the processes of another pid namespace, processes cannot be checked, so that dead workers are only detected when
+their leases expire.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ def current_process() -> str:
 
 
 def current_machine() -> str:
-    """Return the prefix of the names of all processes that this one can check."""
+    """Return the common prefix of the names of all processes that this process can check."""
     return _machine()
 
 
 def process_name(pid: int) -> str:
-    """Return the name of a process of this machine, given its id in this namespace."""
+    """Return the name of a process of this machine, given its process id in this namespace."""
     return f"{_machine()}/{pid}/{_start(pid)}"
 
 
 def has_ended(process: str) -> bool:
-    """Return whether the process has ended; False if it cannot be checked from here."""
+    """Return whether a process, given by its name, has ended; False if this process cannot check it."""
     machine, pid, start = process.rsplit("/", 2)
     if machine != _machine() or start == _UNKNOWN or not _sees_itself():
         return False
@@ -45,7 +47,7 @@ def has_ended(process: str) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether another user has such a process, which the /proc option `hidepid` hides."""
+    """Return whether the process id belongs to a process of another user that the /proc option `hidepid` hides."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -72,7 +74,7 @@ def _namespace(name: str) -> Path | None:
 
 @functools.cache
 def _sees_itself() -> bool:
-    """Return whether /proc shows the processes of this namespace."""
+    """Return whether /proc shows the processes of the pid namespace of this process."""
     if platform.system() != "Linux":
         return True
     try:
@@ -82,7 +84,7 @@ def _sees_itself() -> bool:
 
 
 def _start(pid: int) -> str:
-    """Return the start time of a process; an empty text if it has ended, also if it is a zombie."""
+    """Return the start time of a process as text; an empty text if the process has ended or is a zombie."""
     if not _sees_itself():
         return _UNKNOWN
     try:

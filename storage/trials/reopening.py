@@ -1,6 +1,6 @@
-"""Reopen finished trials: failed ones, and those that a larger budget allows to continue.
+"""Reopen finished trials: failed trials, and trials that a larger budget allows to continue.
 
-Optuna's storages never change the state of a finished trial, so these are SQL statements of hpsearch.
+Optuna's storages do not change the state of a finished trial, so this module uses its own SQL statements.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DELETE_RESULT = f"""
     )
 """  # noqa: S608 the parts are constants
 
-# Values up to the last checkpoint stay; later epochs run, and are reported, again. Failed attempts are marked, so that
-# they no longer count against the retries. A live attempt of a trial that another program failed is ended.
+# Values up to the last checkpoint are kept; later epochs are trained and reported again. Failed attempts are marked, so
+# that they are not counted as failures any more. If another program set the trial to FAIL, its live attempt is ended.
 _REOPEN = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
@@ -78,15 +78,19 @@ _REQUEUE_PRUNED_AT_RUNGS = sa.text(f"""
 
 
 def requeue_pruned_at_rungs(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> int:
-    """Requeue trials that were pruned at a rung and that the larger budget may promote. Return their number.
+    """Set trials that were pruned at a rung to WAITING if they can be promoted within the larger budget.
 
-    Their checkpoints are deleted. A promoted trial trains again up to the rung, and reports the same values.
+    Checkpoints of pruned trials are deleted, so a trial that is promoted trains again from the start, and reports the
+    same values up to the rung.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.
         study_id: id of the study.
         rungs: rungs of the study.
         n_trials: the new budget in trials.
+
+    Returns:
+        The number of requeued trials.
     """
     recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
     return int(connection.execute(_REQUEUE_PRUNED_AT_RUNGS, {"study": study_id}).scalar_one())
@@ -104,7 +108,7 @@ _REQUEUE_CUT_TRIALS = sa.text(f"""
 
 
 def requeue_cut_trials(connection: sa.Connection, study_id: int) -> int:
-    """Requeue trials that were cut off when the budget was spent, to resume from their last checkpoints.
+    """Set trials that were pruned because the budget was spent to WAITING, to resume from their last checkpoints.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.
@@ -119,18 +123,18 @@ def requeue_cut_trials(connection: sa.Connection, study_id: int) -> int:
 def reopen_trial(
     engine: sa.Engine, study_id: int, trial_id: int, *, from_start: bool, rungs: Rungs | None = None
 ) -> tuple[bool, int | None]:
-    """Requeue a trial that is FAIL, or PRUNED as infeasible, with its number and parameters.
+    """Set a trial that is FAIL, or PRUNED as infeasible, to WAITING; its number and parameters do not change.
 
     Args:
         engine: engine of the study's database.
         study_id: id of the study.
         trial_id: id of the trial.
-        from_start: whether to delete its checkpoints and reported values.
-        rungs: rungs of the study; None if trials do not wait at rungs.
+        from_start: whether to delete the trial's checkpoints and reported values.
+        rungs: rungs of the study; None if the pruner has no rungs.
 
     Returns:
-        Whether the trial was in such a state (otherwise nothing was written), and the epoch, from 0, of the checkpoint
-        that it resumes from; None if it starts from scratch.
+        Two values. First, whether the trial was in such a state; if not, nothing was written. Second, the epoch (from
+        0) of the checkpoint from which the trial will resume; None if the trial starts from scratch.
     """
     with engine.begin() as connection:
         study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()

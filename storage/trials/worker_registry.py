@@ -15,7 +15,7 @@ from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.process_identity import current_process, has_ended
 
-_HEARTBEAT_SECONDS = 10.0  # interval of a worker without a trial; a worker with a trial renews its lease
+_HEARTBEAT_SECONDS = 10.0  # interval of heartbeats of a worker without a trial; other workers renew a lease instead
 
 _INSERT = sa.text("""
     INSERT INTO hpsearch_workers (worker_id, study_id, name, host, pid, process, engine, job, device, version)
@@ -31,7 +31,16 @@ _UPDATE_LEFT = sa.text("""
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of a worker; `engine` and `job` name the engine and its job, and are None if it was started by hand."""
+    """Identity of a worker.
+
+    Attributes:
+        name: unique name of the worker.
+        host: name of the worker's machine.
+        pid: process id.
+        engine, job: the engine that started the worker, and the id of the job; None if a user started the worker.
+        device: device of the worker, such as "2 x cuda".
+        version: version of hpsearch.
+    """
 
     name: str
     host: str
@@ -43,7 +52,7 @@ class WorkerIdentity:
 
 
 class WorkerRegistration:
-    """Registration of one worker. If the database is unavailable, the writes are skipped without an error."""
+    """Registration of one worker in the database; a write is skipped if the database is unavailable."""
 
     def __init__(self, engine: sa.Engine, study_id: int, identity: WorkerIdentity) -> None:
         self._engine, self._study_id, self._identity = engine, study_id, identity
@@ -55,13 +64,13 @@ class WorkerRegistration:
         self._write(_INSERT, study=self._study_id, process=current_process(), **vars(self._identity))
 
     def send_heartbeat(self) -> None:
-        """Update the time of the last sign of life, at most every 10 seconds."""
+        """Update the time of the worker's last heartbeat, at most every 10 seconds."""
         if time.monotonic() - self._seen_at > _HEARTBEAT_SECONDS:
             self._seen_at = time.monotonic()
             self._write(_UPDATE_SEEN)
 
     def record_exit(self, how: str) -> None:
-        """Record that the worker exits, and its reason."""
+        """Record that the worker exits, and the reason of the exit."""
         self._write(_UPDATE_LEFT, how=how)
 
     def _write(self, statement: sa.TextClause, **values: object) -> None:
@@ -75,12 +84,14 @@ class WorkerRow:
 
     Attributes:
         identity: identity of the worker.
-        state: ``running``, ``idle``, ``left`` (exited), or ``lost`` (no sign of life, and no recorded exit).
-        trial, epoch: current trial and its last reported epoch, from 1; 0 before the first, None without a trial.
-        trials: number of trials that it ended as COMPLETE or PRUNED.
-        started_at, seen_at: times by the database's clock.
-        lease_left: seconds until the lease expires; None without a trial.
-        left_as: recorded reason of the exit; None before.
+        state: ``running`` (with a trial), ``idle`` (without a trial), ``left`` (has exited), or ``lost`` (no heartbeat,
+            and no recorded exit).
+        trial: number of the current trial; None if the worker has no trial.
+        epoch: last reported epoch of the current trial, from 1; 0 before the first report; None if there is no trial.
+        trials: number of trials that the worker has ended as COMPLETE or PRUNED.
+        started_at, seen_at: start and last heartbeat of the worker, by the database's clock.
+        lease_left: seconds until the lease expires; None if the worker has no trial.
+        left_as: recorded reason of the exit; None if the worker has not exited.
     """
 
     identity: WorkerIdentity
@@ -119,7 +130,7 @@ _SELECT_WORKERS = sa.text(f"""
 
 
 def read_workers(engine: sa.Engine, study_id: int, *, retry_seconds: float = RETRY_SECONDS) -> list[WorkerRow]:
-    """Return the workers of a study; those that have not exited come first."""
+    """Return the workers of a study; workers that have not exited come first."""
     found = []
     for row in Database(engine, retry_seconds).fetch_rows(_SELECT_WORKERS, {"study": study_id}):
         lost = has_ended(row.process) or (row.silent if row.number is None else row.expired)
@@ -142,7 +153,15 @@ def read_workers(engine: sa.Engine, study_id: int, *, retry_seconds: float = RET
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """End of an attempt: time, trial number, outcome and worker; `reason` if the trial ended with it."""
+    """End of an attempt.
+
+    Attributes:
+        at: time of the end.
+        trial: number of the trial.
+        outcome: value of the attempt's `Outcome`.
+        worker: name of the worker.
+        reason: reason of the trial's outcome, if the trial ended with this attempt; else None.
+    """
 
     at: datetime
     trial: int
