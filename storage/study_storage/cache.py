@@ -1,4 +1,4 @@
-"""Cache of a study's trials: finished trials are read once, the others are read again on each call."""
+"""Cache of a study's trials: a finished trial is read once, an unfinished trial is read again on each call."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hpsearch.storage.study_storage.reading import (
 
 
 class StudyCache:
-    """Cached trials of one study. A returned trial is never modified: a new object replaces it in the cache."""
+    """Cached trials of one study. Cached trial objects are never modified: an update replaces them with new objects."""
 
     def __init__(self, study_id: int) -> None:
         self.study_id = study_id
         self.lock = threading.RLock()
-        self.distributions: dict[str, BaseDistribution] = {}  # per parameter: the first one in the study
+        self.distributions: dict[str, BaseDistribution] = {}  # per parameter: the first distribution in the study
         self._known = ReadCursor()
         self._trials: list[FrozenTrial] = []  # in the order of ids, which is also the order of numbers
         self._index_of: dict[int, int] = {}  # trial id: index in `_trials`
@@ -40,17 +40,17 @@ class StudyCache:
 
     @property
     def last_trial_id(self) -> int:
-        """Highest cached trial id, below which no new trial can appear; -1 if no trial is cached."""
+        """Highest cached trial id; new trials of the study have higher ids. -1 if no trial is cached."""
         return self._known.last_trial_id
 
     def get_finished(self, trial_id: int) -> FrozenTrial | None:
-        """Return the cached trial if it is finished there; None otherwise."""
+        """Return a trial from the cache if the cached version is finished; None otherwise."""
         with self.lock:
             place = self._index_of.get(trial_id)
             return None if place is None or trial_id in self._known.unfinished else self._trials[place]
 
     def get_trial_id(self, number: int) -> int | None:
-        """Return the id of the trial with this number; None if it is not cached."""
+        """Return the id of the trial with this number; None if the trial is not cached."""
         with self.lock:
             trial = self._trials[number] if 0 <= number < len(self._trials) else None
             return trial._trial_id if trial is not None and trial.number == number else None
@@ -58,8 +58,8 @@ class StudyCache:
     def select(self, database: Database, states: frozenset[TrialState], *, max_age: float = 0.0) -> list[FrozenTrial]:
         """Read the changes since the last call, and return the trials in these states, by number.
 
-        If all states are final, running trials are not read, and the database is not queried if the last query is
-        less than `max_age` seconds old.
+        If `states` contains only final states, unfinished trials are not read, and the database is queried only if the
+        last query is at least `max_age` seconds old.
 
         Raises:
             KeyError: the study does not exist.
@@ -94,7 +94,7 @@ class StudyCache:
                 self._put(trial)
 
     def invalidate(self) -> None:
-        """Make the next `select` query the database, whatever its `max_age`."""
+        """Make the next `select` query the database, regardless of its `max_age`."""
         self._read_at = -math.inf
 
     def _select(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
@@ -121,7 +121,7 @@ class StudyCache:
             self._known.loaded.add(row.trial_id)
 
     def _put(self, trial: FrozenTrial) -> None:
-        """Add a trial, or replace its cached version."""
+        """Add a trial to the cache, or replace its cached version."""
         trial_id, known = trial._trial_id, self._known
         if (place := self._index_of.get(trial_id)) is None:
             self._index_of[trial_id] = len(self._trials)
@@ -142,7 +142,7 @@ class StudyCache:
 
 
 def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:
-    """Return whether nothing was written to an unfinished trial since it was read last."""
+    """Return whether nothing was written to an unfinished trial since its last read."""
     return (
         not (row.param_names or row.steps or row.user_keys or row.system_keys or row.results)
         and STATE_BY_NAME[row.state] == known.state

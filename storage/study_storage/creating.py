@@ -1,4 +1,4 @@
-"""Creation of trials: numbers without gaps, and no duplicates if a reply is lost."""
+"""Creation of trials, with consecutive numbers, and without duplicates if the reply to a statement is lost."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def create_trial(database: Database, study_id: int, start: datetime, floor: int)
     Args:
         database: database of the study.
         study_id: id of the study.
-        start: start time with microseconds, naive UTC.
-        floor: trial id below which no trial of this study can be created any more.
+        start: start time with microseconds, as naive UTC; a retry uses it to find the trial of the first try.
+        floor: trial id; a new trial of this study has a higher id, so a retry searches only higher ids.
 
     Raises:
         KeyError: the study does not exist.
@@ -124,17 +124,17 @@ def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTria
 
 
 def insert_trials_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:
-    """Insert trials like `insert_trials`, in the connection's transaction."""
+    """Insert trials with new numbers in the transaction of the connection."""
     _insert_batches(connection, study_id, _make_batches(trials))
 
 
 def insert_missing_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> tuple[int, int]:
-    """Insert the trials whose fixed parameters no trial of the study has.
+    """Insert those of the given trials whose fixed parameters differ from those of all trials of the study.
 
     The transaction must hold the lock of the study's row.
 
     Returns:
-        The number of inserted trials, and the number of trials in the study.
+        The number of inserted trials, and the number of all trials in the study after the insertion.
     """
     statement = """
         SELECT value_json FROM trial_system_attributes JOIN trials USING (trial_id)
@@ -163,13 +163,13 @@ def _insert_batches(
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
-    """Return whether a trial was committed; waits for the lock that its transaction holds until it ends."""
+    """Wait until the transaction that inserted a trial has ended, and return whether the trial was committed."""
     connection.execute(to_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
     return connection.execute(to_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
 
 
 def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
-    """Return the array parameters of `_INSERT`; a place is the position of a trial in the batch, from 1."""
+    """Return the array parameters of `_INSERT`; a "place" is the position of a trial in the batch, from 1."""
     placed = list(enumerate(trials, 1))
     params = [
         (

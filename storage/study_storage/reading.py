@@ -28,7 +28,7 @@ _SCALARS = (str, int, float, type(None))  # bool is an int
 
 
 def utc_now() -> datetime:
-    """Return this machine's time as naive UTC, as in Optuna's tables."""
+    """Return the current time of this machine as naive UTC, as in Optuna's tables."""
     return datetime.now(UTC).replace(tzinfo=None)
 
 
@@ -44,12 +44,12 @@ def to_local(utc: datetime | None) -> datetime | None:
 
 @lru_cache(maxsize=4096)
 def parse_distribution(text: str) -> BaseDistribution:
-    """Return the distribution of a JSON text. All trials share the object, so it must not be modified."""
+    """Return the distribution of a JSON text. Trials share the returned object, so callers must not modify it."""
     return json_to_distribution(text)
 
 
 def make_bare_trial(row: Any) -> FrozenTrial:
-    """Return a trial with only id, number, state and times."""
+    """Return a trial that contains only the id, number, state and times from a row."""
     return FrozenTrial(
         number=row.number,
         state=STATE_BY_NAME[row.state],
@@ -66,9 +66,9 @@ def make_bare_trial(row: Any) -> FrozenTrial:
 
 
 def copy_trial(trial: FrozenTrial) -> FrozenTrial:
-    """Return a copy of a trial that shares only its distributions, which are never modified.
+    """Return a copy of a trial; copy and original share only the distributions, which are never modified.
 
-    It is about thirty times as fast as `copy.deepcopy`.
+    This function is about thirty times as fast as `copy.deepcopy`.
     """
     return FrozenTrial(
         number=trial.number,
@@ -90,9 +90,9 @@ def _copy_attrs(attrs: dict[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, _SCALARS) else copy.deepcopy(value) for key, value in attrs.items()}
 
 
-# Details of trials `t`, one row per trial. If t.changes is set, only those written since :horizon: the oldest
-# transaction that was open at the last read (`xmin` is the transaction that wrote a row). Unlike ids and times, this
-# misses nothing, in whatever order transactions end. age() compares transaction ids correctly across a wraparound.
+# Details of trials `t`, one row per trial. If t.changes is set, only the details that were written since :horizon, the
+# oldest transaction that was open at the last read (`xmin` is the transaction that wrote a row). Unlike a comparison of
+# ids or times, this finds all changes, in any order of commits. age() compares transaction ids across a wraparound.
 _SINCE = "(NOT t.changes OR age({row}.xmin) <= age(CAST(:horizon AS xid)))"
 _DETAILS = f"""
     LEFT JOIN LATERAL (
@@ -154,7 +154,7 @@ _NEWLY_FINISHED = f"""
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 
-_NO_HORIZON = "0"  # for statements without trials whose changes are read
+_NO_HORIZON = "0"  # placeholder in statements that read all details
 
 
 @dataclass
@@ -162,10 +162,10 @@ class ReadCursor:
     """Position of a reader in a study.
 
     Attributes:
-        last_trial_id: highest trial id that was read; -1 if none.
-        unfinished: ids of the trials that were not finished when they were read.
-        loaded: those of them that were read with all details up to `horizon`.
-        horizon: transaction id from which the next read of running trials starts.
+        last_trial_id: highest trial id that was read; -1 if no trial was read.
+        unfinished: ids of the trials that were not finished at the last read.
+        loaded: ids of the unfinished trials whose details were read completely up to `horizon`.
+        horizon: id of a transaction; the next read of loaded trials reads only rows written since this transaction.
     """
 
     last_trial_id: int = -1
@@ -178,18 +178,18 @@ class ReadCursor:
 
 
 def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | None:
-    """Return a trial and the id of its study; None if the trial does not exist."""
+    """Return (trial, study id) of a trial id; None if the trial does not exist."""
     rows = read_rows(database, [trial_id])
     return (merge_row(rows[0]), rows[0].study_id) if rows else None
 
 
 def read_rows(database: Database, trial_ids: Sequence[int]) -> Rows:
-    """Return the rows of these trials with all details, by id."""
+    """Return the rows of these trials with all details, in the order of ids."""
     return database.fetch_rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _NO_HORIZON}) if trial_ids else []
 
 
 def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> list[FrozenTrial]:
-    """Return the study's trials in these states, by id.
+    """Return the study's trials in these states, in the order of ids.
 
     Raises:
         KeyError: the study does not exist.
@@ -217,7 +217,7 @@ def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[
     """Read the changes of a study since the last read.
 
     Returns:
-        Rows of all trials that are new, unfinished, or finished since the last read; and the horizon of the next read.
+        Rows of all trials that are new, unfinished, or finished since the last read, and the horizon for the next read.
 
     Raises:
         KeyError: the study does not exist.
@@ -232,7 +232,12 @@ def _get_trial_rows(rows: Rows, study_id: int) -> Rows:
 
 
 def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial:
-    """Return the trial of a row, which has all details or the changes since `known`; `known` is not modified."""
+    """Return the trial of a row.
+
+    Args:
+        row: row with all details of the trial, or with the changes since `known` was read.
+        known: earlier version of the trial, which is not modified; None if the row has all details.
+    """
     params = dict(known.params) if known else {}
     distributions = dict(known.distributions) if known else {}
     for name, value, text in zip(row.param_names or (), row.param_values or (), row.distributions or (), strict=True):
@@ -275,9 +280,9 @@ _TRIALS = """
 
 
 def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
-    """Return all trials of a study, by id: finished trials with all details, the others without.
+    """Return all trials of a study in the order of ids: finished trials with details, unfinished trials without.
 
-    Finished trials do not change, so the separate statements are consistent.
+    The details are read by several statements. The result is consistent, because finished trials do not change.
 
     Raises:
         KeyError: the study does not exist.
@@ -292,7 +297,7 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
 
 
 def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
-    """Add the details of these trials; rows of trials that have finished since they were listed are skipped."""
+    """Add details to the trials; rows of trials that finished after `trials` was read are skipped."""
 
     def rows(table: str, order: str, columns: str) -> Rows:
         return database.fetch_rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
@@ -320,7 +325,7 @@ def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[st
 
 @contextmanager
 def _paused_gc() -> Iterator[None]:
-    """Disable garbage collection while many objects are created: it would take longer than their creation."""
+    """Disable garbage collection within the context; for the creation of many objects, which it would slow down."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -340,11 +345,11 @@ _RUNG_VALUES = sa.text("""
 
 
 def get_rung_key(rung: int) -> str:
-    """Return the trial system attribute with the value at a rung (from 0); Optuna uses the same one."""
+    """Return the name of the trial system attribute that contains the value at a rung (from 0), as in Optuna."""
     return f"{_RUNG_PREFIX}{rung}"
 
 
 def read_rung_values(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
-    """Return (trial number, value or list of objective values) of all trials at a rung, in no particular order."""
+    """Return (trial number, value or list of objective values) of each trial at a rung, in no particular order."""
     rows = Database(engine).fetch_rows(_RUNG_VALUES, {"study": study_id, "key": get_rung_key(rung)})
     return [(row.number, json.loads(row.value_json)) for row in rows]

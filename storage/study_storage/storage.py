@@ -35,14 +35,19 @@ from hpsearch.storage.study_storage.writing import Batch, raise_if_not_writable
 
 @dataclass
 class OwnedTrial:
-    """Current content of a trial that only this process writes, and the attempt that owns it."""
+    """Trial that only this process writes.
+
+    Attributes:
+        trial: current content of the trial.
+        attempt: number of the attempt that owns the trial.
+    """
 
     trial: FrozenTrial
     attempt: int
 
 
 def with_pending_writes(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
-    """Return a copy of the trial with the writes of the batch, if there is one."""
+    """Return a copy of the trial that includes the writes of the batch; an exact copy if `batch` is None."""
     copied = copy_trial(trial)
     if batch is not None:
         apply_pending_writes(copied, batch)
@@ -50,7 +55,7 @@ def with_pending_writes(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
 
 
 def apply_pending_writes(trial: FrozenTrial, batch: Batch) -> None:
-    """Apply the writes of the batch to the trial object."""
+    """Apply the writes of the batch to the trial object, which is modified."""
     for name, (value, kind) in batch.params.items():
         if name not in trial.params:  # the first value of a parameter stays
             trial.params[name] = kind.to_external_repr(value)
@@ -70,7 +75,7 @@ def open_storage(
         url: Postgres URL in any form.
         application_name: name of the connections in `pg_stat_activity`.
         pool_size: number of connections that stay open.
-        retry_seconds: time for retries while the database is unavailable.
+        retry_seconds: longest time in seconds to retry while the database is unavailable.
     """
     # No pre-ping, which costs a round trip per use: statements are retried after a dropped connection.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
@@ -86,14 +91,16 @@ _FIRST_DISTRIBUTION = """
 class PostgresStorage(BaseStorage):
     """Optuna storage on Postgres; RDBStorage, the dashboard and the `optuna` CLI can use the same tables.
 
-    Every write is one statement in one round trip, and is durable when it returns. Finished trials are read once per
-    process, running ones incrementally. While the database is unavailable, calls wait.
+    Every write is one statement in one round trip, and is durable when the call returns. A finished trial is read once
+    per process. Of an unfinished trial, only the changes since the last read are read. While the database is
+    unavailable, calls wait.
 
     Safe to share between threads.
 
     Args:
-        engine: engine of a database that `hpsearch.storage.database.migrate` created; its pool needs no pre-ping.
-        retry_seconds: time for retries while the database is unavailable.
+        engine: engine of a database whose tables `hpsearch.storage.database.migrate` created. The engine's pool needs
+            no pre-ping, because statements are retried.
+        retry_seconds: longest time in seconds to retry while the database is unavailable.
     """
 
     def __init__(self, engine: sa.Engine, *, retry_seconds: float = RETRY_SECONDS) -> None:
@@ -138,14 +145,16 @@ class PostgresStorage(BaseStorage):
         trials: Sequence[FrozenTrial],
         also: Callable[[sa.Connection, int], None] | None = None,
     ) -> int:
-        """Create a study with attributes and trials in one transaction, so that no reader sees it incomplete.
+        """Create a study with attributes and trials in one transaction, so that no process sees an incomplete study.
 
         Args:
             directions: one direction per objective.
             study_name: name of the study.
             user_attrs: user attributes of the study.
-            trials: trials to insert, numbered from 0; their distributions are not compared.
-            also: function that writes further rows of the study, given the connection and the study's id.
+            trials: trials to insert, which are numbered from 0; whether their distributions are compatible is not
+                checked.
+            also: function that writes further rows of the study in the same transaction, given the connection and the
+                study's id; None for no further rows.
 
         Raises:
             DuplicatedStudyError: a study with this name exists.
@@ -202,7 +211,7 @@ class PostgresStorage(BaseStorage):
         return trial_id
 
     def import_trials(self, study_id: int, trials: Sequence[FrozenTrial]) -> list[int]:
-        """Insert trials with new numbers: all of them, or none if this raises.
+        """Insert trials with new numbers; if an exception is raised, no trial is inserted.
 
         Args:
             study_id: id of the study.
@@ -251,7 +260,7 @@ class PostgresStorage(BaseStorage):
         return moved
 
     def _read_owned(self, trial_id: int) -> None:
-        """Read an owned trial again after a write with a method that workers do not use."""
+        """Read an owned trial again, after a write that the cached content of owned trials does not include."""
         if (owned := self._owned.get(trial_id)) is not None:
             owned.trial = self.read_trial(trial_id)
 
@@ -272,10 +281,10 @@ class PostgresStorage(BaseStorage):
     # Owned trials
 
     def acquire_trial(self, trial: FrozenTrial, attempt: int) -> None:
-        """Mark a trial as owned by this process; `attempt` must be its live attempt in `hpsearch_attempts`.
+        """Mark a trial as owned by this process; `attempt` must be the trial's live attempt in `hpsearch_attempts`.
 
-        Until `release_trial`, writes of the trial raise `ClaimLostError`, and change nothing, once the attempt has
-        ended or the trial is not RUNNING. Reads return the content that this storage has written.
+        Until `release_trial` is called, reads return the content that this storage has written. If the attempt has
+        ended, or the trial is not RUNNING, a write raises `ClaimLostError` and changes nothing.
 
         Args:
             trial: current content of the trial in the database.
@@ -285,15 +294,15 @@ class PostgresStorage(BaseStorage):
             self._owned[trial._trial_id] = OwnedTrial(with_pending_writes(trial, None), attempt)
 
     def release_trial(self, trial_id: int) -> None:
-        """Undo `acquire_trial`; does nothing if the trial is not owned."""
+        """End the ownership that `acquire_trial` started; do nothing if this process does not own the trial."""
         with self._lock:
             if self._owned.pop(trial_id, None) is not None and trial_id in self._study_ids:
-                # It may have finished: the worker's next trial must be compared with all trials that this worker ran.
+                # The trial may be finished, and the worker's next trial must be compared with all trials that it ran.
                 self._cache(self._study_ids[trial_id]).invalidate()
 
     @contextmanager
     def hold_trial(self, trial_id: int, attempt: int) -> Iterator[None]:
-        """Read the trial and own it within the context; raises KeyError if it does not exist."""
+        """Read a trial, and own it within the context; raises KeyError if the trial does not exist."""
         self.acquire_trial(self.read_trial(trial_id), attempt)
         try:
             yield
@@ -302,10 +311,11 @@ class PostgresStorage(BaseStorage):
 
     @contextmanager
     def batch_writes(self, trial_id: int) -> Iterator[Batch]:
-        """Defer writes of a trial's parameters and attributes, and send them in one statement at the exit.
+        """Defer writes of a trial's parameters and attributes within the context, and send them in one statement.
 
-        Reads of the trial through this storage include the deferred writes. If the block raises, nothing is written.
-        `discard()` of the yielded batch drops the writes so far.
+        Reads of the trial through this storage include the deferred writes. The statement is sent at the end of the
+        context. If the context raises an exception, nothing is written. `discard()` of the yielded batch drops the
+        writes that were deferred so far.
         """
         with self._lock:
             if trial_id in self._deferred:
@@ -336,9 +346,9 @@ class PostgresStorage(BaseStorage):
         return trial if deferred is None else with_pending_writes(trial, deferred)
 
     def read_trial(self, trial_id: int) -> FrozenTrial:
-        """Read a trial from the database, without the cache; raises KeyError if it does not exist.
+        """Read a trial from the database, without the cache; raises KeyError if the trial does not exist.
 
-        Finished trials stay in the cache, so a reopened trial must be read with this method.
+        Use this method for trials that may have been reopened: the cache keeps their finished version.
         """
         found = read_trial(self._database, trial_id)
         if found is None:
@@ -347,7 +357,7 @@ class PostgresStorage(BaseStorage):
         return trial
 
     def refresh_trial(self, trial_id: int) -> None:
-        """Read a cached finished trial again, after a write that did not use Optuna's interface.
+        """Read a finished trial in the cache again, after a write that did not use Optuna's storage interface.
 
         Raises:
             KeyError: the trial does not exist.
@@ -389,13 +399,13 @@ class PostgresStorage(BaseStorage):
     def get_finished_trials(
         self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0
     ) -> list[FrozenTrial]:
-        """Return the finished trials in these states, by number, without copies.
+        """Return the finished trials in these states, by number. The caller must not modify the returned objects.
 
         Args:
             study_id: id of the study.
-            states: states to return; unfinished states are ignored.
-            max_age: age in seconds up to which the last query is used instead of a new one; trials that have
-                finished since may be missing.
+            states: states of the returned trials; states of unfinished trials are ignored.
+            max_age: age in seconds up to which the result of the last query is used instead of a new query; trials
+                that have finished since the last query are then missing.
 
         Raises:
             KeyError: the study does not exist.
@@ -427,13 +437,13 @@ class PostgresStorage(BaseStorage):
         try:
             check_distribution_compatibility(previous, distribution)
         except ValueError:
-            if self._attempt(trial_id) is None:  # the error of a finished trial takes precedence
+            if self._attempt(trial_id) is None:  # if the trial is finished, raise the error about this instead
                 statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
                 raise_if_not_writable(self._database.fetch_rows(statement, {"trial_id": trial_id}), trial_id)
             raise
 
     def _get_distribution(self, study_id: int, name: str) -> BaseDistribution | None:
-        """Return the parameter's distribution in the study; None if no trial has the parameter."""
+        """Return the distribution of a parameter in the study; None if no trial has the parameter."""
         known = self._cache(study_id).distributions
         if name not in known:
             rows = self._database.fetch_rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})

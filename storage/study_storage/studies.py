@@ -1,4 +1,4 @@
-"""Rows of studies: creation, names, attributes, deletion."""
+"""Database rows of studies: creation, names, attributes, deletion."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SET_ATTR = """
     RETURNING 1
 """
 
-# Optuna's foreign keys do not cascade. The locks prevent inserts into the study during its deletion.
+# Optuna's foreign keys do not cascade. The locks prevent that rows are added to the study during its deletion.
 _DELETE = """
     SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;
     SELECT 1 FROM trials WHERE study_id = :study_id ORDER BY trial_id FOR UPDATE;
@@ -64,10 +64,14 @@ _SELECT_ALL = """
 
 
 def require_study(rows: Rows, study: int | str) -> Rows:
-    """Return the rows about a study, given by its id or its name.
+    """Return `rows`, the result of a query on a study, if there are any.
+
+    Args:
+        rows: rows of the query, which returns at least one row if the study exists.
+        study: id or name of the study, for the message.
 
     Raises:
-        KeyError: there are none, because there is no such study.
+        KeyError: there are no rows, because the study does not exist.
     """
     if not rows:
         named = repr(study) if isinstance(study, str) else f"with id {study}"
@@ -92,7 +96,7 @@ def create_study(
         database: database of the study.
         name: name of the study.
         directions: one direction per objective.
-        fill: function that writes further rows in the same transaction, given the connection and the new id.
+        fill: function that writes further rows in the same transaction, given the connection and the study's id.
 
     Raises:
         DuplicatedStudyError: a study with this name exists.
@@ -116,25 +120,25 @@ def create_study(
 
 
 def delete_study(database: Database, study_id: int) -> None:
-    """Delete a study with all its rows; raises KeyError if it does not exist."""
+    """Delete a study with all its rows; raises KeyError if the study does not exist."""
     rows, repeated = database.fetch_with_retry_flag(_DELETE, {"study_id": study_id})
     if not repeated:
         require_study(rows, study_id)
 
 
 def get_study_id(database: Database, name: str) -> int:
-    """Return the id of a study; raises KeyError if it does not exist."""
+    """Return the id of a study; raises KeyError if the study does not exist."""
     return int(require_study(database.fetch_rows(_SELECT_ID, {"name": name}), name)[0].study_id)
 
 
 def get_study_name(database: Database, study_id: int) -> str:
-    """Return the name of a study; raises KeyError if it does not exist."""
+    """Return the name of a study; raises KeyError if the study does not exist."""
     rows = database.fetch_rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
     return str(require_study(rows, study_id)[0].study_name)
 
 
 def get_directions(database: Database, study_id: int) -> list[StudyDirection]:
-    """Return the directions of a study; raises KeyError if it does not exist."""
+    """Return the directions of a study; raises KeyError if the study does not exist."""
     statement = "SELECT direction FROM study_directions WHERE study_id = :study_id ORDER BY objective"
     rows = database.fetch_rows(statement, {"study_id": study_id})
     return [StudyDirection[row.direction] for row in require_study(rows, study_id)]
@@ -149,7 +153,7 @@ def set_attr(database: Database, kind: AttrKind, study_id: int, key: str, value:
 def set_attrs_in(
     connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], *, kind: AttrKind = "user"
 ) -> None:
-    """Set attributes of a study in the connection's transaction."""
+    """Set attributes of a study in the transaction of the connection."""
     for key, value in attrs.items():
         parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
         connection.execute(to_sql(_SET_ATTR.format(kind=kind)), parameters)
@@ -166,7 +170,7 @@ def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, An
 
 
 def read_studies(database: Database) -> list[FrozenStudy]:
-    """Return all studies, by id."""
+    """Return all studies in the order of ids."""
     return [
         FrozenStudy(
             study_name=row.study_name,

@@ -1,7 +1,7 @@
-"""Writes of a trial: one statement each, which locks the trial, checks the permission, and writes.
+"""Writes of a trial. Each write is one statement, which locks the trial, checks the permission, and writes.
 
-Only the live attempt may write a trial that is owned (see `storage.trials.claims`), and only while the trial is
-RUNNING. Every process may write any other trial until it is finished.
+If an attempt owns the trial (see `storage.trials.claims`), only this attempt may write, and only while the attempt is
+live and the trial is RUNNING. A trial without an owner may be written by every process until the trial is finished.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpsearch.storage.database.trial_rows import (
 )
 from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local
 
-# `trial` is locked so that no other process finishes it meanwhile; `mine` is the same row if it may be written.
+# `trial` is locked, so that no other process can finish it now; `mine` is the same row if writes are allowed.
 _UNOWNED_GUARD = """
     WITH trial AS (SELECT trial_id, number, state FROM trials WHERE trial_id = :trial_id FOR {lock}),
          mine AS (SELECT trial_id, state FROM trial WHERE state IN ('RUNNING', 'WAITING'))
@@ -38,7 +38,7 @@ _OWNER_GUARD = f"""
          mine AS (SELECT trial_id, state FROM trial)
 """  # noqa: S608 the parts are constants
 
-# The first value of a parameter stays, as in RDBStorage; other writes replace the stored value.
+# The first value of a parameter is kept, as in RDBStorage; all other writes replace the stored value.
 _PARAMS = """
     params AS (
         INSERT INTO trial_params (trial_id, param_name, param_value, distribution_json)
@@ -77,7 +77,7 @@ class Batch:
         return bool(self.params or self.user_attrs or self.system_attrs)
 
     def add(self, later: Batch) -> None:
-        """Add later writes: the first value of a parameter stays, and the last one of an attribute."""
+        """Add later writes: of a parameter, the first value is kept; of an attribute, the last value is kept."""
         for name, param in later.params.items():
             self.params.setdefault(name, param)
         self.user_attrs |= later.user_attrs
@@ -89,12 +89,18 @@ class Batch:
 
 
 def write_batch(database: Database, trial_id: int, attempt: int | None, batch: Batch) -> None:
-    """Write parameters and attributes.
+    """Write parameters and attributes of a trial.
+
+    Args:
+        database: database of the study.
+        trial_id: id of the trial.
+        attempt: number of the attempt that owns the trial; None if this process does not own the trial.
+        batch: the parameters and attributes.
 
     Raises:
         KeyError: the trial does not exist.
         UpdateFinishedTrialError: the trial is finished.
-        ClaimLostError: `attempt` is given and does not own the trial.
+        ClaimLostError: `attempt` is given, and does not own the trial any more.
     """
     parts = [_format_guard(attempt, "SHARE")]
     parameters: dict[str, Any] = {"trial_id": trial_id, "attempt": attempt}
@@ -111,7 +117,7 @@ def write_batch(database: Database, trial_id: int, attempt: int | None, batch: B
 
 
 def write_intermediate_value(database: Database, trial_id: int, attempt: int | None, step: int, value: float) -> None:
-    """Write an intermediate value; raises the errors of `write_batch`."""
+    """Write an intermediate value of a trial; `attempt` and the exceptions are as in `write_batch`."""
     stored, kind = encode_value(value, nan=True)
     parameters = {"trial_id": trial_id, "attempt": attempt, "step": step, "value": stored, "kind": kind}
     statement = f"{_format_guard(attempt, 'SHARE')}, {_STEP} {_SELECT_STATE}"
@@ -119,7 +125,7 @@ def write_intermediate_value(database: Database, trial_id: int, attempt: int | N
 
 
 def raise_if_not_writable(rows: Rows, trial_id: int) -> None:
-    """Raise Optuna's error if the trial, given by rows of number and state, does not exist or is finished."""
+    """Raise Optuna's error if the trial does not exist or is finished; `rows` is empty, or has number and state."""
     if not rows:
         raise KeyError(f"there is no trial with id {trial_id}")
     if STATE_BY_NAME[rows[0].state] in FINISHED_STATES:
@@ -127,7 +133,7 @@ def raise_if_not_writable(rows: Rows, trial_id: int) -> None:
 
 
 def raise_if_rejected(database: Database, rows: Rows, trial_id: int, attempt: int | None) -> None:
-    """Raise the error of a write if its guard has rejected it."""
+    """Raise the appropriate error if a write statement has rejected the write."""
     if attempt is None:
         raise_if_not_writable(rows, trial_id)
     elif not rows:
@@ -149,11 +155,11 @@ def write_state(
 ) -> bool:
     """Change a trial's state, and its values if `values` is given.
 
-    A trial without owner gets its times from the caller's clock (`now`, naive UTC), as in Optuna; an owned trial from
-    the database clock.
+    The start and end times of an owned trial are from the database clock. Those of other trials are from the caller's
+    clock (`now`, as naive UTC), as in Optuna.
 
     Returns:
-        False if `state` is RUNNING and another process has set the trial to RUNNING before.
+        False if `state` is RUNNING, and another process has already set the trial to RUNNING.
     """
     clock = "CAST(:now AS timestamp)" if attempt is None else "CAST(clock_timestamp() AT TIME ZONE 'UTC' AS timestamp)"
     is_running = state == TrialState.RUNNING
@@ -179,8 +185,8 @@ def _is_already_written(
 ) -> bool:
     """Return whether an earlier try, whose reply was lost, has written the change.
 
-    The start, to the microsecond, identifies the process that set a trial to RUNNING. Any other state counts, whichever
-    process set it.
+    If the state is RUNNING, the start time in microseconds must be equal too, because it identifies the process that
+    set the state. Other states count as written, even if another process set them.
     """
     if (found := read_trial(database, trial_id)) is None:
         return False
