@@ -1,7 +1,7 @@
 """Rebuild the MLflow run of a trial whose machine was lost, from the trial's last checkpoint.
 
-The last checkpoint of a COMPLETE trial stays in the store until MLflow has its model. It contains the trial's epochs
-and best weights, so that every winner has a model.
+The last checkpoint of a COMPLETE trial stays in the store until MLflow has the trial's model. The checkpoint contains
+the epochs and the best weights, from which the run and the model can be rebuilt.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 def list_pending_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the COMPLETE trials with records that MLflow does not have yet."""
+    """Return the COMPLETE trials some of whose records MLflow does not have yet."""
     # Read from the database, because the cached attributes of finished trials may be out of date.
     pending = RunLinks(study.engine).list_pending_trials(study.study_id)
     return [trial for trial in study.trials() if trial._trial_id in pending]
 
 
 def list_trials_requiring_model(study: StoredStudy) -> list[int]:
-    """Return the trials that must have a model: the best one, and in a refit study all, before one is selected."""
+    """Return the numbers of the trials that must have a model: the best, or in a refit study all COMPLETE trials."""
     if study.spec.refit is not None:
         return [trial.number for trial in study.trials(TrialState.COMPLETE)]
     best = summarise(study).best
@@ -60,18 +60,18 @@ def resend(
     objective: BaseObjective | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
-    """Write new journals for trials with missing records, except for those in the outbox of this machine.
+    """Rebuild the journals of trials with missing records, unless the outbox of this machine has these journals.
 
     Args:
         study: the study.
         tracker: tracker that sends the journals.
         checkpoints: the checkpoints of the study.
-        only: the numbers of the trials to resend; None for all.
-        objective: the objective of the study; None to load it when it is needed.
-        on_progress: called with each step, as text.
+        only: numbers of the trials to resend; None selects all trials.
+        objective: objective of the study; if None, it is loaded when it is needed.
+        on_progress: function that is called with a text for each step.
 
     Returns:
-        One line per trial that could not be resent.
+        One line per trial that could not be resent, with the reason.
     """
     problems = []
     for trial in list_pending_trials(study):
@@ -111,7 +111,7 @@ def _resend(
 def _rebuild_result(
     study: StoredStudy, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial, folder: Path
 ) -> RunResult:
-    """Return the training result of a trial from its last checkpoint.
+    """Rebuild the training result of a trial from its last checkpoint.
 
     Raises:
         SearchError: no checkpoint contains the trial's best epoch.

@@ -1,4 +1,4 @@
-"""Publish the state of a study to MLflow and to the dashboard: results, finalists, note."""
+"""Log results and finalists of a study to MLflow, and write the study's note in the dashboard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ARTIFACT = "finalists.json"
 
 
 def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
-    """Log the finalists' results and the test scores to MLflow. Safe to repeat, also concurrently."""
+    """Log the finalists' results and the test scores to MLflow. Repeated and concurrent calls have no other effect."""
     runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in study.trials() if RUN_ID in trial.user_attrs}
     effective = find_effective_set(study)
     if effective is not None and not effective[1].pending:
@@ -64,7 +64,7 @@ def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def _find_run(study: StoredStudy, evaluation: TestEvaluation, runs: dict[int, str]) -> str | None:
-    """Return the run of the evaluated model, which belongs to the trial or to its refit."""
+    """Return the MLflow run of the model that was evaluated: the run of the trial, or of its refit."""
     if evaluation.refit is None:
         return runs.get(evaluation.trial_number)
     with suppress(SearchError):  # the refit may have been deleted
@@ -109,7 +109,10 @@ def _log_finalists(
 
 
 def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
-    """Annotate a trial's run; a run that was deleted must not prevent the annotation of the others."""
+    """Log tags and metrics to a trial's run.
+
+    A rejected request, for example for a deleted run, raises no error, so that the other runs get their annotations.
+    """
     try:
         tracking.annotate_run(run, tags=tags, metrics=metrics, at=at)
     except Exception as error:  # MLflow's client rejects requests with several types of errors
@@ -119,7 +122,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
 
 
 def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
-    """Return the finalists' table as JSON values."""
+    """Return the table of finalists as JSON values."""
     rows = [{**to_record(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)]
     return {
         "study": study.spec.name,
@@ -149,7 +152,10 @@ def write_note(study: StoredStudy, summary: Summary) -> None:
 
 
 def study_note(study: StoredStudy, summary: Summary) -> str:
-    """Return the note of the study in Markdown; the dashboard renders links only in notes, not in attributes."""
+    """Return the note of the study in Markdown.
+
+    The links are in the note because the dashboard does not render links in attributes.
+    """
     spec = study.spec
     lines = [
         f"**{spec.name}**: {spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}.",
@@ -194,9 +200,9 @@ def _format_front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[s
 
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
-    """Log the result to the parent run and to the dashboard's note; end the run if the budget is spent.
+    """Log the study's result to its parent run and write the dashboard's note; end the run if the budget is spent.
 
-    Safe to repeat, also from several processes.
+    Repeated calls, also from several processes, have the same effect as one call.
     """
     tags = {
         tag_names.TRIALS: f"{summary.finished} of {study.budget}",
@@ -232,7 +238,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
 
 
 def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
-    """Tag the runs of the trials on the Pareto front for searches in the MLflow UI, and untag all others."""
+    """Tag the runs of trials on the Pareto front, so that users can search for them in MLflow; untag all other runs."""
     tagged = tracking.find_tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
     on_front = {str(trial.user_attrs[RUN_ID]) for trial in summary.front if RUN_ID in trial.user_attrs}
     for run in on_front - tagged:
@@ -242,7 +248,7 @@ def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None
 
 
 def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
-    """End the open runs of finished trials, whose workers died before they could end them in MLflow."""
+    """End the open MLflow runs of finished trials. Their workers died before they could end the runs."""
     left = tracking.find_running_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
     for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
@@ -252,9 +258,9 @@ def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
-    """Close a study whose budget is spent; in a fleet without `run`, the last worker calls this.
+    """Close a study if its budget is spent. Without the command `run`, the last worker of a study calls this function.
 
-    Finalists have no parent run of their own, so their end updates the run of their search.
+    A finalist or refit study has no parent run of its own, so the parent run of its search is updated.
     """
     summary = summarise(study)
     if not study.is_spent(summary.finished):
@@ -270,7 +276,7 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
-    """Set the run of a study with new work to RUNNING, and update its tags."""
+    """Set the parent run of a study that has new trials to run to RUNNING, and update the run's tags."""
     if study.spec.finalists_of is not None:
         return  # finalists use the run of the search, which has ended
     tracking.reopen_run(open_parent_run(study, tracking))
@@ -278,7 +284,7 @@ def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
-    """Set the run of a trial to SCHEDULED until the next attempt resumes it."""
+    """Set the MLflow run of a trial to SCHEDULED. The trial's next attempt resumes the run."""
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
         tracking.mark_run_scheduled(str(run_id))

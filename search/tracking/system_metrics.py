@@ -1,4 +1,4 @@
-"""System metrics of a trial: MLflow's monitors, sampled into the trial's journal."""
+"""System metrics of a trial: samples of MLflow's monitors in the trial's journal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INTERVAL_SECONDS = 10.0  # as in MLflow
 
 
 class SystemMetrics:
-    """Sampler of CPU, memory, disk, network and GPU metrics, under the names that the MLflow UI plots.
+    """Sampling of CPU, memory, disk, network and GPU metrics, with the metric names that the MLflow UI plots.
 
-    MLflow's own `SystemMetricsMonitor` sends samples directly to the server and loses them if it is unavailable.
+    MLflow's own `SystemMetricsMonitor` is not used, because it loses samples if the server is unavailable.
     """
 
     def __init__(self, interval_seconds: float = INTERVAL_SECONDS) -> None:
@@ -31,7 +31,12 @@ class SystemMetrics:
         self._thread: threading.Thread | None = None
 
     def start(self, journal: Journal, *, since: float) -> None:
-        """Start sampling into a journal; the step of a sample is the seconds since `since` (unix seconds)."""
+        """Start writing samples to a journal.
+
+        Args:
+            journal: journal of the trial's attempt.
+            since: Unix time in seconds; the MLflow step of a sample is the number of seconds since then.
+        """
         self.stop()
         self._stop = threading.Event()
         self._thread = threading.Thread(

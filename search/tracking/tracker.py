@@ -1,4 +1,4 @@
-"""The tracking of a study's trials: journals, which consumers send to the tracking services."""
+"""The tracking of a study's trials: workers write journals, and consumers send these to the tracking services."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoardConsumer, WandbConsume
 
 
 def check_trackers(spec: StudySpec) -> None:
-    """Check that this machine can send trials to every tracker of a study, before it is created or joined.
+    """Check, before a study is created or joined, that this machine can send records to each of its optional trackers.
 
     Raises:
         StorageError: a package or a key is missing, or a folder cannot be written.
@@ -47,7 +47,7 @@ def check_trackers(spec: StudySpec) -> None:
 
 
 def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
-    """Return the consumers of a study's journals in addition to MLflow; they keep local files in `home`."""
+    """Return the consumers that send a study's journals to trackers other than MLflow. Their files are in `home`."""
     return [
         tracker(setting, study.spec.name, study.folder, home, TrialOutcomes(study.engine))
         for tracker, setting in _list_optional_trackers(study.spec)
@@ -55,15 +55,15 @@ def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
 
 
 def _list_optional_trackers(spec: StudySpec) -> list[tuple[type[OptionalTracker], str]]:
-    """Return the trackers that a study selects, with the values of their settings."""
+    """Return the optional trackers that a study uses, each with the value of its setting."""
     settings = [(tracker, getattr(spec, tracker.name)) for tracker in TRACKERS]
     return [(tracker, setting) for tracker, setting in settings if setting is not None]
 
 
 def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
-    """Return the id of the study's parent run, and create the run if it is missing; concurrent calls get the same run.
+    """Return the id of the study's parent run; create the run if it is missing. Concurrent calls return the same run.
 
-    An existing run is found without the study's lock, which a frozen process may hold.
+    Finding an existing run does not need the study's lock, because a frozen process may hold the lock.
 
     Raises:
         StorageError: the run or the experiment was deleted, or another process holds the lock for too long.
@@ -79,7 +79,10 @@ def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
 
 
 def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
-    """Return the study's parent run under the study's lock; finalists use the run of their search."""
+    """Find or create the study's parent run while holding the study's lock, and return the run's id.
+
+    A finalist or refit study uses the parent run of its search.
+    """
     spec = study.spec
     if spec.finalists_of is not None:
         parent = load_parent_study(study)
@@ -103,7 +106,7 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
 
 
 def _flatten(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec with flat keys, such as ``sampler.n_startup_trials``."""
+    """Return the spec as a dictionary with flat keys, such as ``sampler.n_startup_trials``."""
     flat: dict[str, Any] = {}
     for key, value in spec.items():
         if isinstance(value, dict):
@@ -118,18 +121,19 @@ _STARTUP_SECONDS = 15.0  # longest start of a server
 
 
 def make_pruning_tags(decision: dict[str, object]) -> journal_records.Tags:
-    """Return the tags with the pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
+    """Return the run tags for a pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
     return journal_records.Tags({tag_names.PRUNING: json.dumps(decision)})
 
 
 class Tracker:
-    """Writer of the journals of a study's trials, and sender of the journals to all trackers.
+    """Writer of the journals of a study's trials, and sender of these journals to all trackers.
 
     Args:
         study: the study.
-        tracking: the tracking server of the study.
-        checkpoints: the checkpoints of the study; the last one of a trial is removed when MLflow has its model.
-        home: the home folder, which contains the outbox.
+        tracking: client of the study's tracking server.
+        checkpoints: checkpoints of the study. The last checkpoint of a trial is removed when MLflow has the trial's
+            model.
+        home: home folder, which contains the outbox.
         tags: tags for the run of every trial that this process trains.
         system_metrics: whether to log the system metrics of this machine.
         should_retry_rejected: whether to retry journals that a consumer rejected earlier.
@@ -160,12 +164,12 @@ class Tracker:
     def open_journal(
         self, trial: Claim | RetriesExhausted | PrunedTrial, *, resumed: bool, suffix: str = "", **tags: str
     ) -> Journal:
-        """Open the journal of an attempt and start sending it.
+        """Open the journal of an attempt, and start sending its records.
 
         Args:
-            trial: the trial and the attempt; journals of later attempts have precedence.
-            resumed: whether the trial may have a run already.
-            suffix: the end of the journal's name.
+            trial: the trial and the attempt. Records of a later attempt have precedence.
+            resumed: whether the trial may already have an MLflow run.
+            suffix: suffix of the journal's name.
             tags: further tags of the trial's run.
         """
         spec = self._study.spec
@@ -185,7 +189,7 @@ class Tracker:
 
     @kill_point("log retired trial")
     def end_run_without_worker(self, trial: RetriesExhausted | PrunedTrial) -> None:
-        """End the run of a trial that has no worker: its workers died, or it was paused at a rung and is pruned."""
+        """End the run of a trial without a worker: its workers died, or it was pruned while it waited."""
         suffix = "-retired" if isinstance(trial, PrunedTrial) else "-lost"
         journal = self.open_journal(trial, resumed=True, suffix=suffix)
         if isinstance(trial, PrunedTrial) and trial.decision:
@@ -201,14 +205,14 @@ class Tracker:
         timeout_seconds: float = math.inf,
         then: Callable[[], object] = lambda: None,
     ) -> int:
-        """Send the pending journals on this machine, and stop the sender; return the number of journals left.
+        """Send the pending journals on this machine, stop the sender, and return the number of unsent journals.
 
-        These include the journals of running workers, which the workers send.
+        The returned number includes the journals of running workers, which the workers themselves send.
 
         Args:
-            on_progress: called with a line of text.
-            timeout_seconds: the longest time to wait, which includes the start of a server.
-            then: called when all journals were sent; the journals that it creates are sent too.
+            on_progress: function that is called with a line of text about the progress.
+            timeout_seconds: maximum time to wait, including the time in which a server starts.
+            then: function that is called when all journals are sent. The journals that `then` creates are sent too.
         """
 
         def print_progress(sent: int, left: int) -> None:

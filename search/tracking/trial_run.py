@@ -1,4 +1,4 @@
-"""Logging of a trial to its trackers: parameters, metrics, artifacts, the model and its provenance."""
+"""Logging of a trial to the trackers: parameters, metrics, artifacts, the model and its provenance."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 def write_model(
     exported: Callable[[], ExportableModel], folder: Path, *, checkpoint: Path | None, objective: str, number: int
 ) -> dict[str, str]:
-    """Export the model, or store its checkpoint if the export fails; return tags with the reason of the failure.
+    """Export the model, or store its checkpoint if the export fails; return tags, which state why an export failed.
 
     Args:
         exported: function that returns the model to export.
-        folder: the output folder, which is replaced if it exists.
-        checkpoint: the trial's `best.pt`; None if there is none.
-        objective: the reference of the objective.
-        number: the number of the trial.
+        folder: output folder, which is replaced if it exists.
+        checkpoint: path of the trial's `best.pt`; None if the trial has no such file.
+        objective: reference of the objective.
+        number: number of the trial.
 
     Raises:
         OSError: the disk is full.
@@ -78,12 +78,12 @@ def model_record(
 
 
 def run_params(spec: StudySpec, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a trial's run and model: the suggested ones, the seed and the number of epochs."""
+    """Return the MLflow parameters of a trial's run and model: suggested parameters, seed and number of epochs."""
     return {**params, "seed": spec.seed, "epochs": spec.epochs}
 
 
 def first_line(error: Exception) -> str:
-    """Return type and first line of an error of the exporter, without its stack of torch calls."""
+    """Return the type and the first line of an export error, without the stack that torch adds to the message."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first[:200]}"
 
@@ -92,7 +92,7 @@ _MAX_DIGEST = 36  # characters of a dataset's digest in MLflow
 
 
 class TrialTracking:
-    """The tracking of one attempt at a trial. Training does not wait for any server."""
+    """The tracking of one attempt at a trial. Records go to a local journal, so training does not wait for a server."""
 
     def __init__(self, tracker: Tracker, study: StoredStudy, claim: Claim) -> None:
         self._tracker = tracker
@@ -105,15 +105,15 @@ class TrialTracking:
 
     @property
     def journal(self) -> Journal:
-        """Return the journal of the attempt, which `open` creates."""
+        """The journal of the attempt, which `open` creates."""
         assert self._journal is not None
         return self._journal
 
     def open(self, *, resumed: bool | None = None) -> None:
-        """Create the journal; the MLflow run is created in the background.
+        """Create the journal. The MLflow run is created in the background.
 
         Args:
-            resumed: whether the trial may have a run already; None for whether the claim is not the first attempt.
+            resumed: whether the trial may already have an MLflow run; if None, whether the claim resumes the trial.
         """
         claim, tags = self._claim, {}
         if self._spec.finalists_of is not None:
@@ -130,13 +130,19 @@ class TrialTracking:
 
     @kill_point("log params")
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Log the suggested parameters of the trial and its model."""
+        """Log the suggested parameters, the seed and the number of epochs as parameters of the run."""
         self._params = run_params(self._spec, params)
         self.journal.append(journal_records.Params(self._params))
         self._tracker.sender.wake()
 
     def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
-        """Log the metrics of an epoch, at unix seconds `timestamp`. Safe to repeat with the same time."""
+        """Log the metrics of an epoch. A repeated call with the same timestamp has no effect.
+
+        Args:
+            epoch: the epoch, counted from 0.
+            timestamp: Unix time in seconds.
+            metrics: metrics of the epoch, by name.
+        """
         self.journal.append(journal_records.Epoch(epoch, timestamp, metrics))
         self._tracker.sender.wake()
 
@@ -147,10 +153,10 @@ class TrialTracking:
 
     @kill_point("publish run")
     def publish(self, result: RunResult, files: list[Path]) -> bool:
-        """Log the results of the trial: files, the best values of a completed trial, and the model if required.
+        """Log the results of the trial: files, the best values of a completed trial, and the model if it is required.
 
-        Called before the trial ends in the database: if the worker dies in between, the next attempt resumes from the
-        last checkpoint and publishes again. The reverse order could leave a winner without a model.
+        Call this method before the trial ends in the database. If the worker dies in between, the next attempt resumes
+        from the last checkpoint and publishes again. In the reverse order, a winner could remain without a model.
 
         Returns:
             Whether the trial's last checkpoint must be kept until MLflow has all records.
@@ -186,7 +192,12 @@ class TrialTracking:
         return is_promotable
 
     def _requires_model(self, result: RunResult, *, is_promotable: bool) -> bool:
-        """Return whether the spec requires a registrable model of this trial."""
+        """Return whether the spec requires a model of this trial.
+
+        Args:
+            result: result of the training.
+            is_promotable: whether the trial completed and is not a finalist, so that its model can be promoted.
+        """
         if self._spec.models != "top":
             return self._spec.models == "all" or (is_promotable and self._spec.models == "complete")
         if not is_promotable:
@@ -209,7 +220,7 @@ class TrialTracking:
         )
 
     def _store_files(self, files: list[Path], best: Path | None) -> bool:
-        """Store the run's files and its best checkpoint as artifacts; return whether there was space for all files."""
+        """Store files and the best checkpoint as artifacts of the run; return whether there was space for all files."""
         if not self._tracker.outbox.has_room():
             log.warning("trial %d: outbox full; files and model are not stored", self._claim.number)
             return False
@@ -255,15 +266,15 @@ class TrialTracking:
         self.journal.append(model_record(self._spec, self._claim.number, self._params, best, tags))
 
     def tag_bounds(self, lines: list[str]) -> None:
-        """Tag the run with the violated constraints."""
+        """Tag the run with the violated constraints, one text per constraint."""
         self.journal.append(journal_records.Tags({tag_names.OUT_OF_BOUNDS: "; ".join(lines)}))
 
     def tag_pruning(self, record: dict[str, object]) -> None:
-        """Tag the run with the pruning decision: pruner, epoch (from 0), value, cutoff, peers, rung."""
+        """Tag the run with a pruning decision; see `make_pruning_tags`."""
         self.journal.append(make_pruning_tags(record))
 
     def pending(self) -> str:
-        """Return the TRACKING attribute of the trial until MLflow has all records."""
+        """Return the value of the trial's attribute TRACKING, which exists until MLflow has all its records."""
         if rejection := self.journal.cursors[MLFLOW].position.rejection:
             return f"refused: {rejection}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
@@ -276,13 +287,13 @@ class TrialTracking:
             outcome: the outcome of the trial.
             reason: the reason, as text for users.
             kept: whether the trial's last checkpoint is kept until MLflow has all records.
-            at: the end in unix milliseconds; None for now.
+            at: end time in Unix milliseconds; None uses the current time.
         """
         at = int(time.time() * 1000) if at is None else at
         self._close(journal_records.End(outcome, reason, at, kept))
 
     def leave(self) -> None:
-        """Close the journal and leave the run open for the trial's next attempt."""
+        """Close the journal, and leave the run open for the trial's next attempt."""
         self._close(journal_records.Released())
 
     def _close(self, last: journal_records.Record) -> None:
@@ -292,7 +303,10 @@ class TrialTracking:
         self._tracker.sender.wake(is_urgent=True)
 
     def abandon(self, reason: str) -> None:
-        """Close the journal of a lost trial: the run ends as cancelled, unless another attempt owns it."""
+        """Close the journal after the trial's claim was lost.
+
+        If the trial has finished, the run ends as cancelled. If not, the run stays open for another attempt.
+        """
         if self._journal is None:
             return
         try:
@@ -309,7 +323,7 @@ _VERSIONS = ("python", "torch", "numpy", "scikit-learn", "torchmetrics", "pytorc
 
 
 def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
-    """Return tags for the runs of a worker: commit, versions, device. The `config.yaml` of a run has more details.
+    """Return the tags for all runs of a worker: commit, versions, device. The `config.yaml` of a run has more details.
 
     Raises:
         ObjectiveError: the device does not exist.
