@@ -37,10 +37,10 @@ SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 
 
 class Attempt:
-    """Execution of a claimed trial in this process.
+    """One execution of a claimed trial in this process.
 
     Raises:
-        CheckpointStoreError: the run directory cannot be created; the trial was released.
+        CheckpointStoreError: the run directory cannot be created. The trial was released.
     """
 
     def __init__(self, context: WorkerContext, claim: Claim) -> None:
@@ -55,12 +55,12 @@ class Attempt:
             raise CheckpointStoreError(f"{context.runs_dir}: cannot make a run directory: {error.strerror}") from error
 
     def run(self) -> TrialEnd | None:
-        """Run the trial; return its end, or None if another attempt continues it.
+        """Run the trial; return how it ended, or None if it has not ended and another attempt will continue it.
 
         Raises:
-            CheckpointStoreError: the checkpoint store is unavailable; the trial was released.
-            RankLostError: a rank ended or does not answer; other workers can take the trial.
-            Exception: one of `SERVICE_ERRORS`: the database is unavailable.
+            CheckpointStoreError: the checkpoint store is unavailable. The trial was released.
+            RankLostError: a rank ended or does not answer. Other workers can claim the trial.
+            Exception: the database is unavailable; the exception is one of `SERVICE_ERRORS`.
         """
         log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
         context = self._context
@@ -129,7 +129,7 @@ class Attempt:
         )
 
     def _finish(self, result: RunResult) -> TrialEnd:
-        """Publish the result of a complete or pruned run, and end the trial."""
+        """Publish the result of a training that completed or was pruned, and end the trial."""
         session = self._session
         assert session is not None
         session.keep_best()
@@ -162,7 +162,7 @@ class Attempt:
         return end
 
     def _end_infeasible(self, error: Exception) -> TrialEnd:
-        """End a trial that diverged or ran out of memory. Samplers use such trials."""
+        """End a trial that diverged or ran out of memory as infeasible. Samplers use infeasible trials."""
         value = self._session.last_value if self._session else None
         return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
 
@@ -177,7 +177,7 @@ class Attempt:
         return None if self._retry("error", reason) else self._end(Outcome.FAILED, reason)
 
     def _retry(self, kind: str, reason: str) -> bool:
-        """Release the trial for another attempt if the spec allows one after this error."""
+        """Release the trial for another attempt if the spec allows a retry after this error; return whether it does."""
         spec = self._context.spec
         if kind not in spec.retry_on or self._context.claims.count_failures(self._claim) >= spec.retries:
             return False
@@ -224,5 +224,5 @@ class Attempt:
 
 
 def _as_text(message: str) -> str:
-    """Return the text without NUL and surrogates, which files and the database reject."""
+    """Return the text without NUL characters and surrogates, which files and the database reject."""
     return message.replace("\0", "").encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Checkpoints of an attempt: save to the store, restore from it, and delete superseded ones."""
+"""Checkpoints of an attempt: save them to the store, restore them from the store, and delete superseded checkpoints."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ _retry_download = tenacity.Retrying(
 class TrialCheckpoints:
     """Checkpoints of one attempt at a trial.
 
-    A state is saved to the run directory and to the store. It becomes valid when the statement that reports its epoch
-    writes its pointer. If the store is full or unavailable, the trial continues without new checkpoints.
+    A state is saved to the run directory and to the store. It becomes valid when its pointer is written to the
+    database; the SQL statement that reports the epoch also writes the pointer. If the store is full or unavailable, the
+    trial continues without new checkpoints.
 
     Attributes:
-        pending: stored state without a pointer in the database; None if the last state was not stored, or has one.
+        pending: stored state that has no pointer in the database yet; None if the last state was not stored, or has a
+            pointer.
     """
 
     def __init__(self, study: StudyCheckpoints, files: RunFiles, claim: Claim) -> None:
@@ -54,7 +56,7 @@ class TrialCheckpoints:
         self.pending: StoredFile | None = None
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Save the state after an epoch and put it into the store. Errors are logged, and the trial continues."""
+        """Save the state after an epoch to the run directory and the store; log errors, and let the trial continue."""
         epoch = len(state["history"]) - 1
         with self._log_errors(epoch):
             try:
@@ -68,7 +70,7 @@ class TrialCheckpoints:
             self._put_last(f"{epoch:04d}", state)
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Save a mid-epoch state and put it into the store, in place of the state after the previous epoch."""
+        """Save a mid-epoch state to the run directory and the store, in place of the state after the previous epoch."""
         epoch = len(state["history"]) - 1
         with self._log_errors(epoch):
             self._files.save_last(state)
@@ -110,7 +112,7 @@ class TrialCheckpoints:
 
     @kill_point("remove superseded checkpoints")
     def committed(self, epoch: int) -> None:
-        """Record that the pending state of `epoch` has a pointer, and remove the files that it supersedes."""
+        """Record that the pending state of `epoch` has a pointer, and remove the files of superseded states."""
         if self.pending is None:
             return
         # The previous checkpoint is kept, as in the database, because the new file may be damaged.
@@ -126,7 +128,7 @@ class TrialCheckpoints:
         Local files without a pointer are ignored, because their epochs were never reported.
 
         Raises:
-            CheckpointStoreError: the store is unavailable for a minute. The attempt does not start from scratch then,
+            CheckpointStoreError: the store was unavailable for a minute. The attempt does not start from scratch,
                 because that would discard the trained epochs.
         """
         self._files.remove_leftovers()
@@ -149,7 +151,7 @@ class TrialCheckpoints:
         return None
 
     def _prepare_run_dir(self, state: dict[str, Any]) -> None:
-        """Keep only `last.pt`, write the best state from it, and remove the metrics, which the run writes again."""
+        """Write `best.pt` from the restored state; remove old checkpoints and metrics, which the run rewrites."""
         files = self._files
         files.remove(files.previous_path, files.run_dir / "metrics.jsonl", files.best_path)
         if not state["best"]:  # a checkpoint within the first epoch
@@ -173,7 +175,7 @@ class TrialCheckpoints:
                 _retry_download(self._study.files.get, part, path)
 
     def _remove_unreferenced(self) -> None:
-        """Remove files without a pointer, except those of later attempts."""
+        """Remove stored files of the trial that have no pointer, except files of later attempts."""
         try:
             found = self._study.files.find(self._folder)
             known = {stored.path for stored in self._known.values()}
@@ -184,7 +186,7 @@ class TrialCheckpoints:
             log.warning("trial %d: files of earlier attempts not removed: %s", self._claim.number, error)
 
     def abandon(self) -> None:
-        """Remove the run directory and the stored files without a pointer; another attempt owns the trial."""
+        """Remove the run directory, and stored files without a pointer, because another attempt owns the trial."""
         self.pending = None
         shutil.rmtree(self._files.run_dir, ignore_errors=True)
         self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
@@ -195,7 +197,7 @@ class TrialCheckpoints:
         """Delete the checkpoints of a COMPLETE or PRUNED trial, except the local `best.pt`.
 
         Args:
-            keep_stored: whether to keep the files in the store, until the trial's model is in MLflow.
+            keep_stored: whether to keep the files in the store until the trial's model is in MLflow.
         """
         self._files.remove(self._files.last_path, self._files.previous_path)
         if not keep_stored:
@@ -209,13 +211,13 @@ class TrialCheckpoints:
 
 
 def _list_parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
-    """Return the part files of the checkpoint at `path`, by their local path in the shards folder."""
+    """Return the part files of the sharded checkpoint at `path`, by local path in the shards folder."""
     manifest = state.get("shards", {"folder": "", "files": {}})
     folder = PurePosixPath(manifest["folder"]).name
     return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **f) for name, f in manifest["files"].items()}
 
 
 def _parse_attempt(path: str) -> int:
-    """Return the attempt number in ``STUDY/0007/0004-1.pt`` or ``0004.120-1.pt``, also of an unfinished copy."""
+    """Return the attempt number (here 1) in ``STUDY/0007/0004-1.pt`` or ``0004.120-1.pt``, also of a partial copy."""
     match = re.match(r"[\d.]+-(\d+)\.pt", PurePosixPath(path).name)
     return int(match[1]) if match else sys.maxsize

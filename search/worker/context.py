@@ -44,28 +44,29 @@ class WorkerContext:
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops the worker; None stands for SIGTERM and SIGINT.
+        stop: event that stops the worker; if None, SIGTERM and SIGINT stop the worker.
 
     Attributes:
         study: the study.
-        sampled: the same study, opened by Optuna for its sampler.
+        sampled: Optuna's study object of the same study, with the sampler.
         objective: objective to train.
-        claims: claims of trials by this worker.
+        claims: object with which this worker claims trials and reports epochs.
         lease: thread that renews the lease of the running trial.
         pruner: pruner of the study.
-        rungs: epochs at which trials pause; None without rungs.
+        rungs: epochs at which trials pause; None if the pruner has no rungs.
         tracking: client of the tracking server.
-        tracker: logger of the trials.
+        tracker: writer and sender of the trials' journals.
         checkpoints: checkpoints of the study.
         runs_dir: folder of the study's run directories on this machine.
         registration: the worker's row in the database.
         shutdown: state of the graceful shutdown, with the remaining seconds.
         watchdog: monitor of the worker's progress.
-        is_fleet_gone: function that returns whether the fleet that started the worker has ended; None without a fleet.
+        is_fleet_gone: function that returns whether the fleet that started the worker has ended; None if no fleet
+            started the worker.
         failed_at_start: number of failed trials at the start of the fleet; None if unknown.
 
     Raises:
-        SearchError: the study does not exist, or has no tracking server and none was given.
+        SearchError: the study does not exist, or it has no tracking server and the options give none.
         ObjectiveError: the study's objective cannot be loaded on this machine.
         StorageError: a service is unavailable.
     """
@@ -138,11 +139,11 @@ class WorkerContext:
 
     @property
     def save_every_seconds(self) -> float | None:
-        """The age at which a mid-epoch checkpoint is due; None saves at the ends of epochs only."""
+        """The seconds between two mid-epoch checkpoints; None saves checkpoints only at the ends of epochs."""
         return None if self.options.save_every is None else 60 * self.options.save_every
 
     def is_stopping(self) -> bool:
-        """Return whether the worker should stop; it stops with its fleet."""
+        """Return whether the worker should stop. The end of its fleet also stops the worker."""
         if not self.shutdown.is_shutting_down and self.is_fleet_gone is not None and self.is_fleet_gone():
             log.warning("fleet gone; this worker stops")
             self.shutdown.begin()

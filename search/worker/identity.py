@@ -1,4 +1,4 @@
-"""The identity of a worker process: its name, device and the engine that started it."""
+"""The identity of a worker process: its name, its device, and the engine that started the process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpsearch.storage.trials.worker_registry import WorkerIdentity
 
 
 def worker_name(pid: int | None = None) -> str:
-    """Return ``host:pid-mark`` of a process, by default this one.
+    """Return the worker name ``host:pid-mark`` of a process; if `pid` is None, of this process.
 
     The mark is a hash of the machine's boot, the container and the process start, because containers may share host
-    names and pids.
+    names and PIDs.
     """
     pid = pid or os.getpid()
     mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
@@ -27,8 +27,8 @@ def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
     """Return the identity of this process.
 
     Args:
-        device: device of the process; None stands for a GPU if one exists.
-        devices: number of such devices that train each trial together.
+        device: device of the process; None selects a GPU if there is one, else the CPU.
+        devices: number of devices of this kind that train each trial together.
     """
     engine, job = detect_engine(os.environ)
     device = device or get_default_device()
@@ -38,14 +38,14 @@ def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
 
 
 def get_default_device() -> str:
-    """Return the device for trials without `--device`."""
+    """Return the device for a worker without the option `--device`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def detect_engine(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return the engine that started a process with this environment, and the engine's job id."""
+    """Return the engine that started a process with this environment, and the engine's job id; None if unknown."""
     given = environment.get
     if job := given("SLURM_JOB_ID"):
         array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")

@@ -1,4 +1,4 @@
-"""A worker process: join a study, run its trials, exit with a code."""
+"""A worker process: join a study, run its trials, and exit with a code."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _EXIT_REASONS = {
 
 
 def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None = None) -> int:
-    """Run a worker of study `name` and log to stderr; return its exit code. Raises the errors of `run_worker`.
+    """Run a worker of study `name` as this process, with logs on stderr, and return its exit code; see `run_worker`.
 
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops the worker; None stands for SIGTERM and SIGINT, if this is the main thread.
+        stop: event that stops the worker. If None, SIGTERM and SIGINT stop a worker in the main thread.
     """
     _log_to_stderr()
     return run_worker(name, options, stop)
@@ -58,10 +58,10 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops the worker; None stands for SIGTERM and SIGINT.
+        stop: event that stops the worker. If None, SIGTERM and SIGINT stop a worker in the main thread.
 
     Raises:
-        SearchError: the study does not exist, or has no tracking server and none was given.
+        SearchError: the study does not exist, or it has no tracking server and the options give none.
         ObjectiveError: the objective cannot be loaded on this machine.
         StorageError: a service is unavailable.
     """
@@ -90,7 +90,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
 
 
 def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
-    """Send the remaining records to MLflow, and close the study after its last worker."""
+    """Send the remaining records to MLflow; if the study is done and no fleet will close it, close the study."""
     study, tracker, checkpoints, shutdown = context.study, context.tracker, context.checkpoints, context.shutdown
     is_done = is_done and STOPPED not in study.attrs
     # A stopped worker is killed after its grace period. The next worker, or `run`, sends the remaining records.

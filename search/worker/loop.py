@@ -23,7 +23,7 @@ MAX_FAILURES = 3  # failed trials of all workers since the start of the fleet
 
 
 class Worker:
-    """Worker loop over the trials of one study."""
+    """The worker loop over the trials of a study."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -74,7 +74,7 @@ class Worker:
         return EXIT_DRAINED if self._has_trials_left() else EXIT_DONE
 
     def _has_trials_left(self) -> bool:
-        """Return whether a worker should be started again, also if the database does not answer."""
+        """Return whether trials are left, for which a worker should restart; True if the database does not answer."""
         try:
             return self._context.claims.has_trials_left(open_new=not self._context.study.is_timed_out)
         except SERVICE_ERRORS:
@@ -86,7 +86,10 @@ class Worker:
         return TrialEnd(Outcome.LOST, lost.reason)
 
     def _end_pruned(self, pruned: PrunedTrial) -> TrialEnd:
-        """Log the end of a paused trial that was pruned, and delete its checkpoints unless it can resume."""
+        """End the run of a waiting trial that was pruned, and delete its checkpoints.
+
+        Checkpoints are kept if the trial was pruned because the budget was spent: it resumes if the budget is extended.
+        """
         log.info("trial %d: PRUNED, %s", pruned.number, pruned.reason)
         self._context.tracker.end_run_without_worker(pruned)
         if not pruned.is_cut:
@@ -94,7 +97,7 @@ class Worker:
         return TrialEnd(Outcome.PRUNED, pruned.reason)
 
     def _should_give_up(self, last: TrialEnd) -> bool:
-        """Return whether all trials of all workers fail, so that further trials would fail too."""
+        """Return whether, across all workers, several trials failed and none finished."""
         failed = self._count_failed() - (self._failed_before or 0)
         if failed < MAX_FAILURES or self._has_finished_trial():
             return False
@@ -118,7 +121,7 @@ class Worker:
         return True
 
     def _wait(self) -> None:
-        """Wait before the next claim, while other workers run the remaining trials, which they may release."""
+        """Wait before the next claim. Other workers run the remaining trials, but may release them."""
         until = time.monotonic() + min(0.5 * 1.5**self._idle_claims, 5.0)
         while not self._context.shutdown.is_shutting_down and time.monotonic() < until:
             time.sleep(0.1)  # polls, because a signal handler must not take the lock of an event

@@ -1,4 +1,4 @@
-"""Options of worker processes. Their flags, environment variables and help are generated from the fields."""
+"""Options of worker processes. Flags, environment variables and help texts are generated from the fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PER_WORKER_OPTIONS = {"device", "tracking_required", "idle_timeout", "max_trials
 
 
 class FleetWorkerOptions(TypedDict, total=False):
-    """Options of all workers of a fleet, as in `WorkerOptions`."""
+    """Options that all workers of a fleet share; see `WorkerOptions` for their meaning."""
 
     devices: int
     collective_timeout: float | None
@@ -129,7 +129,7 @@ class WorkerOptions(Options):
 
     @property
     def world(self) -> int:
-        """Number of processes that train a trial together."""
+        """The number of processes that train a trial together."""
         return self.devices * self.nodes
 
     @property
@@ -143,7 +143,7 @@ class WorkerOptions(Options):
         }
 
     def environment(self) -> dict[str, str]:
-        """Return the options as environment variables, in which passwords are not visible to other users."""
+        """Return the options as environment variables, which other users cannot read, unlike the command line."""
         given = self.model_dump(exclude=PER_WORKER_OPTIONS, exclude_none=True)
         used = {name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)}
         return {format_variable(name): "1" if value is True else str(value) for name, value in used.items()}

@@ -1,4 +1,4 @@
-"""Workers with several processes: rank 0 runs the worker loop, the other ranks train with it."""
+"""Workers with several processes: rank 0 runs the worker loop, and all ranks train together."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """Training that rank 0 broadcasts to the other ranks.
+    """A training that all ranks run together. Rank 0 broadcasts it to the other ranks.
 
     Attributes:
-        trial, attempt: numbers of the trial and its attempt.
+        trial: number of the trial.
+        attempt: number of the attempt.
         spec: spec of the study, with the objective and its metrics.
         config: return value of the objective's `suggest`.
         plan: epochs, seeds and data of the run.
@@ -41,11 +42,11 @@ class Job:
 def fit_on_all_ranks(
     ranks: Ranks, objective: BaseObjective, job: Job, *, session: Session, device: str | None
 ) -> RunResult:
-    """Train on all ranks; with one process, call `fit`.
+    """Broadcast the job from rank 0, and train on all ranks; a worker with one process only trains.
 
     Raises:
         RankLostError: a rank ended or does not answer, and this process has to exit.
-        Exception: `fit` raised it on any rank.
+        Exception: `fit` raised the exception on any rank.
     """
     _broadcast(ranks, job)
     with ranks.fail_together():
@@ -53,7 +54,7 @@ def fit_on_all_ranks(
 
 
 def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
-    """Train the jobs of rank 0 until it sends an exit code, and return that code.
+    """Train the jobs that rank 0 broadcasts until rank 0 sends an exit code, and return that code.
 
     Raises:
         RankLostError: a rank ended or does not answer.
@@ -79,7 +80,7 @@ def _receive_job(ranks: Ranks) -> Job | int:
 
 
 def _broadcast(ranks: Ranks, message: Job | int) -> Job | int:
-    """Return the message of rank 0. Between two trials, any error of the broadcast means that a rank ended."""
+    """Return the message of rank 0. No training runs at this time, so any error means that a rank ended."""
     try:
         return ranks.broadcast_object(message)
     except (RuntimeError, ValueError) as error:

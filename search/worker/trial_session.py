@@ -1,4 +1,4 @@
-"""The session of a trial: stored checkpoints, and a report with a verdict after each epoch."""
+"""The session of a trial, which stores checkpoints and reports epochs; each report returns a verdict."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BUDGET_EXHAUSTED = "no budget left for another epoch"
 
 
 def describe_position(state: dict[str, Any]) -> str:
-    """Return the epoch and step of a state, as text."""
+    """Return the epoch and step of a training state as text."""
     within = state.get("within")
     return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
 
 
 class TrialSession:
-    """Session of a trial, with checkpoints in the study's store, and reports to Optuna and MLflow."""
+    """Training session of a trial, with checkpoints in the study's store, and reports to Optuna and MLflow."""
 
     def __init__(
         self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
@@ -59,7 +59,7 @@ class TrialSession:
         self._save_seconds = 0.0  # duration of the last save at the end of an epoch
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the newest state whose epoch the study has, from any machine; None to start from scratch."""
+        """Return the newest state, from any machine, whose epoch was reported; None to start from scratch."""
         state = self.checkpoints.restore()
         if state is not None:
             self.saved = describe_position(state)
@@ -67,18 +67,18 @@ class TrialSession:
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Save the state locally and to the store. It becomes valid when its epoch is reported."""
+        """Save the state to the run directory and the store. The state becomes valid when its epoch is reported."""
         began = time.monotonic()
         self.checkpoints.save(state, best=best)
         self.saved = describe_position(state)
         self._save_seconds = time.monotonic() - began
 
     def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
-        """Return whether to save a mid-epoch checkpoint, and whether to stop after it.
+        """Return whether to save a mid-epoch checkpoint now, and whether to stop after saving.
 
         Args:
-            left: function that returns the seconds until the end of the epoch. If the worker is stopping and would be
-                killed before that, the epoch stops.
+            left: function that returns the seconds until the end of the epoch. If the worker is shutting down and would
+                be killed before the end of the epoch, the method returns SAVE_AND_STOP.
         """
         now = time.monotonic()
         if now < self._next_check:
@@ -93,7 +93,7 @@ class TrialSession:
         return MidEpochAction.SAVE if self._files.is_due(self._context.save_every_seconds) else MidEpochAction.NONE
 
     def save_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Save a mid-epoch state and make it valid, so that any machine resumes from it.
+        """Save a mid-epoch state and write its pointer, so that any machine can resume from this state.
 
         Raises:
             ClaimLostError: another attempt owns the trial.
@@ -106,7 +106,7 @@ class TrialSession:
             self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
-        """Report an epoch once; return the verdict of the pruner, the rungs, the budget or the stop signal.
+        """Report an epoch and return the verdict: continue, prune, pause or stop. An epoch is reported only once.
 
         Raises:
             ClaimLostError: another attempt owns the trial; nothing was written.
@@ -142,7 +142,7 @@ class TrialSession:
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
     def _select_metrics(self, record: EpochRecord) -> dict[str, float]:
-        """Return the metrics of a record that the study optimizes or constrains, by name.
+        """Select, from the metrics of a record, those that the study optimizes or constrains, and return them by name.
 
         Raises:
             ObjectiveError: a metric is missing; the message has the reported metrics.
@@ -156,7 +156,7 @@ class TrialSession:
             ) from None
 
     def _report_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
-        """Report the metrics of the best epoch if `epoch` is a rung; return the trial's rank, None at other epochs."""
+        """If `epoch` is a rung, report the metrics of the best epoch and return the trial's rank; else return None."""
         rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
             return None
@@ -173,9 +173,10 @@ class TrialSession:
 
     @property
     def last_value(self) -> float | list[float] | None:
-        """The value of the last epoch, which is the value of a pruned trial; None before the first.
+        """The value of the last epoch, which becomes the value of a pruned trial; None before the first epoch.
 
-        With several metrics, also None if this attempt restarted and has not reached that epoch again.
+        In a multi-objective study, also None if the last reported epoch is of an earlier attempt and this attempt has
+        not trained it again.
         """
         values, spec = self.curve.values, self._context.spec
         if not values:
@@ -189,7 +190,7 @@ class TrialSession:
         return [metrics[name] for name in spec.direction_by_metric]
 
     def log(self, path: Path) -> None:
-        """Record a file of the run; it is uploaded when the trial ends."""
+        """Record a file of the run. It is uploaded when the trial ends."""
         self.files.append(path)
 
     def keep_best(self) -> None:
@@ -197,11 +198,11 @@ class TrialSession:
         self._files.sync_best()
 
     def report_non_finite(self, epoch: int) -> None:
-        """Report NaN at `epoch`, so that the sampler learns that the configuration is infeasible."""
+        """Report NaN at `epoch`, so that the sampler treats the configuration as infeasible."""
         n_metrics = len(self._context.spec.direction_by_metric)
         self._report(epoch, math.nan, [math.nan] * n_metrics if n_metrics > 1 else None)
 
 
 def measure_violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
-    """Return the violation of each bound, as the system attributes that Optuna's samplers and dashboard read."""
+    """Return the violation of each constraint as system attributes, which Optuna's samplers and dashboard read."""
     return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.bounds}

@@ -22,12 +22,12 @@ _TOUCH_INTERVAL_SECONDS = 1.0  # of the heartbeat file
 class Watchdog:
     """Monitor of a worker's progress: steps, reports and claims.
 
-    Pauses before the first step of an attempt are not judged, because preparing data may take any time.
+    The pause before the first step of an attempt is ignored, because preparing data may take a long time.
 
     Args:
         heartbeat: file to touch on progress, at most once per second.
-        stall_factor: multiple of the attempt's longest pause after which the worker is stalled; None disables the
-            thread.
+        stall_factor: the worker is considered stalled if there is no progress for this multiple of the attempt's
+            longest pause. None disables the check.
     """
 
     def __init__(self, heartbeat: Path | None = None, *, stall_factor: float | None = None) -> None:
@@ -53,7 +53,11 @@ class Watchdog:
             self._file.touch()
 
     def watch(self, release: Callable[[], None]) -> None:
-        """Start monitoring an attempt; `release` makes its trial available to other workers."""
+        """Start monitoring an attempt.
+
+        Args:
+            release: function that makes the attempt's trial available to other workers.
+        """
         self._beats, self._longest, self._last = 0, 0.0, time.monotonic()
         self._release = release
         if self._stall_factor is not None and self._thread is None:
