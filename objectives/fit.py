@@ -68,9 +68,9 @@ def rebuild_result(
 
     Args:
         objective: objective of the run.
-        best: result of `promotable` for the checkpoint.
+        best: content of the run's `best.pt`, as `promotable` returns it for the checkpoint.
         history: records of the run's epochs.
-        path: path of a file with `best`.
+        path: path of a file that contains `best`.
 
     Raises:
         ObjectiveError: the objective's code has changed so that it does not fit the checkpoint.

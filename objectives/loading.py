@@ -42,7 +42,7 @@ _NAME_BY_FORMER_PATH = {
 
 
 def normalize_reference(reference: str) -> str:
-    """Return a reference; the module path that a built-in objective had in an earlier version becomes its name."""
+    """Replace the former module path of a built-in objective by its name; return other references unchanged."""
     return _NAME_BY_FORMER_PATH.get(reference, reference)
 
 

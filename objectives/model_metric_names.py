@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ModelMetric:
-    """Metric that hpsearch measures for every model.
+    """Metric that hpsearch can measure for every model.
 
     Attributes:
         unit: unit of the value; empty for a count.

@@ -99,7 +99,7 @@ class BaseObjective(ABC):
         """Set the metric that the study optimizes.
 
         Raises:
-            MetricError: the metric does not exist.
+            MetricError: the objective does not report the metric.
             ObjectiveError: the direction is wrong for the metric.
         """
         self.metric, self.direction = metric, direction
@@ -304,7 +304,7 @@ class Objective(BaseObjective):
         return build_metrics(self.metric, train)
 
     def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
-        """Return custom metrics of the model by name, after each epoch: operations, sparsity, robustness.
+        """Return custom metrics of the model by name, after each epoch, for example its sparsity or robustness.
 
         The metrics are reported under these names, and a study can optimize or bound them. If a value is NaN or
         infinite, the trial ends as diverged.

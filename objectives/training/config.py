@@ -237,7 +237,7 @@ def _format_error(error: ValidationError) -> str:
 
 
 def _type_of(field: FieldInfo) -> tuple[type, bool]:
-    """Return the plain type of a setting, and whether it may be None."""
+    """Return the type of a setting without None, and whether the setting may be None."""
     annotation: Any = field.annotation
     kinds = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return get_origin(kinds[0]) or kinds[0], types.NoneType in kinds

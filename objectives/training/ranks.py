@@ -86,7 +86,7 @@ class Ranks:
         return value
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
+        """Return the values that the ranks pass, ordered by rank."""
         return [value]
 
     def run_on_rank_zero(self, work: Callable[[], T]) -> T:

@@ -26,7 +26,7 @@ class Verdict:
 
     Attributes:
         name: name of the verdict.
-        reason: data of the decision, for the caller of `fit`.
+        reason: data about the decision, which the session passes to the caller of `fit`.
     """
 
     name: str
@@ -188,7 +188,7 @@ class LocalSession:
             loses only the epochs after the last checkpoint.
         snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None writes none of these.
         save_every: seconds between mid-epoch checkpoints; None writes no mid-epoch checkpoints.
-        synced: whether saved files survive a power failure, in addition to the end of the process.
+        synced: whether saved files survive a power failure; if False, they survive only the end of the process.
 
     Raises:
         ObjectiveError: a number is out of range.

@@ -42,7 +42,7 @@ class RestoredModel:
 
     @kill_point("evaluate test set")
     def test(self) -> dict[str, float]:
-        """Return loss and metrics on the test split. Call it only once per study."""
+        """Return loss and metrics on the test split. Call this method only once per study."""
         return self._score(self.splits.test)
 
     def exportable_model(self) -> ExportableModel:

@@ -82,7 +82,7 @@ def run_smoke_test(
         seed: seed of the split, the weights and the batch.
         samples: maximum number of samples in the batch.
         steps: maximum number of steps per learning rate.
-        seconds: time limit of the whole test; it fails at the limit.
+        seconds: time limit of the whole test; the test fails at the limit.
         device: device to train on; None for the CPU.
     """
     config = config or objective.default_config()

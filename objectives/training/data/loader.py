@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_parent_death_hook() -> Callable[[], None]:
-    """Return a function for `multiprocessing` child processes: after its call, the kernel kills them with their parent.
+    """Return a function that a child process calls so that the kernel kills the process when its parent ends.
 
     The function has an effect only on Linux and if the main thread forks, because the kernel sends the signal when the
     forking thread ends. DataLoader's workers check every five seconds whether their parent is alive, but not while they
@@ -66,7 +66,7 @@ class _Batches(torch_data.Dataset[Batch]):
 
 @contextmanager
 def _seeded_generators(seed: int, index: int) -> Iterator[None]:
-    """Seed the random generators by the batch index, so that results do not depend on the number of processes."""
+    """Return a context seeded by the batch index, so that results do not depend on the number of loader processes."""
     torch_state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed_cpu_libraries(seed, "augment", index))  # a worker must not use the GPU
     try:

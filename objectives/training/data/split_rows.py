@@ -91,9 +91,10 @@ _SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", de
 
 @contextmanager
 def request_split(requested: ResplitSeed) -> Iterator[SplitRequest]:
-    """Make `Splits.make` split training and validation by the seed `requested`, with an unchanged test split.
+    """Return a context in which `Splits.make` splits training and validation samples by the seed `requested`.
 
-    With "all", the training split also contains the validation samples. With None, the split is the study's.
+    The test split does not change. With "all", the training split also contains the validation samples. With None, the
+    split is that of the study.
     """
     request = SplitRequest(requested)
     token = _SPLIT_REQUEST.set(request)

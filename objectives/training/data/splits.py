@@ -29,7 +29,7 @@ from hpsearch.objectives.training.data.tree import Tree, concatenate, describe_s
 
 
 def _hash_parts(*parts: tuple[str, Dataset]) -> str:
-    """Hash names, shapes, types and bytes of parts; samples that are not in memory are hashed by their fingerprint."""
+    """Hash names, shapes, types and bytes of splits; samples that are not in memory are hashed by their fingerprint."""
     found = hashlib.sha256()
     for name, part in parts:
         if part.samples is not None:
@@ -45,7 +45,7 @@ def _hash_parts(*parts: tuple[str, Dataset]) -> str:
 
 
 def _check_part(name: str, part: Dataset, train: Dataset) -> None:
-    """Reject a part that is empty, not finite, or differs in shape from the train split."""
+    """Reject a split that is empty, contains NaN or infinity, or differs in sample shape from the training split."""
     if not isinstance(part, Dataset):
         raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
     if len(part) == 0:

@@ -68,7 +68,7 @@ def describe_shapes(tree: Tree) -> str:
 
 
 def unflatten_like(tree: Tree, parts: Iterator[Tensor]) -> Tree:
-    """Return the tree with its tensors replaced by those of `parts`, in order."""
+    """Return the tree with its tensors replaced by the tensors in `parts`, in order."""
     return map_tensors(lambda _: next(parts), tree)
 
 

@@ -34,7 +34,10 @@ class HalvesEvaluator(Protocol):
 
 @contextmanager
 def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Iterator[None]:
-    """Evaluate without gradients and with generators seeded by `purpose`; restore mode and generators at the end."""
+    """Return a context for evaluation without gradients; its end restores the model's mode and the random generators.
+
+    The random generators are seeded by `purpose`, so that repeated evaluations are equal.
+    """
     training = model.training
     model.eval()
     try:

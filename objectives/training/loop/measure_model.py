@@ -170,7 +170,7 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None]) -> str | None:
-    """Compile the model and its weight average; if compilation fails, use both without it.
+    """Compile the model and its weight average; if compilation fails, leave both uncompiled.
 
     Args:
         model: model to compile in place; the names of its parameters do not change.

@@ -44,7 +44,7 @@ class Run:
         changes: the git diff of the objective's source.
         splits: the objective's data, on the CPU.
         val: the validation split, on the device unless loader processes load it.
-        resplit: the evaluation on new splits, for a finalist; None for other runs.
+        resplit: the evaluation of a run on a new split; None for a run on the study's split.
         batch_source: the training batches.
         step_function: function that computes loss and outputs of a batch, with the objective's loss or its `step`.
         ranks: the processes that train the run together.

@@ -225,7 +225,7 @@ class SAM:
 
     @contextmanager
     def perturbed_weights(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which the weights are perturbed along their gradients, which are then cleared.
+        """Return a context in which the weights are perturbed along their gradients; the gradients are then cleared.
 
         The perturbation does not depend on the gradient's norm, so a scaled loss needs no unscaling. Batch norm does
         not update its running statistics, which belong to the unperturbed weights.

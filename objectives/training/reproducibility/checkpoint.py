@@ -143,7 +143,7 @@ class RunFiles:
         keep: number of checkpoints to keep for resuming, including `last.pt`. With two or more, a run can resume if
             one file is truncated.
         snapshot_every: epochs between permanent checkpoints, such as `epoch-0009.pt`; None writes none of these.
-        synced: whether saved files survive a power failure, in addition to the end of the process.
+        synced: whether saved files survive a power failure; if False, they survive only the end of the process.
     """
 
     def __init__(self, run_dir: Path, *, keep: int = 2, snapshot_every: int | None = None, synced: bool = True) -> None:

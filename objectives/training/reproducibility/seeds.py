@@ -28,7 +28,7 @@ def set_seed(*parts: int | str) -> None:
 
 
 def seed_cpu_libraries(*parts: int | str) -> int:
-    """Seed Python and NumPy by `parts`, and return the seed. To restore both would take longer than a batch."""
+    """Seed Python and NumPy by `parts`, and return the seed. The old states are not kept, which would be slow."""
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -82,7 +82,7 @@ def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
-    """Return a context with the given settings of torch; its end restores all settings and random generators."""
+    """Return a context that sets determinism and matrix precision; its end restores them and all random generators."""
     deterministic_settings: Any = torch.utils.deterministic
     python, numpy = random.getstate(), np.random.get_state()
     uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's

@@ -86,7 +86,7 @@ class Strategy:
         return self.local_state_dict(shards.read_shards(kept, folder), like)
 
     def scaling_efficiency(self) -> float | None:
-        """Return the share of the time of recent steps without waiting for other ranks; None if unknown."""
+        """Return the share of recent step time that is not spent waiting for other ranks; None if unknown."""
         return None
 
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
