@@ -20,7 +20,7 @@ _PACKAGE_BY_MODULE = {
     "PIL": "pillow",
     "attr": "attrs",
     "bs4": "beautifulsoup4",
-    "cv2": "opencv-python-headless",  # opencv-python needs the libraries of a desktop
+    "cv2": "opencv-python-headless",  # opencv-python needs the system libraries of a desktop
     "dateutil": "python-dateutil",
     "faiss": "faiss-cpu",
     "hydra": "hydra-core",

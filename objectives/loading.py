@@ -130,7 +130,7 @@ def _import_file(path: Path) -> ModuleType:
     with _wrap_import_errors(path):
         content = path.read_bytes()
         _search_first(path.parent)
-    # A unique name: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
+    # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
     name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -143,7 +143,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _wrap_import_errors(path):
             loader.exec_module(module)
-    except BaseException:  # Ctrl-C too must leave no partly loaded module
+    except BaseException:  # Ctrl-C must not leave a partly loaded module either
         del sys.modules[name]
         raise
     return module
@@ -178,7 +178,7 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
 
 
 _SEARCH_FOLDERS: list[str] = []  # folders of objectives that were added to sys.path
-_SHADOWED_MODULES: dict[str, dict[str, ModuleType]] = {}  # by folder: replaced modules
+_SHADOWED_MODULES: dict[str, dict[str, ModuleType]] = {}  # replaced modules by folder
 
 
 def _search_first(folder: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def _source_digest(cls: type) -> str:
     try:
         source = inspect.getsource(inspect.getmodule(cls) or cls)
-    except (TypeError, OSError):  # a class made in a console has none
+    except (TypeError, OSError):  # a class that was defined in a console has no source
         source = cls.__qualname__
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 

@@ -150,7 +150,7 @@ class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not type-chec
 _HYPERPARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
-class _EpochReporter(Checkpoint):  # type: ignore[misc]  # as above; checkpoint callbacks run last
+class _EpochReporter(Checkpoint):  # type: ignore[misc]  # Lightning is not type-checked; checkpoint callbacks run last
     """Callback that reports Lightning's epochs to the trial."""
 
     def __init__(self, trial: LoopTrial, memory: _Memory) -> None:
@@ -215,7 +215,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # from its use of torch
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # a warning about Lightning's own use of torch
             yield
     finally:
         log.setLevel(level)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
     from hpsearch.objectives.search_space import TrialProtocol
 
-GENERATED = 2000  # images that are compared with the real ones
+GENERATED = 2000  # number of generated images that are compared with the real images
 
 
 @dataclass(frozen=True)

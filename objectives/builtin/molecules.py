@@ -77,7 +77,7 @@ def load_molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str
 
     graphs, areas, scaffolds = [], [], []
     get_scaffold: Any = MurckoScaffoldSmiles  # rdkit has stubs without types
-    with rdBase.BlockLogs():  # rdkit would log the unreadable ones
+    with rdBase.BlockLogs():  # rdkit would log the unreadable molecules
         for line in Path(RDConfig.RDDataDir, "NCI", "first_5k.tpsa.csv").read_text().splitlines()[1:]:
             smiles, area = line.split(",")
             if (molecule := Chem.MolFromSmiles(smiles)) is not None:

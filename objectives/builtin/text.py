@@ -26,8 +26,8 @@ TOPICS = (
     *("compound", "specialnames", "types", "debugger"),
     *("string-methods", "typesseq", "typesmapping", "formatstrings"),
 )
-VOCABULARY = 4096  # ids of words; 0 is padding
-SHORTEST, LONGEST = 8, 64  # words of a paragraph; shorter ones are omitted, longer ones are cut
+VOCABULARY = 4096  # number of word ids; 0 is padding
+SHORTEST, LONGEST = 8, 64  # words of a paragraph; shorter paragraphs are omitted, longer paragraphs are cut
 
 
 class Text(Objective):

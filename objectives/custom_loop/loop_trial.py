@@ -166,7 +166,7 @@ class LoopTrial:
             self.verdict = self._run.save_and_report(record, {"state": state, **files}, best=kept)
             if saved is not None and saved.resolve() == self._checkpoint.resolve():  # other folders are the user's
                 self._ranks.run_on_rank_zero(lambda: shutil.rmtree(saved, ignore_errors=True))
-        except BaseException as error:  # also those that the loop may catch: a lost claim, a stop
+        except BaseException as error:  # includes errors that the loop may catch: a lost claim, a stop
             self.failure = error
             raise
         return kept

@@ -52,7 +52,7 @@ def reset_distributed_state() -> None:
         groups._release_process_group_references()
 
 
-_MAX_PANELS = 8  # of the plot of curves; metrics.jsonl has the other metrics
+_MAX_PANELS = 8  # maximum number of panels in the plot of curves; metrics.jsonl has the other metrics
 _NOT_CHECKED = """\
 The objective has a custom training loop, which is responsible for splitting the data (by `trial.split_seed`, the same
 for every trial), for not using the test set, and for random numbers before the first of `trial.epochs()`, which a
@@ -110,7 +110,7 @@ def _format_reported_metrics(result: RunResult) -> list[str]:
     return lines
 
 
-FORMAT = 1  # of a checkpoint's state
+FORMAT = 1  # format of a checkpoint's state
 
 
 @dataclass
@@ -256,7 +256,7 @@ class LoopRun(BaseLoopRun):
         return read[0] if read else broadcast
 
     def _finish(self, verdict: Verdict) -> LoopResult:
-        # A loop that leaves before the last epoch, without being stopped, is complete.
+        # A loop that returns before the last epoch, without a stop, is complete.
         finished = verdict == Verdict.CONTINUE or self.curve.next_epoch >= self.plan.epochs
         result = LoopResult(
             **self._shared_result(self.curve, verdict, self.notes, finished=finished),

@@ -15,8 +15,8 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, leaves, tensors, unflatten_like
 from hpsearch.objectives.training.evaluation.step import ForwardCall
 
-_ROWS = 4  # of an example; an exporter treats a dimension of 1 as a constant
-_SAMPLES = 64  # in which varying dimensions are searched
+_ROWS = 4  # rows of an example; an exporter treats a dimension of 1 as a constant
+_SAMPLES = 64  # samples in which `build_example` searches for varying dimensions
 
 
 @dataclass(frozen=True)

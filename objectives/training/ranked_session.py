@@ -11,7 +11,7 @@ from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import MidEpochAction, Session, Verdict
 
-_AGREEMENT_INTERVAL_SECONDS = 0.25  # between the steps at which the ranks agree on an action
+_AGREEMENT_INTERVAL_SECONDS = 0.25  # time between two agreements of the ranks on an action
 
 
 class RankedSession:
@@ -28,7 +28,7 @@ class RankedSession:
         self.run_dir, self.shards = ranks.broadcast_object(
             (None, None) if session is None else (session.run_dir, session.shards)
         )
-        self._steps_left = 0  # until the ranks agree again
+        self._steps_left = 0  # number of steps until the ranks agree again
         self._agreed_at = time.monotonic()
         self._interval_steps = 1  # steps between agreements
 

@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 TIMEOUT = 30.0  # seconds within which all ranks must reach a collective of the training
 _CPU_GROUP_TIMEOUT = timedelta(days=7)  # ranks wait here while rank 0 loads data or stores a model
-_JOIN_TIMEOUT = timedelta(minutes=30)  # another rank may still load data
-_CAUSE_TIMEOUT_SECONDS = 5.0  # for a failed rank to store its error
-_WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, where connections do not break by themselves
+_JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
+_CAUSE_TIMEOUT_SECONDS = 5.0  # time for a failed rank to store its error
+_WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, because NCCL does not detect closed connections
 
 
 class RankLostError(RuntimeError):
@@ -132,7 +132,7 @@ class _ProcessGroup(Ranks):
         self._generation += 1
         here = [f"here/{self._generation}/{rank}" for rank in range(self.world_size)]
         try:
-            # A rank may still be busy: the timeout of the first collective must start when all have arrived.
+            # A rank may still be busy, so the timeout of the first collective must start when all ranks have arrived.
             self._store.set(here[self.rank], "")
             self._store.wait(here, max(self._timeout, _JOIN_TIMEOUT))
             dist.init_process_group(
@@ -156,7 +156,7 @@ class _ProcessGroup(Ranks):
         self.cpu_group = None
         if self._backend != "gloo":
             _abort_collectives()
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a custom loop may have closed it
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a custom loop may have closed the group
             dist.destroy_process_group()
 
     def _watch(self, number: int, over: threading.Event) -> None:

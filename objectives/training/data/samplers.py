@@ -16,7 +16,7 @@ from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed
 if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
 
-# A PyTorch sampler of rows, or of batches of rows; the latter override `batch_size`.
+# A PyTorch sampler of rows, or of batches of rows. Samplers of batches override `batch_size`.
 Sampler = torch_data.Sampler[int] | torch_data.Sampler[list[int]]
 
 

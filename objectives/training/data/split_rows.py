@@ -75,7 +75,7 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
 # The seed of a new split into training and validation; "all" to train on both (a refit); None for the study's split.
 ResplitSeed = int | Literal["all"] | None
 
-_MIN_SAMPLES = 2  # of a half, and of each class in it if possible
+_MIN_SAMPLES = 2  # samples of a half, and of each class in a half if possible
 
 
 @dataclass

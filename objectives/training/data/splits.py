@@ -80,8 +80,8 @@ def _describe_shapes(tree: Tree) -> str:
     return describe_shapes(tree[:1] if isinstance(tree, MemmapRows) else tree)
 
 
-_MAX_VAL_SHARE = 0.5  # of the study's training samples, for validation in a new split
-_SIZE_TOLERANCE = 0.05  # relative; smaller differences are ignored
+_MAX_VAL_SHARE = 0.5  # maximum share of the study's training samples that a new split uses for validation
+_SIZE_TOLERANCE = 0.05  # relative difference of split sizes; smaller differences are ignored
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A tensor; a dict, tuple or list of trees; or another object, which is kept, and moved by its method `to` if any.
+# A tensor; a dict, tuple or list of trees; or another object, which is kept and moved by its method `to` if it has one.
 Tree = Any
 
 

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded_on_device
 
 _EVAL_BATCH_FACTOR = 4
-EVALUATION_SEED = derive_seed("evaluation")  # of random numbers in an evaluation
+EVALUATION_SEED = derive_seed("evaluation")  # seed of the random numbers in an evaluation
 
 
 class HalvesEvaluator(Protocol):
@@ -76,7 +76,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
         also: additional evaluation that receives the result of each batch; None for no additional evaluation.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
-    # A step may use random numbers: they are the same in each evaluation, so that results are comparable.
+    # A step may use random numbers. They are the same in each evaluation, so that results are comparable.
     with evaluation_mode(model, device, "evaluation"):
         metrics.reset()
         sums, cut = RunningMeans(device), None if also is None else also.first_half_size

@@ -19,7 +19,7 @@ from hpsearch.objectives.training.evaluation.metrics import (
     make_incompatible_metric_error,
 )
 
-_TOLERANCE = 1e-4  # of means of fp32 losses
+_TOLERANCE = 1e-4  # tolerance when means of fp32 losses are compared
 
 
 def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:

@@ -96,7 +96,7 @@ def build(
     check_epoch(config, len(splits.train), total_steps, epoch_steps)
     maximize = objective.direction == "maximize"
     apply_memory_format(model, config)
-    ranks.broadcast_tensors(model.state_dict().values())  # the initialization may be random beyond the seeds
+    ranks.broadcast_tensors(model.state_dict().values())  # the initialization may depend on more than seeds
     average, steplog = (
         build_average(model, config, plan.epochs),
         StepLog(model, config.log_every, strategy.gradient_norms),

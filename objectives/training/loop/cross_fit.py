@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
 
-MAX_BYTES = 32 << 20  # of outputs and targets for resampling, which every checkpoint contains
+MAX_BYTES = 32 << 20  # maximum size of outputs and targets for resampling, which every checkpoint contains
 
 
 class Outputs(TypedDict):
@@ -91,7 +91,7 @@ class CrossFit:
         self._metrics = metrics
         self._halves: list[_Half] = []
         self.choices: list[HalfSelection | None] = [None, None]
-        self.refused: str | None = None  # reason why a half has no value, and cross-fitting no score
+        self.refused: str | None = None  # reason why a half has no value, and cross-fitting therefore no score
 
     def begin(self) -> None:
         """Reset the sums before the validation of an epoch."""
@@ -189,9 +189,9 @@ def _per_sample(step: Step, rows: range) -> Outputs | None:
     return {"rows": torch.tensor(rows), "outputs": detach_outputs(step.outputs), "targets": step.targets}
 
 
-RESAMPLES = 100  # gives a standard error with a relative error of 7 %
-_MIN_BLOCKS = 4  # samples or blocks that a standard error needs
-_MIN_VALUE_SHARE = 0.5  # of the resamples must have a value
+RESAMPLES = 100  # this number gives a standard error with a relative error of 7 %
+_MIN_BLOCKS = 4  # minimum number of samples or blocks for a standard error
+_MIN_VALUE_SHARE = 0.5  # minimum share of the resamples that have a value
 
 
 def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: Rows | None, seed: int) -> float | None:

@@ -210,7 +210,7 @@ def _add_gradient(
         return run.ranks.all_reduce_sum(loss), size
     if world == 1 and len(parts) == 1:
         return loss, weights[0]
-    # Only now the total weight is known, so gradients scaled by samples are rescaled to weights.
+    # The total weight is known only here, so the gradients, which are scaled by samples, are rescaled to weights.
     own_weight = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
     if world > 1:
         loss, total = run.ranks.all_reduce_sum(torch.stack([loss.double(), own_weight.double()])).unbind()

@@ -31,7 +31,7 @@ from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.strategies.base import Strategy
 
 _WARM_UP_CALLS, _TIMED_CALLS, _MIN_CALLS = 5, 30, 5
-_MIN_SECONDS, _MAX_SECONDS = 0.2, 0.5  # of timing; `_MIN_CALLS` slow calls may take longer
+_MIN_SECONDS, _MAX_SECONDS = 0.2, 0.5  # duration of the timed calls; `_MIN_CALLS` slow calls may take longer
 
 
 def measure_latency_ms(forward: Callable[[], object], device: torch.device) -> float:
@@ -189,7 +189,7 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
         for module in both:
             module._compiled_call_impl = None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # the first may only name the backend
+        return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # line 1 may only name the backend
     return None
 
 
@@ -272,7 +272,7 @@ class ModelMeasurer:
             ObjectiveError: a value of the objective's `measures` is not a number, or a name is reserved.
         """
         found = {}
-        if "peak_memory_mb" in self.names:  # first, because other measurements would count
+        if "peak_memory_mb" in self.names:  # read first, because the memory of other measurements would count
             self.peak = max(self.peak, *self.ranks.all_gather_object(get_peak_memory(self.device) or 0))
             found["peak_memory_mb"] = self.peak / 1e6
         missing = {*self.names} - {*self.known, "peak_memory_mb"}
@@ -286,7 +286,7 @@ class ModelMeasurer:
         """Return the metrics measured so far as plain values; empty if the study requires no model metrics."""
         if not self.names:
             return {}
-        held = get_peak_memory(self.device) if "peak_memory_mb" in self.names else None  # also of an unfinished epoch
+        held = get_peak_memory(self.device) if "peak_memory_mb" in self.names else None  # with unfinished epochs
         return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -28,8 +28,8 @@ from hpsearch.objectives.training.loop.step_functions import get_forward_call
 from hpsearch.objectives.training.optimizers.schedules import check_length
 from hpsearch.objectives.training.ranks import Ranks
 
-_IMBALANCED_SHARE = 0.75  # of one class, from which accuracy is misleading
-_LOSS_SAMPLES = 32  # validation samples for the test of the loss
+_IMBALANCED_SHARE = 0.75  # share of one class from which accuracy is misleading
+_LOSS_SAMPLES = 32  # number of validation samples that test the loss
 
 
 def check_ranks(owner: str, splits: Splits, split_hash: str, ranks: Ranks) -> None:

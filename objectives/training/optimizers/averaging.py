@@ -60,7 +60,7 @@ class _EMA(WeightAveraging):
 
         @torch.no_grad()
         def update(averages: Sequence[Tensor], current: Sequence[Tensor], count: Tensor | int) -> None:
-            steps = int(count)  # on the CPU, so that reading it does not synchronize
+            steps = int(count)  # `count` is on the CPU, so that reading it does not synchronize with the GPU
             torch._foreach_lerp_(list(averages), list(current), 1 - min(decay, (1 + steps) / (10 + steps)))
 
         self.average = AveragedModel(model, multi_avg_fn=update)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import FitResult
 
 
-_LOSS_TOLERANCE = 0.01  # relative; two independent losses differ by more
+_LOSS_TOLERANCE = 0.01  # relative tolerance; the losses of different samples differ by more
 
 
-_VANISHED_NORM = 1e-7  # of a layer's gradient
+_VANISHED_NORM = 1e-7  # norm of a layer's gradient below which the gradient has vanished
 
 
 _MIN_STEPS = 8  # evenly spaced records that represent a run
@@ -81,7 +81,7 @@ def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, An
     found = []
     if run.guard.skipped_in_all:
         found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
-    # Each of the first steps has a record: evenly spaced ones represent the run, if there are enough of them.
+    # Each of the first steps has a record. Evenly spaced records represent the run, if there are enough of them.
     even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
     steps, limit = even if len(even) >= _MIN_STEPS else steps, run.config.clip_grad_norm
     norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]

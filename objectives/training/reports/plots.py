@@ -10,12 +10,12 @@ from typing import Any
 from hpsearch.objectives.training.loop.steplog import DENSE
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
-_COLUMNS = 2  # of panels
-_MARGIN, _MAX_NAME = 2.4, 32  # inches for the names of layers, and their maximum length
-_MAX_LABELS = 12  # of layers; with more layers, only the first and the last have a label
+_COLUMNS = 2  # columns of panels
+_MARGIN, _MAX_NAME = 2.4, 32  # margin in inches for layer names, and their maximum length in characters
+_MAX_LABELS = 12  # with more layers, only the first and the last layer have a label
 _HEIGHT, _DPI = 3.8, 100  # inches, dots per inch
-_LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.4  # inches around each panel; the legend is above
-_TICKS = 5  # few, because drawing the axes takes half of the time
+_LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.4  # inches around each panel; the legend is above the panel
+_TICKS = 5  # few ticks, because drawing the axes takes half of the time
 _GREY, _BLUE, _RED = "#7f7f7f", "#1f77b4", "#d62728"
 _NAMES = (0.005, 0.14, 0.37)  # x positions of the names of curves, as shares of the width
 

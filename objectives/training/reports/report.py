@@ -38,7 +38,7 @@ def write_report(
             *format_image(path, "gradients.png", "Gradient norm of each layer by step"),
         ],
         "Checkpoints": _list_checkpoints(result),
-        "Defaults": defaults,  # last, because MLflow does not fold details
+        "Defaults": defaults,  # at the end, because MLflow does not fold this section
     }
     write_sections(path, sections)
 

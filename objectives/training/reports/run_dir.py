@@ -42,7 +42,7 @@ class RunDir:
     def __init__(self, path: Path | None, *, should_log: bool) -> None:
         self.path = path
         level = logging.INFO if should_log else logging.CRITICAL
-        self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # unregistered, one per run
+        self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # not registered, one per run
         self.log.parent = logging.getLogger("hpsearch.objectives.training")
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class RunDir:
             return []
         with self._tolerate_full_disk("the report"):
             steps = StepsFile(self.path / "steps.jsonl").read()
-            for plot in ("curves.png", "gradients.png"):  # may be of an earlier attempt
+            for plot in ("curves.png", "gradients.png"):  # the plots may be of an earlier attempt
                 (self.path / plot).unlink(missing_ok=True)
             if result.status != "pruned":
                 self._draw(result, names, steps)

@@ -116,7 +116,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-SHARDS_FOLDER = "shards"  # of a run directory
+SHARDS_FOLDER = "shards"  # folder in a run directory
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -277,5 +277,5 @@ def _read_shard_folder(path: Path) -> str | None:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return str(state["shards"]["folder"]) if "shards" in state else None
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # invalid, so not restorable
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # invalid, cannot be restored
         return None

@@ -16,7 +16,7 @@ import torch
 
 # A resume is bit-exact only if none of these differs.
 EXACT_KEYS = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "world", "threads", "machine", "compiled")
-_DEFAULTS = {"world": 1}  # of checkpoints without an entry
+_DEFAULTS = {"world": 1}  # values for checkpoints without the entry
 
 _MAX_DIFF_LENGTH = 1_000_000  # characters
 

@@ -98,7 +98,7 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
         enable_repeatable_cublas()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        deterministic_settings.fill_uninitialized_memory = False  # a debugging aid that costs time
+        deterministic_settings.fill_uninitialized_memory = False  # filling memory is a debugging aid that costs time
     torch.set_float32_matmul_precision(matmul_precision)
     try:
         yield

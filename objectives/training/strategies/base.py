@@ -139,7 +139,7 @@ class DDPStrategy(Strategy):
             return DistributedDataParallel(
                 _StepModule(self._model, self._step_function),
                 broadcast_buffers=False,  # see `sync_buffers`
-                find_unused_parameters=unused,  # it traverses the graph in each step
+                find_unused_parameters=unused,  # the search for unused parameters takes time in each step
                 gradient_as_bucket_view=True,
             )
 

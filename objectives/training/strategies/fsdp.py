@@ -57,7 +57,7 @@ class FSDPStrategy(Strategy):
         )
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._device.type, (self._ranks.world_size,)),
-            "reshard_after_forward": True,  # the root too, because averages and checkpoints read it between steps
+            "reshard_after_forward": True,  # the root too: averages and checkpoints read it between steps
             "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy(self._device.type == "cuda") if offload else OffloadPolicy(),
         }
@@ -101,7 +101,7 @@ class FSDPStrategy(Strategy):
             return tensor
         part: Any = tensor.detach().to(self._device)
         full = part.full_tensor()
-        return full.to("cpu", copy=True) if self._ranks.is_rank_zero else torch.empty(0)  # copies without padding
+        return full.to("cpu", copy=True) if self._ranks.is_rank_zero else torch.empty(0)  # the copy has no padding
 
     def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
         """Return this rank's part of rank 0's state dict with unsharded tensors, scattered one by one."""
