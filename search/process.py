@@ -99,7 +99,7 @@ def stop_on_signals(
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != own_pid:  # forked processes inherit the handler
             return
-        is_first = not received  # read at once: another signal may interrupt between any two of these lines
+        is_first = not received  # read first, because another signal may interrupt between any two of these lines
         received.append(number)
         stop.set()
         if is_first and message:  # not logged: the signal may have interrupted the logger

@@ -29,7 +29,7 @@ def update_mlflow(services: Services, study: StoredStudy, update: Callable[[Trac
         return  # the study has no MLflow run yet
     try:
         update(open_study_tracking(services, study))
-    except Exception as error:  # the study has already changed, which an unavailable server must not hide
+    except Exception as error:  # an unavailable server must not hide that the study has already changed
         warn(f"MLflow was not updated ({describe_error(error)}); workers update it when they run trials")
 
 

@@ -29,7 +29,7 @@ def run(
     how: o.FleetWorkerOptions,
     where: o.Addresses,
 ) -> int:
-    """Run a search until its budget is spent. Run it again to resume it."""
+    """Run a search until its budget is spent. Run the command again to resume the search."""
     from hpsearch.search.fleet.fork import count_gpu_workers, start_fork_server, visible_gpus
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.resolve import check_settings

@@ -64,7 +64,7 @@ class Checker:
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
         self._secrets = secrets
-        self._causes: dict[str, str] = {}  # the check that failed first, by failed or skipped check
+        self._causes: dict[str, str] = {}  # by failed or skipped check: the failed check that caused the result
 
     def run(self, name: str, look: Callable[[], Finding], *needs: str) -> Finding:
         """Run a check and return its finding.
@@ -255,7 +255,7 @@ def check_artifacts(uri: str) -> Finding:
         return Finding("failed", f"not writable: {describe_error(error)}", remedy)
     try:
         remove_probe(tracking, place)
-    except Exception as error:  # as above
+    except Exception as error:  # artifact stores have error classes of their own
         return Finding("warning", f"writable, but not removable: {describe_error(error)}", f"remove {place} manually")
     return Finding("ok", "written and removed")
 

@@ -91,7 +91,7 @@ def _check_clock(cursor: Any) -> Finding:
     began = time.time()
     cursor.execute("SELECT extract(epoch FROM clock_timestamp())")
     there = float(cursor.fetchone()[0])
-    ahead = (began + time.time()) / 2 - there  # assumes that the reply was written half-way
+    ahead = (began + time.time()) / 2 - there  # assumes that the server read its clock in the middle of the round trip
     if abs(ahead) <= MAX_CLOCK_SKEW_SECONDS:
         return Finding("ok", f"{abs(ahead):.2f} s from the database's clock")
     which = "ahead of" if ahead > 0 else "behind"

@@ -41,7 +41,7 @@ from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 
-_MAX_NAME_LENGTH = 100  # of `StudySpec.name`
+_MAX_NAME_LENGTH = 100  # maximum length of `StudySpec.name`
 
 
 def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> StoredStudy:
@@ -106,7 +106,7 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
     ]
 
 
-TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds remove most of the selection bias
+TOP, SEEDS = 5, 2  # ten finalists are no better than five, and two seeds remove most of the selection bias
 
 
 def create_or_join(
@@ -223,7 +223,7 @@ def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | 
 
 
 def _check_search_ended(study: StoredStudy) -> None:
-    """Reject a search that has not ended, because it may still find better trials."""
+    """Reject a search that has not ended, because the search may still find better trials."""
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):
         return

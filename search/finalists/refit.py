@@ -1,4 +1,4 @@
-"""The refit of a winner: training of its configuration on training and validation data with several new seeds.
+"""The refit of a winner: its configuration is trained on training and validation data, with several new seeds.
 
 The number of epochs is the median of the best epochs of the winner's runs on new seeds. No validation data is left to
 compare the runs of a refit, so the run with the median training loss is promoted.

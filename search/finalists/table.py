@@ -133,7 +133,7 @@ class Finalists:
 def list_finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
     """Yield the finalist studies of a search, newest first."""
     for name in reversed(read_finalist_studies(study.engine, study.study_id)):
-        with suppress(SearchError):  # deleted meanwhile
+        with suppress(SearchError):  # the study was deleted in the meantime
             yield load_study(study.storage, name)
 
 
@@ -233,7 +233,7 @@ def _find_front_trials(rows: Sequence[FinalistRow], maximize: Sequence[bool]) ->
 def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: WinnerSelection) -> ExpectedScore | None:
     runs = {row.trial: [run for run in row.scores if run is not None] for row in rows if row.is_complete}
     if any(len(found) < len(rows[0].values) for found in runs.values()):
-        return None  # an old set without such scores, or a custom loop
+        return None  # a set of an earlier version without cross-fitted scores, or a custom loop
     return estimate_test_score(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
 
 
@@ -259,7 +259,7 @@ def _make_row(number: int, search_values: tuple[float, ...], trials: list[Frozen
 
 
 def to_record(result: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, and of the dataclasses in it, under their stored names."""
+    """Return a dataclass, and the dataclasses in its fields, as dictionaries with the names that the database uses."""
     return asdict(result, dict_factory=lambda items: {_STORED_KEYS.get(key, key): value for key, value in items})
 
 

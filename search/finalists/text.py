@@ -14,7 +14,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 _MIN_SHOWN_BIAS = 5e-5  # a smaller bias is 0.0000 in four digits
-_VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # verdicts that are shown by other words
+_VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # words that differ from the verdict
 
 
 def format_confirmation(study: StoredStudy) -> list[str]:
@@ -72,7 +72,7 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
 
 
 def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
-    """Return the verdict on a finalist as text; empty until all runs have ended."""
+    """Return the verdict on a finalist as text; an empty text until all runs have ended."""
     if found.pending:
         return ""
     verdict = found.verdict(row)

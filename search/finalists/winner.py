@@ -69,7 +69,7 @@ def _get_difference_error(table: Sequence[Sequence[float]]) -> float | None:
     return math.sqrt(2 * variance / columns)
 
 
-LEVEL = 0.9  # of the interval
+LEVEL = 0.9  # probability that the prediction interval contains the test score
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ExpectedScore:
 
     Attributes:
         mean: expected score, which is the winner's mean corrected for selection bias.
-        low, high: bounds of the prediction interval of the test score, which contains it with probability `LEVEL`.
+        low, high: bounds of the prediction interval, which contains the test score with probability `LEVEL`.
     """
 
     mean: float

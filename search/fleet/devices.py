@@ -138,8 +138,8 @@ def _remove_stale_folders() -> None:
 
 log = logging.getLogger(__name__)
 
-_RANK_SHUTDOWN_SECONDS = 10  # for the other ranks to exit after one has died
-_POLL_SECONDS = 0.2  # between two checks for a stop request
+_RANK_SHUTDOWN_SECONDS = 10  # time in which the other ranks must exit after a rank has died
+_POLL_SECONDS = 0.2  # interval between two checks for a stop request
 
 
 def join_study_on_devices(name: str, options: WorkerOptions) -> int:
@@ -187,7 +187,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
         except (ChildFailedError, RendezvousConnectionError) as error:
             if stop.is_set():
                 return EXIT_DRAINED
-            why = f"rendezvous at {place.endpoint} lost"  # its machine ended before it sent the cause
+            why = f"rendezvous at {place.endpoint} lost"  # the rank's machine ended before it sent the cause
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
                 code = failure.exitcode

@@ -20,9 +20,9 @@ from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.files import lock_file
 
-MAX_DEATHS = 5  # without a finished trial of the study in between; then the worker is not restarted
+MAX_DEATHS = 5  # consecutive deaths, without a finished trial in between, after which a worker is not restarted
 _MAX_RESTART_DELAY_SECONDS = 30.0
-_OUTAGE_GRACE_SECONDS = 5.0  # after the database's return, in which the outage is still blamed for a worker's exit
+_OUTAGE_GRACE_SECONDS = 5.0  # period after an outage in which a worker's exit is still attributed to the outage
 
 
 @dataclass

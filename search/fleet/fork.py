@@ -46,7 +46,7 @@ def read_cgroup_cpu_limit(mine: Path = _PROCESS_CGROUPS, mounted: Path = _CGROUP
         else:
             continue
         folder = root / path.lstrip("/")
-        for above in (folder, *folder.parents):  # the lowest limit of all levels applies
+        for above in (folder, *folder.parents):  # the lowest limit of all levels of the hierarchy applies
             if above.is_relative_to(root) and (limit := _parse_limit(" ".join(_read(above / name) for name in names))):
                 limits.append(limit)
     return min(limits, default=None)
@@ -77,7 +77,7 @@ def thread_environment(workers: int) -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
 
 
-# No forks on machines with an accelerator: a process must not use its driver before a fork, and a library may do so
+# No forks on machines with an accelerator: a process must not use the driver before a fork, but a library may use it
 # when it is imported.
 _ACCELERATOR_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 

@@ -24,7 +24,7 @@ from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.urls import normalise_url, redact
 
 ENGINES = ("slurm", "kubernetes", "ray", "systemd")
-SHUTDOWN_MARGIN_SECONDS = 5  # of the grace, reserved for the delivery of the signal and the exit of the worker
+SHUTDOWN_MARGIN_SECONDS = 5  # part of the grace period, for the delivery of the signal and the exit of the worker
 _MIN_GRACE_SECONDS, _MAX_GRACE_SECONDS = 2 * SHUTDOWN_MARGIN_SECONDS, 65_535  # the maximum of Slurm's --signal
 _MAX_WORKERS = 10_000
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
@@ -37,7 +37,7 @@ _PASSWORD_PLACES = {
     "ray": "into ~/.pgpass of each machine",
     "systemd": "into /etc/hpsearch/worker.env as PGPASSWORD",
 }
-# Options that only some engines support; the others would ignore them silently.
+# Options that only some engines support. The other engines would ignore these options silently.
 _OPTION_ENGINES = {"time": ("slurm",), "image": ("kubernetes",), "command": ("slurm", "systemd")}
 
 
@@ -160,7 +160,7 @@ class LaunchConfig:
 
 
 _UNIT_BITS = {"M": 20, "G": 30, "T": 40}
-_MAX_JOB_NAME = 45  # of a Kubernetes Job: pod names have at most 63 characters, including an index and five random ones
+_MAX_JOB_NAME = 45  # of a Kubernetes Job: a pod name has at most 63 characters, including an index and a random suffix
 
 
 def render_manifest(launch: LaunchConfig) -> str:
@@ -189,7 +189,7 @@ def _make_template_values(launch: LaunchConfig) -> dict[str, Any]:
     return {
         "study": launch.study,
         "worker": make_worker_command(launch),
-        "tasks": -(-launch.workers // together),  # of Slurm: one for each worker, or for each shared GPU
+        "tasks": -(-launch.workers // together),  # Slurm tasks: one for each worker, or for each shared GPU
         "together": together,
         "memory_of_task": f"{number * together}{letter}",
         "memory_bytes": number << _UNIT_BITS[letter],

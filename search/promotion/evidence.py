@@ -211,7 +211,7 @@ def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence
+_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence, without a tag
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 SINGLE_INPUT_KEY = "="  # name in the .npz file of a batch that is a single tensor
-MAX_ROWS = 256  # approximate number of rows of one request
+MAX_ROWS = 256  # approximate number of rows per request to the model
 
 
 class ImportBlocker(MetaPathFinder):

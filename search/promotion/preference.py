@@ -35,7 +35,7 @@ class Condition:
         return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
 
     def violation(self, values: Mapping[str, float]) -> float:
-        """Return by how much the values violate the condition; 0 if they satisfy it."""
+        """Return the amount by which `values` violate the condition; 0 if the values satisfy the condition."""
         return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
 
 
@@ -80,7 +80,7 @@ def resolve_trial(
     """Return `trial`, or the number of the trial that `preference` selects; None if both are None.
 
     Raises:
-        SearchError: both are given, or no trial satisfies the preference.
+        SearchError: both `trial` and `preference` are given, or no trial satisfies the preference.
     """
     if preference is None:
         return trial

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MLFLOW_UI = "MLflow UI"
 
-Aliases = dict[tuple[str, str], int]  # (model, alias) to version
+Aliases = dict[tuple[str, str], int]  # version by (model, alias)
 
 
 def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | None = None) -> Aliases:
@@ -120,7 +120,8 @@ def _record(
 
     study = load_study(storage, trial.study_name)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
-    # Without a record, the tag has the user of a `promote` command that died. With one, the alias was moved in MLflow.
+    # If the promotion has no record, the tag has the user of a `promote` command that died. If it has a record, a user
+    # has moved the alias in MLflow.
     has_record = is_recorded(connection, version.model, version.number)
     by = (None if has_record else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
     try:

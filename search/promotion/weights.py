@@ -32,7 +32,7 @@ from hpsearch.storage.mlflow.health import describe_error, mlflow_request
 from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
-_VALUE_TOLERANCE = 0.01  # relative; allows different results of single samples on another device
+_VALUE_TOLERANCE = 0.01  # relative tolerance, because another device may give other results for single samples
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from hpsearch.storage.attributes import REASON
 from hpsearch.storage.rungs.fronts import compute_hypervolume, to_losses
 from hpsearch.storage.trials.history import read_epoch_values
 
-_MAX_AXES = 9  # of the parallel coordinates, including the value's
+_MAX_AXES = 9  # maximum in the parallel coordinates plot, including the axis of the value
 _MAX_FORECASTS = 12  # drawn together with the learning curves
-_MAX_CURVE_POINTS = 40_000  # of all learning curves together; above it, epochs are left out
+_MAX_CURVE_POINTS = 40_000  # maximum of all learning curves together; if there are more, epochs are omitted
 
 
 def make_figure_data(
@@ -194,7 +194,7 @@ def _make_finalist_rows(found: Finalists) -> list[dict[str, Any]]:
     ]
 
 
-_MAX_VOLUME_POINTS = 1000  # of the figure; with more epochs, the hypervolume is computed at every n-th
+_MAX_VOLUME_POINTS = 1000  # of the figure; if there are more epochs, the hypervolume is computed at every n-th epoch
 
 
 @dataclass(frozen=True)

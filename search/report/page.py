@@ -82,7 +82,7 @@ def _format_range(values: Sequence[object], form: str) -> str:
 
 
 _RUNG_OUTCOMES = {"promoted": "promoted", "waiting": "paused", "pruned": "pruned"}  # label by field of a rung
-_MAX_FAILURES = 20  # in the section of failures; the table of trials has all
+_MAX_FAILURES = 20  # maximum in the section of failures; the table of trials has all failures
 
 
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:

@@ -145,7 +145,7 @@ def describe_model(promotion: Promotion) -> str:
     return f"trial {promotion.trial_number}" if refit is None else f"the refit of trial {refit['of']}"
 
 
-_MAX_FORECASTS = 10  # without --all, the best first
+_MAX_FORECASTS = 10  # number of best forecasts that are shown without --all
 
 
 def forecast_trials(
@@ -346,7 +346,7 @@ def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int
 
 
 _LAST_TRIALS = 20
-_WIDE_COLUMNS = 100  # with fewer, only essential columns are shown
+_WIDE_COLUMNS = 100  # in characters; a narrower table has only the essential columns
 
 
 def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
@@ -358,7 +358,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         dashboard_url: address of the dashboard; None prints no link.
         every: whether to print all trials and forecasts instead of the last trials and the best forecasts.
     """
-    redundant = {"metric", "direction"} if study.spec.is_multi_objective else set()  # `directions` has both
+    redundant = {"metric", "direction"} if study.spec.is_multi_objective else set()  # `directions` has them
     for key, value in study.spec.model_dump(exclude={"name", "version", *redundant}).items():
         if value is None:
             continue

@@ -25,7 +25,7 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
 
-_ETA_ENDS = 20  # trials whose ends give the rate for the ETA
+_ETA_ENDS = 20  # number of ended trials from which the rate for the ETA is computed
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _count_rungs_reached(study: StoredStudy) -> dict[int, int]:
     return {mark: sum(length >= mark for length in lengths) for mark in marks}
 
 
-# The first of the last ends starts the period and is not counted.
+# The first of these ends is the start of the period, and does not count.
 _RECENT_ENDS = sa.text("""
     SELECT count(*) - 1 AS ends, extract(epoch FROM :at - min(ended)) AS seconds FROM (
         SELECT max(a.ended_at) AS ended FROM trials t JOIN hpsearch_attempts a USING (trial_id)
@@ -124,16 +124,16 @@ def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime)
     [row] = Database(study.engine).fetch_rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_ENDS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
-    # At the rate of the last ends, for the budget that is spent most.
+    # The rate of the last ends, applied to the budget that will be spent first.
     left = progress.finished / done * (1 - done) if done else progress.budget
     return float(row.seconds) / int(row.ends) * left
 
 
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}
-_RESERVED_LINES = 11  # above and between the tables
+_RESERVED_LINES = 11  # number of lines above and between the tables
 _NARROW_COLUMNS = ("worker", "state", "trial", "epoch", "done", "lease", "seen")
-_WIDE_WIDTH = 100  # characters; below it only the narrow columns are shown
+_WIDE_WIDTH = 100  # in characters; a narrower view shows only the narrow columns
 
 
 class EpochRate:

@@ -36,7 +36,7 @@ from hpsearch.storage.mlflow.client import RunDeletedError
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
 
-_SUPERVISION_SECONDS = 5.0  # between two checks, which take about 30 ms
+_SUPERVISION_SECONDS = 5.0  # interval between two checks; a check takes about 30 ms
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
 
 
 _POLL_SECONDS = 0.5
-_INTERRUPTED_UPLOAD_SECONDS = 10.0  # for the upload to MLflow after Ctrl-C
+_INTERRUPTED_UPLOAD_SECONDS = 10.0  # maximum time of the upload to MLflow after Ctrl-C
 
 
 def open_study_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
@@ -185,7 +185,7 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
     def resend_winner() -> None:
-        resend(study, tracker, checkpoints, only=list_trials_requiring_model(study))  # trials of lost machines
+        resend(study, tracker, checkpoints, only=list_trials_requiring_model(study))  # from lost machines
 
     with show_steps(console) as show_step:
         patience = _INTERRUPTED_UPLOAD_SECONDS if interrupted else math.inf

@@ -141,7 +141,7 @@ class _NotebookCell:
         self._handle.update(page)
 
     def stop(self) -> None:
-        """Clear the view, because the result is printed below it."""
+        """Clear the view. The result is printed afterwards, and replaces the view."""
         self._handle.update(Text(""))
 
 

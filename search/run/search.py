@@ -35,7 +35,7 @@ class RunResult:
         summary: summary of the study at the end of the run.
         report: path of the report; None if it was not written.
         is_interrupted: whether a signal ended the run; its trials were saved.
-        stopped: user and time of a stop request; empty without one.
+        stopped: user and time of a stop request; empty if the study was not stopped.
         is_finished: whether the budget is spent or the timeout has expired.
         gave_up: one line per worker that gave up, with the reason.
     """

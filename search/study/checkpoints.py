@@ -91,7 +91,7 @@ class StudyCheckpoints:
         Raises:
             CheckpointStoreError: the store is unavailable.
         """
-        found = self.files.sizes(self.folder)  # before the database query, because a trial may be retried in between
+        found = self.files.sizes(self.folder)  # listed before the query, because a trial may be retried in between
         local = [path for name in _RESUME_FILES for path in runs.glob(f"*/{name}")]
         numbers = {_parse_number(path) for path in [*found, *map(str, local)]}
         ended = retrying()(read_ended_trials, self.engine, self.study_id, numbers) if numbers else {}

@@ -58,7 +58,7 @@ def start_study(study: StoredStudy) -> str | None:
 
 
 def _restore_budget(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
-    """Cancel an early termination: trials that it pruned at a rung wait there again."""
+    """Cancel an early termination, and requeue the trials that the termination pruned at a rung."""
     spec = parse_stored_spec(values)
     if cancel_early_stop(connection, study.study_id) and (rungs := make_rungs(spec)) is not None:
         requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)

@@ -297,7 +297,7 @@ def begin_search(
 
 
 def start_timeout(study: StoredStudy) -> None:
-    """Start the study's timeout, unless it has already started and trials are running."""
+    """Start the study's timeout, unless the timeout has already started and trials are running."""
     if STARTED_AT not in study.attrs or not count_running_trials(study.engine, study.study_id):
         study.set_attr(STARTED_AT, time.time())
 

@@ -12,7 +12,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import DEVICE_SPEED
 from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, read_devices
 
-_MAX_LISTED = 3  # trials that changed devices, in the text
+_MAX_LISTED = 3  # maximum number of trials in the text about changed devices
 _RATE, _EFFICIENCY = "samples_per_second_per_device", "scaling_efficiency"
 
 

@@ -153,7 +153,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, FixedTrial]]:
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
-        if names.count(name) > 1:  # json would silently use the last one
+        if names.count(name) > 1:  # the json module would silently use the last of several equal keys
             raise ValueError(f"{name!r} appears twice; remove one")
     return dict(pairs)
 

@@ -16,7 +16,7 @@ from hpsearch.storage.attributes import INFEASIBLE, RUNG, TRACKING, VIOLATIONS
 from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
-_MAX_LISTED = 12  # trials of the front in the text
+_MAX_LISTED = 12  # maximum number of trials of the Pareto front in the text
 
 
 def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
@@ -79,16 +79,16 @@ class Summary:
 
     complete: int
     pruned: int
-    infeasible: int  # diverged or out of memory: PRUNED in Optuna, not counted in `pruned`
+    infeasible: int  # trials that diverged or ran out of memory: PRUNED in Optuna, but not counted in `pruned`
     failed: int
     running: int
     waiting: int
-    front: tuple[FrozenTrial, ...] = field(repr=False)  # with one metric, the best trial
+    front: tuple[FrozenTrial, ...] = field(repr=False)  # in a single-objective study, the best trial
     out_of_bounds: int  # COMPLETE trials that violate a constraint
     epochs_run: int
     epochs_saved: int
     untracked: int  # trials that are not completely in MLflow
-    seconds_saved: float  # by each pruned trial's own time per epoch
+    seconds_saved: float  # estimated from each pruned trial's own time per epoch
 
     @property
     def best(self) -> FrozenTrial | None:

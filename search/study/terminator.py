@@ -28,9 +28,9 @@ from hpsearch.storage.attributes import EXPECTED_GAIN
 from hpsearch.storage.trials.budget import EarlyStop, stop_early
 
 POSTERIOR_SAMPLES = 500
-MAX_STARTED, MAX_NEW = 50, 250  # limits of the evaluated trials: started ones, and promising new ones
+MAX_STARTED, MAX_NEW = 50, 250  # maximum numbers of evaluated trials: started trials, and promising new trials
 _JITTER = 1e-6
-_BEST_SHARE = 4  # the slope from scores to values is fitted to the best quarter
+_BEST_SHARE = 4  # the slope from scores to values is fitted to the best quarter of the trials
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def _fit_slope(points: Observations) -> float | None:
     return slope if math.isfinite(slope) else None
 
 
-MIN_ENDED_TRIALS = 20  # ended trials before the first decision, as in Optuna's terminator
-DECISION_FACTOR = 1.1  # factor on the ended trials between two decisions
+MIN_ENDED_TRIALS = 20  # number of ended trials before the first decision, as in Optuna's terminator
+DECISION_FACTOR = 1.1  # factor by which the number of ended trials grows between two decisions
 
 
 class Terminator:

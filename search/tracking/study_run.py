@@ -140,7 +140,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     }
 
 
-_MAX_LISTED = 20  # trials of a front
+_MAX_LISTED = 20  # maximum number of trials of the Pareto front in the note
 
 
 def write_note(study: StoredStudy, summary: Summary) -> None:

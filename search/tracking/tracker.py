@@ -117,7 +117,7 @@ def _flatten(spec: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-_STARTUP_SECONDS = 15.0  # longest start of a server
+_STARTUP_SECONDS = 15.0  # maximum time in which a server starts
 
 
 def make_pruning_tags(decision: dict[str, object]) -> journal_records.Tags:

@@ -47,7 +47,7 @@ class Attempt:
         self._context = context
         self._claim = claim
         self._tracked = TrialTracking(context.tracker, context.study, claim)
-        self._session: TrialSession | None = None  # once the trial is configured
+        self._session: TrialSession | None = None  # set when the trial is configured
         try:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)
         except OSError as error:  # a full disk does not count as a failed attempt

@@ -63,7 +63,7 @@ class TrialCheckpoints:
                 self._files.save(state, best=best)
             except OSError:
                 if best:
-                    self._files.best_path.unlink(missing_ok=True)  # the file has an earlier epoch, no longer the best
+                    self._files.best_path.unlink(missing_ok=True)  # the file has an earlier epoch, not the best epoch
                 raise
             if not self._files.best_path.exists():
                 self._files.write_best(state)

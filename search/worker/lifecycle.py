@@ -29,7 +29,7 @@ from hpsearch.storage.errors import CheckpointStoreError, format_error
 
 log = logging.getLogger(__name__)
 
-# Time to send records to MLflow before the exit, without trials left and after a stop signal.
+# Maximum time to send records to MLflow before the exit: if no trials are left, and after a stop signal.
 _DELIVERY_SECONDS, _STOPPED_DELIVERY_SECONDS = 60.0, 10.0
 
 _EXIT_REASONS = {
@@ -69,7 +69,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()
-        current_ranks().on_stop_request = context.shutdown.begin  # if another rank gets the signal
+        current_ranks().on_stop_request = context.shutdown.begin  # called if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
         exit_code = Worker(context).work()

@@ -88,7 +88,8 @@ class Worker:
     def _end_pruned(self, pruned: PrunedTrial) -> TrialEnd:
         """End the run of a waiting trial that was pruned, and delete its checkpoints.
 
-        Checkpoints are kept if the trial was pruned because the budget was spent: it resumes if the budget is extended.
+        Checkpoints are kept if the trial was pruned because the budget was spent. The trial resumes if the budget is
+        extended.
         """
         log.info("trial %d: PRUNED, %s", pruned.number, pruned.reason)
         self._context.tracker.end_run_without_worker(pruned)

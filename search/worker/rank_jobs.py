@@ -1,4 +1,4 @@
-"""Workers with several processes: rank 0 runs the worker loop, and all ranks train together."""
+"""Workers with several processes, the ranks: rank 0 runs the worker loop, and all ranks train together."""
 
 from __future__ import annotations
 

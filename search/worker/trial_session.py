@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 _CHECK_INTERVAL_SECONDS = 0.05  # a step may take less than 0.1 ms
-_KILL_MARGIN_SECONDS = 2.0  # reserve before the process is killed
+_KILL_MARGIN_SECONDS = 2.0  # safety margin before the process is killed
 
 
 BUDGET_EXHAUSTED = "no budget left for another epoch"
@@ -42,7 +42,7 @@ class TrialSession:
     def __init__(
         self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
     ) -> None:
-        files = RunFiles(run_dir, synced=False)  # the trial is resumed from the store, which syncs
+        files = RunFiles(run_dir, synced=False)  # a trial resumes from the store, which syncs its files
         self.run_dir = files.run_dir
         self.shards = files.shards
         self._files = files

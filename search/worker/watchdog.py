@@ -15,8 +15,8 @@ from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
-MIN_PAUSE_SECONDS = 60.0  # shorter pauses are never a stall, because the machine may be busy
-_TOUCH_INTERVAL_SECONDS = 1.0  # of the heartbeat file
+MIN_PAUSE_SECONDS = 60.0  # a shorter pause is not a stall, because the machine may be busy
+_TOUCH_INTERVAL_SECONDS = 1.0  # between two touches of the heartbeat file
 
 
 class Watchdog:
