@@ -56,8 +56,8 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         trial: the argument of `run` or of a function objective.
         module: the module to train.
         data: a `LightningDataModule`, or a tuple of training and validation loaders.
-        trainer: arguments of `lightning.Trainer`, except those that the trial sets: epochs and steps, devices and
-            nodes, and the root folder.
+        trainer: arguments of `lightning.Trainer`, except those that the trial sets: epochs and steps, the validation
+            interval, devices and nodes, and the root folder.
 
     Raises:
         ObjectiveError: `trainer` contains an argument that the trial sets.

@@ -114,7 +114,7 @@ class Trainer(BaseTrainer):
         seed: seed of initial weights, sample order and dropout.
         split_seed: seed of the data split, the same for all trials of a study; None uses `seed`.
         resplit_seed: seed of a new train/validation split with an unchanged test split, if `data()` allows it. The run
-            then has a `FitResult.resplit_score`, which confirms a configuration. None uses the study's split.
+            then has a `FitResult.resplit_score`, the score of a finalist's run. None uses the study's split.
         refit: number of epochs to train in a refit, a run on training and validation data; None for other runs. In a
             refit, schedules extend over `epochs`, patience does not end the run, and the weights of the last epoch are
             kept. The validation metrics of a refit are computed on samples that it trains on.

@@ -36,7 +36,7 @@ class SmokeResult:
     """Result of the attempt to overfit one batch.
 
     Attributes:
-        passed: whether the loss fell to `target`.
+        passed: whether the loss fell to `target` or below.
         losses: loss of the batch before each step.
         target: the loss to reach.
         samples: number of samples in the batch.

@@ -66,8 +66,8 @@ def evaluate(  # noqa: PLR0913 options by keyword
     Args:
         model: model on `device`.
         dataset: dataset on any device.
-        step: step function of the run; or a loss module from (output, target) to losses [n], or to a mean that
-            `as_additive_loss` has made additive.
+        step: step function of the run; or a loss module from (output, target) to losses [n], or to an additive mean
+            (see `as_additive_loss`).
         metrics: metrics on `device`; they are reset first.
         batch_size: rows per forward pass. The result does not depend on it.
         device: device of the model.

@@ -116,7 +116,7 @@ def _group_order(name: str) -> tuple[int, int]:
 
 
 def _fused(device: torch.device) -> dict[str, Any]:
-    """Return the optimizer argument for updates of all parameters at once: `fused` if the device supports it."""
+    """Return the argument for updates of all parameters at once: `fused` if the device supports it, else `foreach`."""
     return {"fused": True} if device.type in {"cpu", "cuda"} else {"foreach": True}
 
 
