@@ -1,4 +1,4 @@
-"""Console output: tables, counts, commands to type, and progress lines."""
+"""Console output: tables, counts, command lines, and progress lines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plain_table(
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return ``1 worker`` or ``2 workers``."""
+    """Return the number with the noun, in plural if necessary: ``1 worker``, ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

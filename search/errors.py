@@ -27,5 +27,5 @@ def as_search_error(prefix: str = "", kind: type[Exception] = ValueError) -> Ite
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else the list of known names."""
+    """Return a hint for an unknown name: the most similar known name, else a list of the known names."""
     return f"; {format_hint(name, sorted(known))}"

@@ -63,7 +63,7 @@ class StopEvent:
         self.since: float | None = None
 
     def set(self) -> None:
-        """Request the stop."""
+        """Request the stop, and store the time of the first request."""
         if self.since is None:
             self.since = time.monotonic()
 
@@ -73,7 +73,7 @@ class StopEvent:
 
 
 def raise_interrupt() -> None:
-    """Raise KeyboardInterrupt."""
+    """Raise KeyboardInterrupt, as an expression in callbacks."""
     raise KeyboardInterrupt
 
 
@@ -203,7 +203,7 @@ class GracefulShutdown:
 
     @property
     def is_shutting_down(self) -> bool:
-        """Whether the worker has to stop."""
+        """Whether the graceful shutdown has begun, so that the worker has to stop."""
         if self._since is None and self._stop.is_set():
             self._since = getattr(self._stop, "since", None)
             self.begin()

@@ -195,10 +195,10 @@ def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
 
 
 def describe_deletion(study: StoredStudy) -> str:
-    """Return the list of items to delete, for the confirmation prompt.
+    """Return a text that lists what `delete_study` would delete, for the confirmation prompt.
 
     Raises:
-        SearchError: trials of the study or of its finalists are running.
+        SearchError: trials of the study, its finalists or its refits are running.
     """
     items = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
     items += ", its finalists" if len(list_studies_to_delete(study)) > 1 else ""
@@ -210,7 +210,7 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
     """Delete a study with its finalist and refit studies, checkpoints and local files; return the deleted names.
 
     Raises:
-        SearchError: trials of the study or of its finalists are running.
+        SearchError: trials of the study, its finalists or its refits are running.
         StorageError: the checkpoint store does not answer.
     """
     deleted = list_studies_to_delete(study)

@@ -105,7 +105,7 @@ class StudyRow:
 
 
 def open_services(where: Addresses, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
-    """Return the services and the study storage.
+    """Return the services at the given addresses, and the storage of the studies.
 
     Raises:
         StorageError: a service cannot be used.
@@ -121,7 +121,7 @@ def open_services(where: Addresses, progress: Callable[[str], None] | None = Non
 def open_study(
     name: str, where: Addresses, progress: Callable[[str], None] | None = None
 ) -> tuple[StoredStudy, Services]:
-    """Return a stored study and its services.
+    """Return a stored study and the services at the given addresses.
 
     Raises:
         SearchError: the study does not exist, or another program created it.

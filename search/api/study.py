@@ -636,7 +636,7 @@ class Study:
     def _promote(
         self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool
     ) -> PromotionResult:
-        """Promote a trial, or an existing refit."""
+        """Promote a trial; with `refit`, promote the selected run of the existing refit."""
         from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import open_study_tracking
         from hpsearch.search.study.summary import summarise

@@ -38,9 +38,9 @@ def finalists(
 ) -> int:
     """Retrain the best trials on common new seeds and splits.
 
-    The best score of many trials has a selection bias. Only the new runs select the winner, and they estimate its score
-    on new data. The test split is not used. Run the command again to resume, or to show the table. Other machines join
-    with 'worker --study STUDY.finalists'.
+    The best score of many trials has a selection bias. Therefore, only the new runs select the winner and estimate its
+    score on new data. The test split is not used. Run the command again to resume the training or to show the table.
+    Other machines join with 'worker --study STUDY.finalists'.
     """
     from hpsearch.search.fleet.fork import start_fork_server
     from hpsearch.search.services import check_pair
@@ -188,7 +188,7 @@ def serve_check(
     A new process loads the model without this project's code and evaluates it on the validation split. A model that
     cannot be exported is loaded from its checkpoint by the objective's code.
 
-    Exit code 0 if the score equals the recorded one, 1 otherwise.
+    Exit code 0 if the score equals the recorded score, 1 otherwise.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.serve_check import serve_check as check

@@ -73,7 +73,7 @@ def show(
     ] = None,
     where: o.Addresses,
 ) -> None:
-    """Show a study: spec, counts and trials. --trial shows one trial."""
+    """Show a study: spec, counts and trials. With --trial, show one trial."""
     from hpsearch.search.api.opening import sync_mlflow_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
@@ -99,8 +99,8 @@ def top(
 ) -> None:
     """Watch the workers and trials of a study until Ctrl-C.
 
-    Shows workers on all machines with their trials, epochs and leases, ended trials with their reasons, and the
-    expected end.
+    Shows the workers on all machines with their trials, epochs and leases; the ended trials with the reasons; and the
+    estimated time until the budget is spent.
     """
     from rich.live import Live
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")],
 ) -> None:
-    """Write a small working objective as a start."""
+    """Write a small working objective, as a template for a new objective."""
     from hpsearch.objectives.template import write_template
 
     write_template(path)
@@ -50,7 +50,7 @@ RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, 
 
 
 def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
-    """Return the objective's default configuration, overridden by the given settings.
+    """Return the objective's default configuration, overridden by ``KEY=VALUE`` settings.
 
     Raises:
         SearchError: a setting is not KEY=VALUE, or is missing in the default configuration.
@@ -95,7 +95,7 @@ def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
 
 
 def _to_number(value: Any) -> Any:
-    """Convert numbers such as 1e-3, which YAML reads as text."""
+    """Return a value with texts such as ``1e-3`` converted to numbers, because YAML reads them as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -221,7 +221,8 @@ def smoke(
 ) -> int:
     """Check that the model can overfit one batch.
 
-    A model that cannot bring the loss near zero has a fault. Exit code 0 if it can, 1 otherwise.
+    If the loss does not come near zero, the model has a fault. Exit code 0 if the model overfits the batch, 1
+    otherwise.
     """
     import dataclasses
 

@@ -79,12 +79,12 @@ def worker(
     """Join a study and run its trials.
 
     A worker runs on any machine that reaches the study's database. Sampler, pruner, seed and budget come from the
-    study. After SIGTERM or Ctrl-C the worker finishes the epoch, or writes a mid-epoch checkpoint if --grace is too
-    short, and releases the trial for another worker. Further SIGTERMs have no effect; a second Ctrl-C ends the worker
-    immediately.
+    study. After SIGTERM or Ctrl-C, the worker finishes the epoch, or writes a mid-epoch checkpoint if --grace is too
+    short. Then the worker releases the trial for another worker. Further SIGTERMs have no effect; a second Ctrl-C ends
+    the worker immediately.
 
-    Exit codes: 0, no work is left or the study is stopped; 143, stopped with work left; 1, a service is unavailable,
-    start the worker again; 2, a setting is wrong (final); 3, every trial fails (final).
+    Exit codes: 0 if no work is left or the study is stopped; 143 if a signal stopped the worker with work left; 1 if a
+    service is unavailable; 2 if a setting is wrong; 3 if every trial fails. Start a worker again after 143 and 1.
     """
     with fast_imports():
         from hpsearch.search.fleet.devices import join_study_on_devices
@@ -131,8 +131,8 @@ def print_(
 ) -> None:
     """Print the job file that starts workers of a study under an engine.
 
-    The file is for sbatch, `kubectl apply -f -`, `python -`, or a systemd unit. Nothing is started. A URL with a
-    password is rejected, so that no password is printed.
+    The file is the input of sbatch, `kubectl apply -f -` or `python -`, or a systemd unit. The command starts nothing.
+    It rejects a URL with a password, so that no password is printed.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest

@@ -65,10 +65,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
     where: o.Addresses,
 ) -> int:
-    """Check what a worker needs on this machine.
+    """Check the prerequisites of a worker on this machine.
 
     Checks services, permissions, disk, devices and versions. With STUDY, also checks that a worker can join the study.
-    Nothing is started. Exit code 0 if no check failed, 1 otherwise.
+    The command starts no services. Exit code 0 if no check failed, 1 otherwise.
     """
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.doctor.doctor import format_finding, format_status_counts, run_checks
@@ -117,7 +117,8 @@ def backup(
 ) -> None:
     """Write studies, MLflow data and checkpoints to one file.
 
-    Includes MLflow's runs, models and artifacts, and the checkpoints in the home folder. Searches may run meanwhile.
+    The file includes MLflow's runs, models and artifacts, and the checkpoints in the home folder. Searches may run
+    during the backup.
     """
     from rich.filesize import decimal
 
@@ -152,8 +153,8 @@ def restore(
 ) -> None:
     """Restore a backup into empty services.
 
-    Nothing is overwritten: services with studies, runs or registered models are rejected. The next worker resumes the
-    trials that were running.
+    The command overwrites nothing: it rejects services that have studies, runs or registered models. The next worker
+    resumes the trials that were running at the time of the backup.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
@@ -209,7 +210,7 @@ def migrate(
 ) -> None:
     """Create or upgrade the database tables.
 
-    The embedded services do this at their start. Safe to repeat, also concurrently.
+    The embedded services do this when they start. Repeated and concurrent calls have no other effect.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.migrate import migrate as migrate_tables
@@ -309,7 +310,7 @@ def dashboard(
 ) -> None:
     """Run the Optuna dashboard with artifacts from MLflow.
 
-    With a tracking server, promotions in the MLflow UI are recorded in the study.
+    With a tracking server, the dashboard also records promotions that users make in the MLflow UI.
     """
     from hpsearch.search.dashboard import serve
     from hpsearch.search.errors import SearchError

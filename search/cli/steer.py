@@ -24,7 +24,7 @@ def stop(
 ) -> None:
     """Stop a study on all machines.
 
-    Its workers finish their epoch, save a checkpoint, release their trials and exit.
+    The workers finish their epoch, save a checkpoint, release their trials and exit.
     """
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
@@ -42,7 +42,7 @@ def stop(
 
 @register(MONITOR_SECTION)
 def start(name: o.StudyName, where: o.Addresses) -> None:
-    """Resume a stopped study. Start its workers with 'run' or 'worker'."""
+    """Resume a stopped study. Afterwards, start its workers with 'run' or 'worker'."""
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
 
@@ -98,7 +98,7 @@ def retry(
 ) -> None:
     """Run failed or infeasible trials again.
 
-    A trial keeps its number, parameters and MLflow run; its retries are reset.
+    A trial keeps its number, parameters and MLflow run. Its number of used retries is reset to zero.
     """
     from hpsearch.search.api.study import Study
 
@@ -122,7 +122,8 @@ def sync(
 ) -> int:
     """Send pending records and models from this machine.
 
-    MLflow and the other trackers receive them, also models of lost machines. Safe to repeat.
+    MLflow and the other trackers receive the records. Missing models of trials from lost machines are rebuilt. A
+    repeated call has no further effect.
     """
     from hpsearch.search.api.study import Study
 
@@ -140,9 +141,9 @@ def delete(
     yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
-    """Delete a study and its files; its runs in MLflow stay.
+    """Delete a study and its files. The runs of the study in MLflow stay.
 
-    Deletes trials, finalists, checkpoints and the files on this machine.
+    Deletes the trials, finalists, refits, checkpoints, and the study's files on this machine.
     """
     from hpsearch.search.api.actions import delete_study, describe_deletion
     from hpsearch.search.api.study import Study
@@ -166,8 +167,8 @@ def gc(
 ) -> None:
     """Remove surplus models, old checkpoints and run directories.
 
-    Lists them and asks for confirmation. Files of running and waiting trials, finalists and registered versions stay.
-    Safe while a search runs.
+    Lists the files and asks for confirmation. Files of running and waiting trials, finalists and registered versions
+    stay. The study may be running.
     """
     from rich.filesize import decimal
 
@@ -210,6 +211,6 @@ def _make_table(found: list[Garbage]) -> Table:
 
 
 def _format_numbers(trials: tuple[int, ...], most: int = 8) -> str:
-    """Return ``0, 3, 4 and 12 more``."""
+    """Return trial numbers as text, shortened to the first `most`: ``0, 3, 4 and 12 more``."""
     more = f" and {len(trials) - most} more" if len(trials) > most else ""
     return ", ".join(map(str, trials[:most])) + more

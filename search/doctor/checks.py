@@ -174,7 +174,7 @@ def check_home(home: Path) -> Finding:
 
 
 def check_free_space(home: Path) -> Finding:
-    """Check the free space on the disk of the home folder."""
+    """Check the free space on the disk that contains the home folder."""
     from rich.filesize import decimal
 
     free = shutil.disk_usage(home).free

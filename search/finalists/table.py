@@ -155,7 +155,7 @@ def find_effective_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | No
 
 
 def read_finalists(study: StoredStudy) -> Finalists | None:
-    """Return the effective finalists of a study; None if there are none yet."""
+    """Return the finalists of the set that `find_effective_set` selects; None if the study has no finalists."""
     effective = find_effective_set(study)
     return None if effective is None else effective[1]
 

@@ -153,7 +153,7 @@ def describe_resampling(found: Finalists) -> str:
 
 
 def format_interval(expected: ExpectedScore) -> str:
-    """Return the prediction interval as text."""
+    """Return the prediction interval of the test score as text."""
     return f"{expected.low:.4f} to {expected.high:.4f} ({LEVEL:.0%})"
 
 

@@ -194,7 +194,7 @@ def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | Non
 
 
 def _shrink_mean(means: Sequence[float], best: float, error: float | None) -> float:
-    """Return the best mean, shrunk towards the mean of all finalists to correct its selection bias."""
+    """Return the best mean, corrected for its selection bias: it is shrunk towards the mean of all finalists."""
     if error is None or not (variance := statistics.variance(means)):
         return best
     factor = max(0.0, 1 - (error**2 / 2) / variance)

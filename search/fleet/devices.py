@@ -234,7 +234,7 @@ def _stop_ranks_on_signals(folder: Path) -> StopEvent:
 
 
 def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folder: Path) -> None:
-    """Forward a stop request to the ranks, and end ranks that do not exit after one of them has died."""
+    """Forward a stop request to the ranks; after a rank has died, end the ranks that do not exit."""
     ranks: dict[int, BaseProcess] = {}
     died = math.inf
     while True:

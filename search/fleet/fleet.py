@@ -40,7 +40,7 @@ class Slot:
 
     @property
     def state(self) -> str:
-        """``running``, ``restarting``, ``done``, ``stopped`` or ``failed``."""
+        """The state of the worker: ``running``, ``restarting``, ``done``, ``stopped`` or ``failed``."""
         if self.process is not None:
             return "running"
         if self.exit_code is None:

@@ -153,7 +153,7 @@ class LaunchConfig:
 
     @property
     def memory_parts(self) -> tuple[int, str]:
-        """The number and the unit letter of the memory."""
+        """The memory of a worker as number and unit letter, such as (8, "G")."""
         found = _MEMORY.fullmatch(self.memory)
         assert found is not None
         return int(found[1]), found[2]
@@ -164,7 +164,7 @@ _MAX_JOB_NAME = 45  # of a Kubernetes Job: a pod name has at most 63 characters,
 
 
 def render_manifest(launch: LaunchConfig) -> str:
-    """Return the job file for the engine."""
+    """Return the text of the job file for the engine of `launch`."""
     environment = Environment(
         loader=PackageLoader("hpsearch.search.launch"),
         autoescape=False,  # noqa: S701 not HTML: the filter of its language quotes each value
@@ -215,7 +215,10 @@ def find_worker_user() -> str:
 
 
 def make_job_name(study: str) -> str:
-    """Return a unique Kubernetes name for a study, of lower-case letters, digits and dashes."""
+    """Return the name of a study's Kubernetes job, which has only lower-case letters, digits and dashes.
+
+    Different studies have different names.
+    """
     name = re.sub(r"[^a-z0-9-]+", "-", study.lower()).strip("-")[:_MAX_JOB_NAME].strip("-")
     if name != study:
         mark = hashlib.sha256(study.encode()).hexdigest()[:6]

@@ -81,7 +81,7 @@ def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], P
 
 
 def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases) -> set[str]:
-    """Record the changed aliases; return the names of the affected studies."""
+    """Record the aliases that have changed since the last record, and return the names of the affected studies."""
     registry, recorded = Registry(tracking.client), read_current_promotions(connection)
     differing = _list_changed_aliases(aliases, recorded)
     versions = {key: registry.get_version(key[0], aliases[key]) for key in differing if key in aliases}

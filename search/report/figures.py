@@ -110,7 +110,7 @@ def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple
 
 
 def round_for_json(value: float | None) -> float | None:
-    """Return a number rounded to six significant digits; None if it is not finite."""
+    """Return a number rounded to six significant digits; None if the number is None or not finite."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
@@ -214,7 +214,7 @@ class HypervolumeHistory:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """The JSON data of the figure."""
+        """The JSON data of the hypervolume figure."""
         return {"epochs": self.epochs, "points": [(at, float(f"{share:.4g}"), *of) for at, share, *of in self.points]}
 
 

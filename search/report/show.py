@@ -125,7 +125,10 @@ def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[s
 
 
 def format_promotion(promotion: Promotion) -> str:
-    """Return ``promoted: trial 7 is digits@champion (version 3), by ann@host on 2026-05-01 12:00 UTC, unconfirmed``."""
+    """Return a promotion as a line of text.
+
+    Example: ``promoted: trial 7 is digits@champion (version 3), by ann@host on 2026-05-01 12:00 UTC, unconfirmed``.
+    """
     why = promotion.evidence.get("unconfirmed")
     unconfirmed = f", unconfirmed ({why})" if why else ""
     return (
@@ -135,7 +138,7 @@ def format_promotion(promotion: Promotion) -> str:
 
 
 def format_utc(moment: datetime.datetime) -> str:
-    """Return ``2026-05-01 12:00 UTC``."""
+    """Return a time as text in UTC: ``2026-05-01 12:00 UTC``."""
     return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M UTC}"
 
 

@@ -159,7 +159,10 @@ class EpochRate:
 
 
 def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str:
-    """Return ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting; best accuracy 0.9 (trial 3)``."""
+    """Return the counts of trials and the best trial as text.
+
+    Example: ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting; best accuracy 0.9 (trial 3)``.
+    """
     paused = f", {progress.paused} paused" if progress.paused else ""
     best = "none yet"
     if progress.best_value is not None:
@@ -171,7 +174,7 @@ def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str
 
 
 def format_rate(epochs_per_second: float | None, eta_seconds: float | None) -> str:
-    """Return ``12.5 epochs/s, ETA 3.5 min``."""
+    """Return the rate and the remaining time as text: ``12.5 epochs/s, ETA 3.5 min``."""
     rate = "" if epochs_per_second is None else f"{epochs_per_second:.1f} epochs/s, "
     return f"{rate}ETA {'-' if eta_seconds is None else format_seconds(eta_seconds)}"
 

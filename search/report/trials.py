@@ -100,7 +100,7 @@ class EpochUsage:
 
     @property
     def figure(self) -> dict[str, Any]:
-        """The JSON data of the figure."""
+        """The JSON data of the figure of epochs over time."""
         return {"epochs": self.epochs, "best": [(at, float(f"{v:.6g}"), *which) for at, v, *which in self.best]}
 
 

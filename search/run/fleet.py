@@ -1,4 +1,4 @@
-"""Run a fleet until the budget of the study is spent."""
+"""Run a fleet of workers on this machine until the budget of the study is spent."""
 
 from __future__ import annotations
 

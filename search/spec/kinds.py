@@ -1,4 +1,4 @@
-"""The base class of samplers and pruners, which a spec selects by name, with options."""
+"""The base class of samplers and pruners. A spec selects a sampler and a pruner by name, with options."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = 
 
 
 def list_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Return a line for each setting of `wanted` that differs from `stored`: ``"n_trials: 24 -> 50"``."""
+    """Return one line per setting of `wanted` that differs from `stored`: ``n_trials: 24 -> 50``."""
     lines = []
     for key in sorted(wanted):
         before, after = stored.get(key), wanted[key]

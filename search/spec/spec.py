@@ -234,12 +234,12 @@ class StudySpec(Options):
 
     @property
     def maximized(self) -> tuple[bool, ...]:
-        """Whether a higher value is better, per optimized metric."""
+        """Per optimized metric, whether a higher value is better."""
         return tuple(direction == "maximize" for direction in self.direction_by_metric.values())
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
-        """The constraints."""
+        """The constraints as bounds on metrics."""
         return make_bounds(self.constraints or {})
 
     def list_violations(self, values: Mapping[str, float]) -> list[str]:

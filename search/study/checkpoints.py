@@ -58,7 +58,7 @@ class StudyCheckpoints:
         checkpoints: checkpoint store.
         engine: engine of the study's database.
         study_id: id of the study.
-        folder: the study's folder in the store, unique across databases.
+        folder: name of the study's folder in the store, which is unique across databases.
     """
 
     def __init__(self, checkpoints: CheckpointStore, engine: sa.Engine, study_id: int, *, folder: str) -> None:
@@ -118,7 +118,7 @@ class StudyCheckpoints:
         retrying()(drop_pointers, self.engine, self.study_id, number=number)
 
     def delete(self) -> None:
-        """Delete all files of a study that is being deleted.
+        """Delete all files of the study from the store, because the study is being deleted.
 
         Raises:
             CheckpointStoreError: the store is unavailable.

@@ -189,7 +189,7 @@ def create_or_join(
 
 
 def _fit_sampler(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:
-    """Return the spec of a new study with the sampler fitted to the objective's search space."""
+    """Return the spec of a new study with the sampler adapted to the objective's search space."""
     with as_search_error():
         sampler = spec.sampler.fit_to_objective(objective)
         n_trials = settings.get("n_trials", sampler.max_trials() or spec.n_trials)
@@ -237,7 +237,7 @@ def _make_first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequ
 
 
 def set_metric_names(storage: PostgresStorage, spec: StudySpec) -> None:
-    """Set the metric names that the Optuna dashboard shows."""
+    """Store the metric names of the study, which the Optuna dashboard shows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.load_study(study_name=spec.name, storage=storage).set_metric_names(list(spec.direction_by_metric))

@@ -46,7 +46,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
 
 
 def validate_params(objective: BaseObjective, space: FixedTrial) -> dict[str, Any]:
-    """Return fixed parameters, validated against the objective's search space.
+    """Check fixed parameters against the objective's search space, and return those that were given.
 
     Raises:
         NotInSpaceError: a parameter is not in the search space.

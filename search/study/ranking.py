@@ -1,4 +1,4 @@
-"""The ranking of trials, by one metric or by Pareto fronts."""
+"""The ranking of trials: by value with one metric, by Pareto fronts with several metrics."""
 
 from __future__ import annotations
 

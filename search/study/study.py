@@ -45,7 +45,7 @@ class StoredStudy:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """The study's user attributes, read from the database."""
+        """The study's user attributes, read from the database at each access."""
         return self.storage.get_study_user_attrs(self.study_id)
 
     @property
@@ -161,7 +161,7 @@ class StoredStudy:
 
 
 def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
-    """Return the study of that name.
+    """Return the stored study with this name.
 
     Raises:
         SearchError: the study does not exist, or was not created by hpsearch.

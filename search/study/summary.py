@@ -103,7 +103,7 @@ class Summary:
 
     @property
     def finished(self) -> int:
-        """The number of finished trials."""
+        """The number of finished trials, in any final state."""
         return self.complete + self.pruned + self.infeasible + self.failed
 
 

@@ -1,4 +1,4 @@
-"""One attempt of a worker at a trial: training, epoch reports and the end of the trial."""
+"""An attempt: one execution of a trial by a worker, with training, epoch reports and the end of the trial."""
 
 from __future__ import annotations
 

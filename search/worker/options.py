@@ -32,7 +32,7 @@ class FleetWorkerOptions(TypedDict, total=False):
 
 
 class WorkerOptions(Options):
-    """Options of a worker process: addresses, devices and limits. The study's name is given separately.
+    """Options of a worker process: addresses, devices and limits. The name of the study is not among them.
 
     Raises:
         SearchError: a value is out of range.

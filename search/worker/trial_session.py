@@ -194,7 +194,7 @@ class TrialSession:
         self.files.append(path)
 
     def keep_best(self) -> None:
-        """Sync the best checkpoint to disk, so that it survives a power failure after the trial is finished."""
+        """Sync the best checkpoint to disk, so that the file survives a power failure after the end of the trial."""
         self._files.sync_best()
 
     def report_non_finite(self, epoch: int) -> None:

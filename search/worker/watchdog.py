@@ -42,7 +42,7 @@ class Watchdog:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
 
     def beat(self) -> None:
-        """Record progress."""
+        """Record that the worker has made progress."""
         now = time.monotonic()
         if self._beats:  # the pause before the first step, such as compiling, does not count
             self._longest = max(self._longest, now - self._last)
