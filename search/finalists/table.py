@@ -42,7 +42,7 @@ class FinalistRow:
         mean: mean of the existing values; None if all are missing.
         spread: sample standard deviation (n - 1) of the existing values; None if fewer than two exist.
         reasons: per seed, why the value is missing; None if the value exists.
-        scores: per seed, the score with its standard error; None for a run without a cross-fitted score.
+        scores: per seed, the score with its standard error; None if the run has stored no score, as in a custom loop.
         search_values: in a multi-objective study, the values of all metrics in the search; else empty.
         means: in a multi-objective study, the means of all metrics on new seeds; empty if all runs are missing.
     """
@@ -76,7 +76,8 @@ class Finalists:
         study: name of the finalist study.
         pending: number of unfinished trials.
         error: standard error of the difference of two means; None if unknown.
-        expected: expected test score of the winner; None if there is no winner, or if the runs had no new splits.
+        expected: expected test score of the winner; None if there is no winner or if the errors of the runs are
+            unknown, and in a multi-objective study.
         front: in a multi-objective study, the trials of the Pareto front of the means, best mean of the first metric
             first; empty until all runs have ended, and in a single-objective study.
     """
