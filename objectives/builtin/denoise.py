@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.search_space import TrialProtocol
 
-WHITE = 16.0  # the largest pixel value
-NOISE = 4.0  # standard deviation of the noise, in pixel values
+MAX_PIXEL = 16.0  # the largest pixel value
+NOISE_DEVIATION = 4.0  # standard deviation of the noise, in pixel values
 
 
 class Denoise(Objective):
@@ -63,7 +63,7 @@ class Denoise(Objective):
         from sklearn.datasets import load_digits
 
         clean = load_digits().images[:, None]
-        noisy = clean + np.random.default_rng(seed).normal(0, NOISE, clean.shape)
+        noisy = clean + np.random.default_rng(seed).normal(0, NOISE_DEVIATION, clean.shape)
         return Splits.make(noisy, clean, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
@@ -73,9 +73,9 @@ class Denoise(Objective):
 
     def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
         """Return the mean squared error of each image [n] as loss, and the peak signal-to-noise ratio as metric."""
-        noisy = batch.y + NOISE * torch.randn_like(batch.y) if model.training else batch.x
+        noisy = batch.y + NOISE_DEVIATION * torch.randn_like(batch.y) if model.training else batch.x
         error = (model(noisy) - batch.y).square().flatten(1).mean(dim=1)
-        return Step(error, metrics={"psnr": 10 * torch.log10(WHITE**2 / error.detach()).mean()})
+        return Step(error, metrics={"psnr": 10 * torch.log10(MAX_PIXEL**2 / error.detach()).mean()})
 
 
 class Autoencoder(nn.Module):
@@ -89,4 +89,4 @@ class Autoencoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return reconstructed images [n, 1, 8, 8]."""
         decoded: Tensor = self.decode(self.encode(x))
-        return WHITE * decoded.sigmoid().reshape(-1, 1, 8, 8)
+        return MAX_PIXEL * decoded.sigmoid().reshape(-1, 1, 8, 8)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
     from hpsearch.objectives.search_space import TrialProtocol
 
-GENERATED = 2000  # number of generated images that are compared with the real images
+GENERATED_IMAGES = 2000  # number of generated images that are compared with the real images
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def restore_generator(best: dict[str, Tensor], config: GanConfig) -> nn.Module:
 
 @torch.no_grad()
 def generate(generator: nn.Module, config: GanConfig, device: torch.device) -> Tensor:
-    """Return `GENERATED` images on the CPU, generated in evaluation mode."""
-    found: Tensor = generator.eval()(torch.randn(GENERATED, config.noise).to(device)).cpu()
+    """Return `GENERATED_IMAGES` images on the CPU, generated in evaluation mode."""
+    found: Tensor = generator.eval()(torch.randn(GENERATED_IMAGES, config.noise).to(device)).cpu()
     generator.train()
     return found
 

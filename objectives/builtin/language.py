@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.search_space import TrialProtocol
 
 ALPHABET = 128  # ASCII; the last code represents all other characters
-LENGTH = 64  # characters of a sample
+SAMPLE_LENGTH = 64  # characters of a sample
 
 
 class Language(Objective):
@@ -65,7 +65,7 @@ class Language(Objective):
     def data(self, seed: int) -> Splits:
         """Return character codes [n, 64] and next-character codes [n, 64], split by position; `seed` has no effect."""
         codes = torch.tensor([min(ord(character), ALPHABET - 1) for character in load_corpus()])
-        samples = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+        samples = codes[: len(codes) // (SAMPLE_LENGTH + 1) * (SAMPLE_LENGTH + 1)].reshape(-1, SAMPLE_LENGTH + 1)
         return Splits.make(samples[:, :-1], samples[:, 1:], seed=seed, times=range(len(samples)))
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 no statistics to fit

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.search_space import TrialProtocol
 
-YEAR = 52  # weeks
-PAST, FUTURE = 2 * YEAR, 13  # weeks of input and of forecast
+WEEKS_PER_YEAR = 52  # weeks
+INPUT_WEEKS, FORECAST_WEEKS = 2 * WEEKS_PER_YEAR, 13  # weeks of input and of forecast
 
 
 class Series(Objective):
@@ -66,7 +66,7 @@ class Series(Objective):
         first, second = round(0.6 * len(values)), round(0.8 * len(values))
         val = make_windows(values, first, second)
         test = make_windows(values, second, len(values))
-        return Splits(make_windows(values, PAST, first), val, test, Blocks(np.arange(len(val)), ordered=True))
+        return Splits(make_windows(values, INPUT_WEEKS, first), val, test, Blocks(np.arange(len(val)), ordered=True))
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
         """Return a network from the values of 104 weeks [n, 104] to those of the next 13 weeks [n, 13]."""
@@ -83,9 +83,9 @@ def load_weekly_values() -> Tensor:
 
 def make_windows(values: Tensor, start: int, end: int) -> Dataset:
     """Return samples whose 13 target weeks are in [`start`, `end`); the inputs are the two years before the targets."""
-    rows = torch.arange(start, end - FUTURE + 1)
-    weeks = torch.stack([values[row - PAST : row + FUTURE] for row in rows.tolist()])
-    return Dataset(weeks[:, :PAST], weeks[:, PAST:], rows)
+    rows = torch.arange(start, end - FORECAST_WEEKS + 1)
+    weeks = torch.stack([values[row - INPUT_WEEKS : row + FORECAST_WEEKS] for row in rows.tolist()])
+    return Dataset(weeks[:, :INPUT_WEEKS], weeks[:, INPUT_WEEKS:], rows)
 
 
 class Forecast(nn.Module):
@@ -94,11 +94,11 @@ class Forecast(nn.Module):
     def __init__(self, scale: float, layers: int, width: int, dropout: float) -> None:
         super().__init__()
         self.scale = scale
-        self.net, before = nn.Sequential(), PAST
+        self.net, before = nn.Sequential(), INPUT_WEEKS
         for _ in range(layers):
             self.net.extend([nn.Linear(before, width), nn.ReLU(), nn.Dropout(dropout)])
             before = width
-        self.net.append(nn.Linear(before, FUTURE))
+        self.net.append(nn.Linear(before, FORECAST_WEEKS))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the predicted values of the next 13 weeks [n, 13]."""

@@ -110,7 +110,7 @@ def _format_reported_metrics(result: RunResult) -> list[str]:
     return lines
 
 
-FORMAT = 1  # format of a checkpoint's state
+CHECKPOINT_FORMAT = 1  # format of a checkpoint's state
 
 
 @dataclass
@@ -222,7 +222,7 @@ class LoopRun(BaseLoopRun):
         """
         restored, source = self._restore(), find_source_file(type(self.objective))
         identity = {
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "objective": self.objective.name,
             "config": config_to_json(self.config, "suggest"),
             **self.plan.identity,

@@ -27,7 +27,7 @@ from hpsearch.objectives.errors import ObjectiveError
 
 T = TypeVar("T")
 
-TIMEOUT = 30.0  # seconds within which all ranks must reach a collective of the training
+TIMEOUT_SECONDS = 30.0  # seconds within which all ranks must reach a collective of the training
 _CPU_GROUP_TIMEOUT = timedelta(days=7)  # ranks wait here while rank 0 loads data or stores a model
 _JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
 _CAUSE_TIMEOUT_SECONDS = 5.0  # time for a failed rank to store its error
@@ -315,7 +315,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def init_process_group(
-    *, device: str = "cpu", timeout: float = TIMEOUT, store_path: Path | None = None
+    *, device: str = "cpu", timeout: float = TIMEOUT_SECONDS, store_path: Path | None = None
 ) -> Iterator[Ranks]:
     """Join the ranks that torchrun's environment variables describe; in the context, `current_ranks` returns them.
 
@@ -330,7 +330,7 @@ def init_process_group(
     """
     store: distributed_c10d.Store
     if store_path is None:
-        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT))))
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT_SECONDS))))
     else:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(str(store_path), world_size)  # type: ignore[attr-defined]  # torch declares no export

@@ -13,7 +13,7 @@ import hpsearch.objectives.builtin.molecules as module_of_molecules
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict, load_objective
 from hpsearch.objectives.builtin.gan import build_networks, frechet_distance, load_images
 from hpsearch.objectives.builtin.language import ALPHABET, load_corpus
-from hpsearch.objectives.builtin.series import FUTURE, PAST, load_weekly_values
+from hpsearch.objectives.builtin.series import FORECAST_WEEKS, INPUT_WEEKS, load_weekly_values
 from hpsearch.objectives.builtin.text import LONGEST, SHORTEST, TOPICS, load_paragraphs
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
@@ -101,11 +101,11 @@ def test_no_forecast_week_is_in_two_splits_or_in_earlier_inputs():
     for _, part in _splits("series").parts():
         first = int(part.rows[0])
         assert first > last, "weeks that the split before forecasts"
-        last = int(part.rows[-1]) + FUTURE - 1
+        last = int(part.rows[-1]) + FORECAST_WEEKS - 1
         for place in (0, len(part) - 1):
             row = int(part.rows[place])
-            assert torch.equal(part.x[place], values[row - PAST : row])
-            assert torch.equal(part.y[place], values[row : row + FUTURE])
+            assert torch.equal(part.x[place], values[row - INPUT_WEEKS : row])
+            assert torch.equal(part.y[place], values[row : row + FORECAST_WEEKS])
     assert last == len(values) - 1
 
 

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.data.tree import Tree
 Collate = Callable[[list[Any]], Any]
 
 _EDGE_BYTES = 1 << 16
-TARGETS = ("labels", "label", "target", "targets", "y")  # keys of the targets in a dictionary, by priority
+TARGET_KEYS = ("labels", "label", "target", "targets", "y")  # keys of the targets in a dictionary, by priority
 
 
 def collate_rows(
@@ -71,7 +71,7 @@ def _split_targets(batch: Any) -> tuple[Tree, Tree]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
-        names = [name for name in TARGETS if name in batch]
+        names = [name for name in TARGET_KEYS if name in batch]
         if names:
             return {key: value for key, value in batch.items() if key != names[0]}, batch[names[0]]
         raise ObjectiveError(
@@ -146,7 +146,7 @@ def find_targets(source: Any) -> Any:
         return None if inner is None else np.asarray(inner)[np.asarray(source.indices)]
     columns = getattr(source, "column_names", None)
     if isinstance(columns, list):
-        names = [name for name in TARGETS if name in columns]
+        names = [name for name in TARGET_KEYS if name in columns]
         return np.asarray(source[names[0]]) if names else None
     return getattr(source, "targets", None)
 

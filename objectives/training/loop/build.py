@@ -25,7 +25,7 @@ from hpsearch.objectives.training.loop.cross_fit import ResplitEvaluation, build
 from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measure_model import ModelMeasurer, apply_memory_format, compile_model
 from hpsearch.objectives.training.loop.prepare import prepare_splits
-from hpsearch.objectives.training.loop.run import FORMAT, Run
+from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, Run
 from hpsearch.objectives.training.loop.sanity_checks import check_classes, check_epoch, check_ranks, sanity_check
 from hpsearch.objectives.training.loop.step_functions import as_module, build_step_function, get_forward_call
 from hpsearch.objectives.training.loop.steplog import StepLog
@@ -112,7 +112,7 @@ def build(
     source = find_source_file(type(objective))
     run = Run(
         identity={
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "objective": objective.name,
             "config": config.to_dict(),
             **plan.identity,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
 
-MAX_BYTES = 32 << 20  # maximum size of outputs and targets for resampling, which every checkpoint contains
+MAX_OUTPUT_BYTES = 32 << 20  # maximum size of outputs and targets for resampling, which every checkpoint contains
 
 
 class Outputs(TypedDict):
@@ -45,7 +45,7 @@ class Outputs(TypedDict):
 class HalfSelection(TypedDict):
     """Epoch (0-based) with the best `value` on one half of the validation samples; score and outputs of the other half.
 
-    `outputs` is None if the outputs are larger than `MAX_BYTES` or are not tensors.
+    `outputs` is None if the outputs are larger than `MAX_OUTPUT_BYTES` or are not tensors.
     """
 
     epoch: int
@@ -110,7 +110,10 @@ class CrossFit:
         if half.kept is None:
             return
         found = _per_sample(step, rows)
-        if found is None or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MAX_BYTES:
+        if (
+            found is None
+            or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MAX_OUTPUT_BYTES
+        ):
             half.kept = None
         else:
             half.kept.append(found)
@@ -189,7 +192,7 @@ def _per_sample(step: Step, rows: range) -> Outputs | None:
     return {"rows": torch.tensor(rows), "outputs": detach_outputs(step.outputs), "targets": step.targets}
 
 
-RESAMPLES = 100  # this number gives a standard error with a relative error of 7 %
+BOOTSTRAP_SAMPLES = 100  # this number gives a standard error with a relative error of 7 %
 _MIN_BLOCKS = 4  # minimum number of samples or blocks for a standard error
 _MIN_VALUE_SHARE = 0.5  # minimum share of the resamples that have a value
 
@@ -211,7 +214,7 @@ def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
     if len(starts) < _MIN_BLOCKS:
         return None
     found = []
-    for _ in range(RESAMPLES):
+    for _ in range(BOOTSTRAP_SAMPLES):
         drawn = rng.integers(len(starts), size=len(starts))
         lengths = sizes[drawn]
         first = np.repeat(starts[drawn] - np.cumsum(lengths) + lengths, lengths)
@@ -221,7 +224,7 @@ def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
         except (ObjectiveError, ValueError, RuntimeError, KeyError):  # the resample lacks data that the metric needs
             continue
     finite = [number for number in found if math.isfinite(number)]
-    return statistics.stdev(finite) if len(finite) >= max(2, _MIN_VALUE_SHARE * RESAMPLES) else None
+    return statistics.stdev(finite) if len(finite) >= max(2, _MIN_VALUE_SHARE * BOOTSTRAP_SAMPLES) else None
 
 
 def bind_metric(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:

@@ -19,7 +19,7 @@ from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.evaluate import as_floats
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.loop.guards import StepPosition
-from hpsearch.objectives.training.loop.run import FORMAT, MID_EPOCH_FORMAT, Run
+from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, MID_EPOCH_FORMAT, Run
 from hpsearch.objectives.training.reproducibility.environment import describe_differences
 from hpsearch.objectives.training.reproducibility.seeds import restore_rng_state, set_seed
 from hpsearch.objectives.training.strategies.base import Strategy
@@ -249,7 +249,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         ObjectiveError: the checkpoint is of another run, or does not fit the current code of the objective.
     """
     if state.get("format") == MID_EPOCH_FORMAT:
-        state = {**state, "format": FORMAT}
+        state = {**state, "format": CHECKPOINT_FORMAT}
     stored = {key: state.get(key) for key in run.identity}
     if isinstance(stored["config"], dict):  # settings that are newer than the checkpoint get their defaults
         stored["config"] = TrainConfig.from_dict(stored["config"]).to_dict()

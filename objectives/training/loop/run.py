@@ -30,7 +30,7 @@ from hpsearch.objectives.training.reproducibility.seeds import rng_state
 from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import Strategy
 
-FORMAT = 2  # format of a checkpoint after an epoch
+CHECKPOINT_FORMAT = 2  # format of a checkpoint after an epoch
 MID_EPOCH_FORMAT = 3  # releases without mid-epoch checkpoints reject this format as another run
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.training.loop.guards import StepPosition
 
-DENSE = 20  # first steps that are all recorded, to show a bad start at a low cost for short trials
+DENSE_STEPS = 20  # first steps that are all recorded, to show a bad start at a low cost for short trials
 
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
@@ -38,7 +38,7 @@ class StepLog:
 
     def record_step(self, point: StepPosition, loss: Tensor) -> None:
         """Record a step if a record is due; the gradients must be unscaled and not clipped."""
-        if self._every is None or (point.step >= DENSE and point.step % self._every):
+        if self._every is None or (point.step >= DENSE_STEPS and point.step % self._every):
             return
         named = [(name, p.grad) for name, p in self._model.named_parameters() if name in self._trained]
         with_grad = [(name, grad) for name, grad in named if grad is not None]

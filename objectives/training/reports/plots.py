@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.training.loop.steplog import DENSE
+from hpsearch.objectives.training.loop.steplog import DENSE_STEPS
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 _COLUMNS = 2  # columns of panels
@@ -51,7 +51,7 @@ def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | N
             colour = colours(number / max(len(names) - 1, 1))
             axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1, marker=".", markersize=3)
     axes.set_yscale("log")
-    axes.set_xscale("symlog", linthresh=DENSE, linscale=1.5)  # each of the first steps has a record
+    axes.set_xscale("symlog", linthresh=DENSE_STEPS, linscale=1.5)  # each of the first steps has a record
     first, last = records[0]["step"], records[-1]["step"]
     axes.set_xlim(-0.5, last + max(0.05 * (last - first), 0.5))
     axes.xaxis.set_minor_locator(NullLocator())

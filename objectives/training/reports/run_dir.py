@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import RunResult
 
 
-FILES = (
+RUN_FILES = (
     "report.md",
     "config.yaml",
     "changes.diff",
@@ -32,7 +32,7 @@ FILES = (
 
 
 class RunDir:
-    """Writer of the files of a run that `FILES` lists. The session writes the checkpoints.
+    """Writer of the files of a run that `RUN_FILES` lists. The session writes the checkpoints.
 
     Args:
         path: the directory; None writes no files.
@@ -126,7 +126,7 @@ class RunDir:
             if result.status != "pruned":
                 self._draw(result, names, steps)
             write(self.path / "report.md", steps)
-        return [self.path / name for name in FILES if (self.path / name).exists()]
+        return [self.path / name for name in RUN_FILES if (self.path / name).exists()]
 
     def _draw(self, result: RunResult, names: Sequence[str], steps: list[dict[str, Any]]) -> None:
         assert self.path is not None

@@ -229,7 +229,7 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def is_due(self, save_every: float | None) -> bool:
-        """Return whether `save_every` seconds have passed since `last.pt` was written; False if `save_every` is None."""
+        """Return whether `save_every` seconds have passed since `last.pt` was written; False if it is None."""
         return save_every is not None and time.monotonic() >= self._saved_at + save_every
 
     def write_best(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from hpsearch import Dataset, Step
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
 from hpsearch.objectives.training.evaluation.metrics import binary, classification
 from hpsearch.objectives.training.evaluation.step import LossStep
-from hpsearch.objectives.training.loop.cross_fit import MAX_BYTES, CrossFit, bind_metric, estimate_error
+from hpsearch.objectives.training.loop.cross_fit import MAX_OUTPUT_BYTES, CrossFit, bind_metric, estimate_error
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_lower_is_better_where_the_metric_is_minimized():
 def test_outputs_are_kept_if_they_are_few_and_tensors():
     found = _cross_fit(1, 2)
     labels = torch.zeros(1, dtype=torch.int64)
-    wide = Step(torch.tensor(0.0), torch.zeros(1, MAX_BYTES // 4), labels)
+    wide = Step(torch.tensor(0.0), torch.zeros(1, MAX_OUTPUT_BYTES // 4), labels)
     for step in (wide, Step(torch.tensor(0.0), None, None, {"accuracy": 1.0})):
         found.begin()
         for row in range(2):

@@ -13,7 +13,7 @@ ONE = torch.ones(1)
 
 
 def test_every_nth_step_is_logged_with_the_gradient_norm_of_each_layer(wine, monkeypatch):
-    monkeypatch.setattr("hpsearch.objectives.training.loop.steplog.DENSE", 2)
+    monkeypatch.setattr("hpsearch.objectives.training.loop.steplog.DENSE_STEPS", 2)
     run = built(wine, batch_size=16, log_every=4, clip_grad_norm=1e-3)
     seen = {}
 
