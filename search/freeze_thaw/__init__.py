@@ -1,1 +1,1 @@
-"""Freeze-thaw Bayesian optimization: the learning-curve Gaussian process, its sampler and the forecasts."""
+"""Freeze-thaw Bayesian optimization: a Gaussian process over learning curves, the sampler and the forecasts."""

@@ -13,7 +13,7 @@ from hpsearch.search.freeze_thaw.gp_dataset import GPDataset, merge_distribution
 from hpsearch.search.freeze_thaw.observations import Observations, get_loss_bound, read_losses
 
 SUGGESTION_REASON_KEY = "curves:chosen"  # trial system attribute with the reason of the suggestion
-MIN_REPORTED_TRIALS = 8  # fewer give no forecast
+MIN_REPORTED_TRIALS = 8  # minimum number of trials with reported values for a forecast
 _DIGITS, _MAX_DIGITS = 4, 8  # significant digits
 
 
@@ -22,8 +22,8 @@ class Forecast:
     """Forecast of a trial's final value, in units of the metric.
 
     Attributes:
-        value: expected best value after the last epoch.
-        low, high: bounds of the 90 % prediction interval.
+        value: expected best value of all epochs after the last epoch.
+        low, high: bounds of the 90 % prediction interval of this value.
     """
 
     value: float
@@ -36,7 +36,7 @@ class Forecast:
 
 
 def format_forecast(best: float | None, found: Forecast) -> tuple[str, str, str]:
-    """Return the best value so far, the forecast and its interval, with enough digits to distinguish them."""
+    """Return best value so far, forecast and prediction interval as texts, with enough digits to distinguish them."""
     values = [found.value if best is None else best, found.value, found.low, found.high]
     digits = next((d for d in range(_DIGITS, _MAX_DIGITS) if _are_distinct(values, d)), _DIGITS)
     now, value, low, high = (f"{v:.{digits}g}" for v in values)
@@ -48,7 +48,7 @@ def _are_distinct(values: Sequence[float], digits: int) -> bool:
 
 
 def can_forecast(trials: Sequence[FrozenTrial], epochs: int) -> bool:
-    """Return whether enough trials have reported and an unfinished trial exists. Does not import torch."""
+    """Return whether enough trials have reported values, and an unfinished trial has too; does not import torch."""
     if epochs < 2 or not any(t.intermediate_values for t in trials if not t.state.is_finished()):
         return False
     return sum(bool(t.intermediate_values) for t in trials) >= MIN_REPORTED_TRIALS
@@ -57,15 +57,18 @@ def can_forecast(trials: Sequence[FrozenTrial], epochs: int) -> bool:
 def score_interval_to_metric(
     points: Observations, mean: float, deviation: float, *, maximize: bool
 ) -> tuple[float, float, float]:
-    """Convert a predicted score to metric values: the mean, and the bounds one deviation below and above it.
+    """Convert the mean of a predicted score, and the bounds of one deviation around the mean, to metric values.
 
-    Scores are interpolated between those of the observed values, so that no result exceeds the observed range.
+    The conversion interpolates between the scores of observed values, so that no result exceeds the observed range.
 
     Args:
         points: observations with their losses and scores; at least one loss is finite.
-        mean: mean of the score.
-        deviation: standard deviation of the score.
-        maximize: whether losses are negated values.
+        mean: mean of the predicted score.
+        deviation: standard deviation of the predicted score.
+        maximize: whether higher metric values are better, so that losses are negated metric values.
+
+    Returns:
+        The metric value of the mean, the lower bound and the upper bound.
     """
     middle, one, other = np.interp([mean, mean - deviation, mean + deviation], *build_score_table(points)).tolist()
     if maximize:
@@ -74,21 +77,26 @@ def score_interval_to_metric(
 
 
 def build_score_table(points: Observations) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scores and their losses, best first, without non-finite losses."""
+    """Return the scores and losses of the observations with finite loss, the best observation first."""
     finite = np.isfinite(points.loss)
     order = np.argsort(points.loss[finite], kind="stable")
     return points.scores[finite][order], points.loss[finite][order]
 
 
 def estimate_tail_slope(scores: np.ndarray, seen: np.ndarray) -> float:
-    """Return the slope of the losses over their scores [n] (best first) among the best ones."""
+    """Return the slope of loss over score among the best observations, which extrapolates to better scores.
+
+    Args:
+        scores: scores [n], the best first.
+        seen: observed losses [n] in the same order.
+    """
     tail = min(max(3, round(_TAIL_FRACTION * len(seen))), len(seen) - 1)
     apart = scores[tail] - scores[0]
     return float((seen[tail] - seen[0]) / apart) if apart > 0 else 0.0
 
 
 def format_suggestion_reason(note: Mapping[str, Any]) -> str:
-    """Return the text for the stored reason of a suggestion; with several metrics it has the forecast of each."""
+    """Return a text for the stored reason of a suggestion, with the forecast of each metric."""
     origin = "best of many random candidates" if note["near"] is None else f"near trial {note['near']}"
     origin += f" of {note['of']}" if "of" in note else ""
     means, intervals = note["foreseen"], note["band"]
@@ -101,18 +109,20 @@ def _format_interval(value: float, interval: Sequence[float]) -> str:
     return f"{value:.4g} ({interval[0]:.4g} to {interval[1]:.4g})"
 
 
-MAX_FORECASTS = 40  # running trials first, then by epochs reached, then by value
+# Maximum number of trials to forecast: running trials first, then by number of epochs, then by value.
+MAX_FORECASTS = 40
 
-# The sampler's two points omit the early epochs of promoted trials, which makes paused trials look too good.
+# More points per trial than the sampler uses: without the early epochs of promoted trials, forecasts of paused trials
+# are too good.
 _POINTS_PER_TRIAL = 5
 
 # The interval contains 90 % of a normal distribution. The posterior deviation does not include the uncertainty of the
 # hyperparameters, which is large before some trials have ended: without the added uncertainty (in units of the score),
 # the interval covered 66 to 85 % of the final values during `asha` searches, on five objectives and three families.
 _INTERVAL_DEVIATIONS = 1.645
-_HYPERPARAMETER_UNCERTAINTY = 0.7  # before any trial has ended
+_HYPERPARAMETER_UNCERTAINTY = 0.7  # added standard deviation before any trial has ended, in units of the score
 
-_TAIL_FRACTION = 0.3  # fraction of the values, the best ones, whose slope extrapolates to better values
+_TAIL_FRACTION = 0.3  # fraction of the observations, the best ones, whose slope extrapolates to better values
 
 
 def forecast_final_values(
@@ -123,20 +133,21 @@ def forecast_final_values(
     metric: str = "",
     of: Container[int] | None = None,
 ) -> dict[int, Forecast]:
-    """Return the forecast final values by trial number, for at most `MAX_FORECASTS` running and waiting trials.
+    """Forecast the final values of at most `MAX_FORECASTS` running and waiting trials.
 
-    Deterministic to the bit for the same trials. Uses at most 600 points, with hyperparameters fitted on 200, and takes
-    a second or less.
+    The result is bitwise identical for the same trials. The Gaussian process uses at most 600 points, and its
+    hyperparameters are fitted on at most 200 of these points. This takes at most about a second.
 
     Args:
         trials: all trials of the study.
         epochs: number of epochs of a full trial.
         maximize: whether higher values are better.
-        metric: name of the metric, which determines its bounds.
-        of: numbers of the trials to forecast; None for all.
+        metric: name of the metric, which determines the bounds of its values.
+        of: numbers of the trials to forecast; None for all unfinished trials.
 
     Returns:
-        An empty dict before enough trials have reported. Trials without a finite value are left out.
+        The forecasts by trial number; empty before enough trials have reported values. Trials without a finite value
+        are omitted.
     """
     if not can_forecast(trials, epochs):
         return {}
@@ -172,7 +183,7 @@ def forecast_final_values(
 def _select_unfinished(
     observed: Sequence[FrozenTrial], *, epochs: int, maximize: bool, of: Container[int] | None
 ) -> dict[int, float]:
-    """Return the trials that are forecast: index to best loss so far, at most `MAX_FORECASTS`."""
+    """Return the best loss so far of each trial to forecast, by the trial's index in `observed`."""
     found = []
     for index, trial in enumerate(observed):
         asked = of is None or trial.number in of
@@ -184,7 +195,7 @@ def _select_unfinished(
 
 
 def _scores_to_losses(points: Observations, scores: np.ndarray, least: float) -> np.ndarray:
-    """Convert scores [n] to losses [n]; beyond the best observation, extrapolate by the tail slope."""
+    """Convert scores [n] to losses [n]; scores better than all observed scores are extrapolated by the tail slope."""
     of_seen, seen = build_score_table(points)
     beyond = estimate_tail_slope(of_seen, seen) * np.minimum(scores - of_seen[0], 0.0)
     found: np.ndarray = np.interp(scores, of_seen, seen) + beyond
@@ -192,10 +203,10 @@ def _scores_to_losses(points: Observations, scores: np.ndarray, least: float) ->
 
 
 def _get_lower_bound(points: Observations, metric: str, *, maximize: bool) -> float:
-    """Return the smallest possible loss.
+    """Return a lower bound of the metric's loss, by the metric's name or the observed losses.
 
-    For an unknown metric it is 0 if no value was negative, and -1 if all values to maximize were between 0 and 1: the
-    metric may be another loss or accuracy.
+    The bound is 0 if no loss is negative, as for most losses. It is -1 if all losses are between -1 and 0, as for an
+    accuracy, which is maximized.
     """
     _, seen = build_score_table(points)
     alike = 0.0 if seen[0] >= 0 else -1.0 if seen[0] >= -1 and seen[-1] <= 0 else -np.inf

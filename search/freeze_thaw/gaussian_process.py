@@ -1,9 +1,9 @@
 """Gaussian process over configurations and epochs, which predicts the final score of started and new trials.
 
-The kernel is the sum of a level, a slope over log-epochs, a function of the configuration that changes slowly with the
-epochs, and a deviation per trial. It is one exact Gaussian process, where Swersky et al. (2014, "Freeze-thaw Bayesian
-optimization") use one for the final values and one per curve. About two hundred points suffice, and workers have torch
-loaded already.
+The kernel is the sum of four terms: a level, a slope over log-epochs, a function of the configuration that changes
+slowly with the epochs, and a deviation per trial. A single exact Gaussian process models all values, while Swersky et
+al. (2014, "Freeze-thaw Bayesian optimization") use one process for the final values and one per learning curve. The
+process is implemented in torch, because about two hundred points suffice, and workers have already loaded torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-TRIAL_DECAY = 0.7  # length scale of a trial's deviation, in units of `s`
+TRIAL_DECAY = 0.7  # length scale of a trial's deviation, in scaled log-epochs
 MAX_FIT_STEPS = 60  # L-BFGS iterations
 _JITTER = 1e-6
 
@@ -29,7 +29,7 @@ _INVARIANT_PRIOR_MEAN = (
     0.0,
     -5.0,
     -5.0,
-)  # for metrics that depend on the configuration only
+)  # prior mean for metrics that depend on the configuration only
 _PRIOR_DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
 _TASK_CORRELATION_LOGIT = (1.5, 1.5)  # mean and deviation of the logit
@@ -53,7 +53,12 @@ class Points:
 
     @classmethod
     def at_final_epoch(cls, x: np.ndarray, trial: object = -1) -> Points:
-        """Return configurations after their last epoch; `trial` -1 stands for a new trial."""
+        """Return the points of configurations after the last epoch.
+
+        Args:
+            x: features of the configurations [n, columns].
+            trial: trial indices [n], or one trial index for all points; -1 means a new trial.
+        """
         numbers = torch.from_numpy(np.broadcast_to(np.asarray(trial, dtype=np.int64), len(x)).copy())
         return cls(_to_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
 
@@ -71,10 +76,11 @@ class GaussianProcess:
     """Gaussian process with its hyperparameters.
 
     Attributes:
-        feature_owner: parameter index of each feature column [columns].
+        feature_owner: for each feature column, the index of the parameter that it encodes [columns].
         theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
-            parameter [6 + parameters]; with several studies, the logit of the task correlation last.
-        is_epoch_invariant: whether the prior is that of a metric that does not change with the epochs.
+            parameter [6 + parameters]. If the points are from several studies, the last entry is the logit of the task
+            correlation.
+        is_epoch_invariant: whether the prior is for a metric that does not change with the epochs.
     """
 
     feature_owner: Tensor
@@ -88,9 +94,9 @@ class GaussianProcess:
         """Return the process with the prior means of its hyperparameters.
 
         Args:
-            feature_owner: parameter index of each feature column [columns].
-            multi_study: whether the points are of several studies.
-            is_epoch_invariant: whether values depend on the configuration alone, apart from a little noise.
+            feature_owner: for each feature column, the index of the parameter that it encodes [columns].
+            multi_study: whether the points are from several studies.
+            is_epoch_invariant: whether values depend only on the configuration, apart from a little noise.
         """
         return cls(
             torch.from_numpy(feature_owner),
@@ -99,7 +105,7 @@ class GaussianProcess:
         )
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
-        """Return the process with the most probable hyperparameters given scores `y` [n]."""
+        """Return the process with the most probable hyperparameters, given the scores `y` [n] of the points."""
         mean, deviation = _make_prior(
             self.feature_owner.numpy(), multi_study=self._is_multi_study, is_epoch_invariant=self.is_epoch_invariant
         )
@@ -124,17 +130,17 @@ class GaussianProcess:
         return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.is_epoch_invariant)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
-        """Return the posterior given scores `y` [n]."""
+        """Return the posterior, given the scores `y` [n] of the points."""
         factor = torch.linalg.cholesky(self.noisy_covariance(points))
         return Posterior(self, points, y, factor, torch.cholesky_solve(y[:, None], factor)[:, 0])
 
     def noisy_covariance(self, points: Points) -> Tensor:
-        """Return the covariance of noisy observations, K + noise [n, n]."""
+        """Return the covariance of noisy observations at the points, K + noise [n, n]."""
         noise = self.theta[5].exp() + _JITTER
         return self.covariance(points, points) + noise * torch.eye(len(points.log_epoch), dtype=torch.float64)
 
     def covariance(self, a: Points, b: Points) -> Tensor:
-        """Return the prior covariance of the latent function between `a` and `b` [n, m]."""
+        """Return the prior covariance [n, m] of the latent function between points `a` [n] and `b` [m]."""
         level, slope, config, decay, own = self.theta[:5].exp()
         weights = (-self.theta[6:]).exp()[self.feature_owner]
         one, other = a.x * weights, b.x * weights
@@ -154,7 +160,7 @@ class GaussianProcess:
         return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_owner.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
-        """Return the prior variance of the latent function [n]."""
+        """Return the prior variance of the latent function at the points [n]."""
         level, slope, config, _, own = self.theta[:5].exp()
         found: Tensor = level + slope * points.log_epoch.square() + config + own
         return found
@@ -179,25 +185,28 @@ class Posterior:
     weights: Tensor
 
     def predict(self, points: Points) -> tuple[Tensor, Tensor]:
-        """Return the means and standard deviations [m] of the latent function."""
+        """Return the means and standard deviations [m] of the latent function at the points."""
         cross = self.process.covariance(points, self.points)
         white = torch.linalg.solve_triangular(self.factor, cross.T, upper=False)
         variance = self.process.variance(points) - white.square().sum(0)
         return cross @ self.weights, variance.clamp(min=1e-10).sqrt()
 
     def fantasize(self, points: Points) -> Posterior:
-        """Condition on the predicted means of pending points (kriging believer, Ginsbourger et al. 2010)."""
+        """Return a posterior that treats the predicted means of pending points as observations.
+
+        This is the kriging believer (Ginsbourger et al. 2010).
+        """
         mean, _ = self.predict(points)
         return self.process.posterior(self.points.concat(points), torch.cat([self.y, mean]))
 
 
 def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Tensor:
-    """Return the log expected improvement below `best` [n], finite also for tiny values (Ament et al. 2023).
+    """Return the logarithm of the expected improvement [n], which is finite even for tiny values (Ament et al. 2023).
 
     Args:
-        mean: predicted means [n].
+        mean: predicted means [n]; lower is better.
         deviation: predicted standard deviations [n].
-        best: the incumbent.
+        best: score of the incumbent.
     """
     z = (best - mean) / deviation
     log_density = -0.5 * z.square() - 0.5 * math.log(2 * math.pi)
@@ -211,7 +220,7 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
 def _make_prior(
     feature_owner: np.ndarray, *, multi_study: bool, is_epoch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the prior means and deviations of the hyperparameters; length scales grow with the dimension."""
+    """Return prior means and deviations of the hyperparameters; length scales grow with the number of parameters."""
     parameters = int(feature_owner.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
     means = [*(_INVARIANT_PRIOR_MEAN if is_epoch_invariant else _PRIOR_MEAN), *[length] * parameters]

@@ -1,4 +1,4 @@
-"""Training data of the learning-curve Gaussian process, and the fit of its hyperparameters."""
+"""Training data of the Gaussian process over learning curves, and the fit of the hyperparameters."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from hpsearch.search.freeze_thaw.observations import (
 from hpsearch.search.freeze_thaw.space import Space
 from hpsearch.search.freeze_thaw.warm_start import WarmStartData
 
-MAX_FIT_POINTS = 200  # for the fit of the hyperparameters
+MAX_FIT_POINTS = 200  # maximum number of points on which the hyperparameters are fitted
 
 
 def select_observed(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials that reported a value, or ended before they could."""
+    """Return the trials that have reported a value, or have ended without one."""
     return [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
 
 
 def merge_distributions(
     trials: Iterable[FrozenTrial], warm_start: WarmStartData | None = None
 ) -> dict[str, BaseDistribution]:
-    """Return the latest distribution of each parameter of the trials and earlier studies, without single-value ones."""
+    """Return the latest distribution of each parameter of the trials and of earlier studies.
+
+    Distributions with a single value are omitted.
+    """
     found = {} if warm_start is None else {name: d for name, d in warm_start.distributions.items() if not d.single()}
     return found | {name: d for trial in trials for name, d in trial.distributions.items() if not d.single()}
 
@@ -45,12 +48,12 @@ class GPDataset:
     """Training data of a Gaussian process: points in a search space, and their scores.
 
     Attributes:
-        space: search space of the trials' parameters, with one row per trial.
-        observations: observations of the trials, by trial index.
-        rows: encoded trials of the study, then of earlier studies [trials, parameters].
-        points: points of the study's trials, then of earlier studies.
+        space: search space, with the configurations of the study's trials as rows.
+        observations: observations of the study's trials.
+        rows: encoded configurations of the study's trials, then of trials of earlier studies [trials, parameters].
+        points: points of the study's trials, then of trials of earlier studies.
         scores: normal scores of the points [n].
-        is_epoch_invariant: whether the scores depend on the configuration alone, not on trial and epoch.
+        is_epoch_invariant: whether the scores depend only on the configuration, not on trial and epoch.
     """
 
     space: Space
@@ -85,10 +88,10 @@ class GPDataset:
             random: random generator for subsampling the points.
             points_per_trial: see `select_observations`.
             always: see `select_observations`.
-            warm_start: trials of earlier studies.
-            curves: per trial, losses by epoch, from 1, used as they are; None for the reported values, of which
-                the best so far counts.
-            is_epoch_invariant: whether all points are at the last epoch and depend on the configuration alone.
+            warm_start: trials of earlier studies; None for no earlier studies.
+            curves: per trial, losses by epoch, from 1, which are used unchanged; None to use, at each epoch, the best
+                reported value so far.
+            is_epoch_invariant: whether all points are at the last epoch and depend only on the configuration.
         """
         warm_start = warm_start or WarmStartData()
         space = Space(distributions, [t.params for t in trials], warm_start.sampled)
@@ -99,7 +102,7 @@ class GPDataset:
         )
         theirs = np.array([space.to_row(t.params) for t in warm_start.trials]).reshape(-1, len(space.names))
         rows = np.concatenate([space.rows, theirs])
-        # Earlier studies fill the remaining room, most informative trials first.
+        # Points of earlier studies are added up to the maximum, those of the most informative trials first.
         others = [(i, s, score, t.study) for i, t in enumerate(warm_start.trials, len(trials)) for s, score in t.points]
         others = others[: MAX_POINTS - len(found.log_epoch)]
         trial, s, their_scores, study = np.array(others, dtype=np.float64).reshape(len(others), 4).T
@@ -111,7 +114,7 @@ class GPDataset:
 
     @property
     def final_epoch_points(self) -> Points:
-        """The points of all trials at the last epoch; trials of earlier studies count as trials of this one."""
+        """The points of all trials at the last epoch; trials of earlier studies count as new trials of this study."""
         own = len(self.space.rows)
         numbers = np.concatenate([np.arange(own), np.full(len(self.rows) - own, -1)])
         return Points.at_final_epoch(self.space.to_features(self.rows), numbers)
@@ -132,7 +135,14 @@ class GPDataset:
 
 
 def _select_fit_points(own: int, every: int) -> Tensor:
-    """Return the indices to fit on; a quarter is reserved for earlier studies if they have as many points."""
+    """Return the indices of the points on which hyperparameters are fitted.
+
+    Up to a quarter of these points is reserved for earlier studies.
+
+    Args:
+        own: number of points of this study, which come first.
+        every: number of points of all studies.
+    """
     first = min(own, MAX_FIT_POINTS - min(MAX_FIT_POINTS // 4, every - own))
     second = min(every - own, MAX_FIT_POINTS - first)
     spread = [np.linspace(0, own - 1, first, dtype=np.int64), np.linspace(own, every - 1, second, dtype=np.int64)]
@@ -146,7 +156,7 @@ _STATES = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
 
 
 def get_observed_trials(study: optuna.Study, *, exclude: int | None = None) -> list[FrozenTrial]:
-    """Return the trials of a study that reported a value, or ended before they could, except number `exclude`."""
+    """Return the trials that have reported a value, or have ended without one, except the trial number `exclude`."""
     trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
     return [t for t in select_observed(trials) if t.number != exclude]
 
@@ -161,14 +171,14 @@ def get_unreported_rows(study: optuna.Study, space: Space, *, exclude: int) -> n
 def fit_posterior(
     study: optuna.Study, kept: Mapping[str, Any], dataset: GPDataset, trials: int, *, name: str = HYPERPARAMETERS_KEY
 ) -> Posterior:
-    """Return the posterior with the stored hyperparameters; refit and store them if they are outdated.
+    """Return the posterior with the stored hyperparameters; outdated hyperparameters are fitted again and stored.
 
     Args:
         study: study that stores the hyperparameters.
-        kept: stored hyperparameters under `name`; empty if there are none.
+        kept: value of the system attribute `name`, with the stored hyperparameters; empty if none are stored.
         dataset: the training data.
-        trials: current number of trials.
-        name: system attribute of the hyperparameters; one per metric.
+        trials: current number of trials, which determines whether the hyperparameters are outdated.
+        name: name of the study system attribute with the hyperparameters; each metric has its own.
     """
     names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
@@ -187,14 +197,14 @@ def fit_posterior(
 def fantasize_running(
     posterior: Posterior, space: Space, rows: np.ndarray, numbers: np.ndarray, unreported: np.ndarray
 ) -> Posterior:
-    """Condition the posterior on running trials, as if they had ended with their predicted mean.
+    """Return a posterior that treats running trials as if they had ended with their predicted mean.
 
     Args:
         posterior: posterior of the observations.
         space: search space of the rows.
-        rows: running trials with observations [n, parameters].
-        numbers: index of these trials in the dataset [n]; -1 if they have no points.
-        unreported: running trials without observations [m, parameters].
+        rows: configurations of the running trials with observations [n, parameters].
+        numbers: index of each of these trials in the dataset [n]; -1 for a trial without points.
+        unreported: configurations of the running trials without observations [m, parameters].
     """
     if not len(rows) and not len(unreported):
         return posterior

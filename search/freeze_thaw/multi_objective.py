@@ -37,14 +37,16 @@ from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
 
 def read_values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:
-    """Return all values of a trial by epoch, from 1; NaN where only the first metric is stored."""
+    """Return the values of all metrics of a trial by epoch, from 1; a value that is not stored is NaN."""
     every: Mapping[str, Sequence[float]] = trial.system_attrs.get(VALUES, {})
     found = {step + 1: [first, *[np.nan] * (metrics - 1)] for step, first in trial.intermediate_values.items()}
     return dict(sorted((found | {int(step) + 1: list(values) for step, values in every.items()}).items()))
 
 
 def track_incumbent(values: Mapping[int, Sequence[float]], maximize: Sequence[bool]) -> dict[int, np.ndarray]:
-    """Return the losses [metrics] of the best epoch so far, by epoch; infinite before the first finite value.
+    """Return, for each epoch, the losses [metrics] at the best epoch so far by the first metric.
+
+    The losses are infinite before the first finite value of the first metric.
 
     Args:
         values: values of all metrics, by epoch in ascending order.
@@ -60,10 +62,10 @@ def track_incumbent(values: Mapping[int, Sequence[float]], maximize: Sequence[bo
 
 
 def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.ndarray:
-    """Return the losses [metrics] of a trial's best epoch; infinite if it diverged or reported nothing.
+    """Return the losses [metrics] of a trial's best epoch; infinite if the trial diverged or has reported no value.
 
     Args:
-        trial: the trial, as samplers receive it.
+        trial: the trial, from a `SamplerStudyView`.
         maximize: per metric, whether higher values are better.
     """
     values = read_values_by_epoch(trial, len(maximize))
@@ -72,11 +74,11 @@ def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.nda
     return track_incumbent(values, maximize)[max(values)]
 
 
-SAMPLED_VECTORS = 256  # non-dominated samples that measure the hypervolume
+SAMPLED_VECTORS = 256  # number of samples for the Monte Carlo estimate of the hypervolume improvement
 _REFERENCE_MARGIN = 0.1  # distance of the reference point from the end of the front, relative to the front's width
-_EXTRAPOLATED_SCORES = 4.0  # range beyond the best score in which losses are extrapolated by the slope
-_OPTIMISM_DEVIATIONS = 2.0  # deviations below the predicted mean
-_STEADY_RATIO = 0.1  # deviation within a trial, relative to that between trials, up to which it counts as noise
+_EXTRAPOLATED_SCORES = 4.0  # range of scores beyond the best score for which losses are extrapolated
+_OPTIMISM_DEVIATIONS = 2.0  # number of deviations below the predicted mean of an optimistic bound
+_STEADY_RATIO = 0.1  # deviation within trials, relative to that between trials, up to which a metric counts as constant
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class MetricModel:
 
     Attributes:
         dataset: the training data.
-        rows: index of each trial in the dataset [trials]; -1 if it has no value of this metric.
-        posterior: posterior of the process.
+        rows: index of each trial in the dataset [trials]; -1 for a trial without a value of this metric.
+        posterior: posterior of the Gaussian process.
     """
 
     dataset: GPDataset
@@ -94,7 +96,7 @@ class MetricModel:
     posterior: Posterior
 
     def predict_final_epoch(self, space: Space) -> np.ndarray:
-        """Return the predicted final scores of the trials [trials]."""
+        """Return the predicted score of each trial after the last epoch [trials]."""
         mean, _ = self.posterior.predict(Points.at_final_epoch(space.to_features(space.rows), self.rows))
         return mean.numpy()
 
@@ -113,7 +115,10 @@ class MultiObjectiveSuggester:
     def suggest(
         self, study: optuna.Study, trial: FrozenTrial, distributions: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return a configuration and store the reason with the trial; empty while a metric has no observations."""
+        """Return a configuration, and store the reason of the suggestion as an attribute of the trial.
+
+        The configuration is empty while a metric has no observations.
+        """
         observed = get_observed_trials(study, exclude=trial.number)
         maximize = [direction == StudyDirection.MAXIMIZE for direction in study.directions]
         metrics = self._fit_models(study, observed, distributions, maximize)
@@ -130,7 +135,7 @@ class MultiObjectiveSuggester:
             fantasize_running(m.posterior, space, space.rows[running], m.rows[running], unreported) for m in metrics
         ]
         feasible = self._fit_feasibility(study, observed, distributions, broken)
-        # Trials that the sampler suggested would move the reference point to one end of the front.
+        # Trials that this sampler suggested are excluded: they would move the reference point to one end of the front.
         unchosen = [i for i, t in enumerate(observed) if SUGGESTION_REASON_KEY not in t.system_attrs]
         worst = predicted[unchosen or slice(None)].max(0)
         probes: list[torch.Tensor] = []
@@ -138,7 +143,7 @@ class MultiObjectiveSuggester:
         def acquisition(rows: np.ndarray) -> np.ndarray:
             at = Points.at_final_epoch(space.to_features(rows))
             expected = [belief.predict(at) for belief in beliefs]
-            if not probes:  # the first call has the random candidates
+            if not probes:  # the first call evaluates the random candidates, whose predictions determine the bounds
                 hoped = [(mean - _OPTIMISM_DEVIATIONS * deviation).min().item() for mean, deviation in expected]
                 lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
                 probes.extend(map(torch.from_numpy, self._sample_probes(metrics, best, worst, lowest)))
@@ -172,7 +177,7 @@ class MultiObjectiveSuggester:
         distributions: dict[str, BaseDistribution],
         maximize: Sequence[bool],
     ) -> list[MetricModel]:
-        """Return the models of all metrics; empty if a metric has no observations."""
+        """Return the model of each metric; an empty list if a metric has no observations."""
         kept = study._storage.get_study_system_attrs(study._study_id)
         first = [read_losses(t, maximize=maximize[0], epochs=self._epochs) for t in observed]
         others = build_secondary_curves(observed, maximize, self._epochs)
@@ -198,10 +203,10 @@ class MultiObjectiveSuggester:
         Args:
             study: study of the trials.
             kept: system attributes of the study.
-            observed: the trials.
-            distributions: distributions of their parameters.
-            name: system attribute of the hyperparameters.
-            curves: per trial, losses by epoch, empty if unknown; None for the reported values.
+            observed: the observed trials of the study.
+            distributions: distributions of the parameters.
+            name: name of the study system attribute with the hyperparameters.
+            curves: per trial, losses by epoch, empty if unknown; None to use the reported values of the first metric.
             maximize: whether higher reported values are better.
         """
         known = [i for i in range(len(observed)) if curves is None or curves[i]]
@@ -226,7 +231,10 @@ class MultiObjectiveSuggester:
         distributions: dict[str, BaseDistribution],
         broken: np.ndarray,
     ) -> tuple[Posterior, float] | None:
-        """Return the posterior of the constraint violation and its score at 0; None if no trial violates one."""
+        """Return the posterior of the largest constraint violation, and the score of a violation of 0.
+
+        None if no trial violates a constraint.
+        """
         if not (broken > 0).any():
             return None
         kept = study._storage.get_study_system_attrs(study._study_id)
@@ -235,7 +243,7 @@ class MultiObjectiveSuggester:
         posterior = model.posterior
         scores, seen = build_score_table(model.dataset.observations)
         kept_to = scores[seen <= 0]
-        if len(kept_to) == len(scores):  # no violating trial is among the points, or all violations are infinite
+        if len(kept_to) == len(scores):  # no finite violation is among the points
             return None
         if not len(kept_to):
             return posterior, float(scores[0]) - 1.0
@@ -246,11 +254,14 @@ class MultiObjectiveSuggester:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sample score vectors [n, metrics] that the front does not dominate, and their log-weights [n].
 
+        The samples estimate the hypervolume improvement, which is measured in units of the metrics, not in scores.
+
         Args:
-            metrics: models, whose units define the volume.
-            best: the Pareto front [k, metrics].
-            worst: reference point [metrics], moved beyond the ends of the front.
-            lowest: optimistic lower bound of each metric [metrics].
+            metrics: model of each metric, which converts scores to units of the metric.
+            best: scores on the Pareto front [k, metrics].
+            worst: scores of the reference point [metrics]. A score that is not worse than the worst end of the front
+                by a margin is replaced by one that is.
+            lowest: optimistic lower bound of the score of each metric [metrics].
         """
         if len(best):
             worst = np.maximum(worst, best.max(0) + _REFERENCE_MARGIN * np.ptp(best, axis=0))
@@ -266,7 +277,7 @@ class MultiObjectiveSuggester:
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 
     def _select_tops(self, predicted: np.ndarray, good: np.ndarray) -> list[int]:
-        """Return random trials of the front; if there are few, also the next best ones."""
+        """Return the indices of random trials on the Pareto front; if these are few, also of the next best trials."""
         places = np.flatnonzero(good)
         ordered = [int(places[place]) for place in sort_by_front(predicted[good])]
         within = len(find_front(predicted[good]))
@@ -276,7 +287,7 @@ class MultiObjectiveSuggester:
 
 
 def _extrapolate_score_table(points: Observations) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and their losses, best first, extrapolated beyond the best by the tail slope."""
+    """Return scores and losses, best first; the first entry extrapolates beyond the best score by the tail slope."""
     scores, seen = build_score_table(points)
     better = seen[0] - _EXTRAPOLATED_SCORES * estimate_tail_slope(scores, seen)
     return np.concatenate([[scores[0] - _EXTRAPOLATED_SCORES], scores]), np.concatenate([[better], seen])
@@ -285,18 +296,19 @@ def _extrapolate_score_table(points: Observations) -> tuple[np.ndarray, np.ndarr
 def sample_non_dominated(
     random: np.random.Generator, best: np.ndarray, low: np.ndarray, high: np.ndarray, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sample vectors [n, metrics] of the box that the front does not dominate, with log-weights [n] by volume.
+    """Sample vectors [n, metrics] in a box that the front does not dominate, with log-weights [n] by volume.
 
-    All coordinates but one are uniform, and that one is uniform in the range that the front does not dominate. Uniform
-    samples of the whole box would leave ever fewer vectors as the front improves. The weights correct for the sampling
-    density (balance heuristic, Veach and Guibas 1995).
+    All coordinates except one are sampled uniformly, and this one uniformly in the range that the front does not
+    dominate. If all coordinates were uniform in the box, more and more samples would be rejected as the front improves.
+    The weights correct for the sampling density (balance heuristic, Veach and Guibas 1995).
 
     Args:
         random: random generator.
         best: the Pareto front [k, metrics]; lower is better.
         low: lower corner of the box [metrics].
         high: upper corner of the box [metrics].
-        number: number of samples before rejection, shared among the metrics.
+        number: number of samples, of which dominated ones are rejected; each metric is the special coordinate of an
+            equal share.
     """
     width = np.maximum(high - low, 0.0)
     drawn = low + width * random.random((number, len(low)))
@@ -311,9 +323,14 @@ def sample_non_dominated(
 
 
 def _front_fraction(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return the fraction [n] of a metric's range that the front does not dominate, given the other coordinates.
+    """Return the fraction of a metric's range in which the front does not dominate a vector, for each vector [n].
 
-    A range of width 0 gives 0 or 1.
+    Args:
+        best: the Pareto front [k, metrics].
+        drawn: vectors [n, metrics]; the coordinate `axis` is not used.
+        axis: index of the metric.
+        low: lower corner of the box [metrics].
+        high: upper corner of the box [metrics]; if the range of the metric is empty, the fraction is 0 or 1.
     """
     others = np.arange(len(low)) != axis
     dominating = (best[:, others] <= drawn[:, None, others]).all(axis=2)
@@ -327,12 +344,14 @@ def _front_fraction(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndar
 def log_expected_hypervolume_improvement(
     expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the log of the expected weight of the dominated vectors [n].
+    """Return the logarithm of the expected hypervolume improvement of each candidate [n].
+
+    The improvement is estimated by the total weight of the sampled vectors that a candidate dominates.
 
     Args:
-        expected: per metric, predicted means and deviations [n]; lower is better.
-        vectors: non-dominated vectors [k, metrics].
-        weights: log-weights of the vectors [k].
+        expected: per metric, predicted means and deviations of the candidates [n]; lower is better.
+        vectors: sampled vectors that the front does not dominate [k, metrics].
+        weights: log-weights of the sampled vectors [k].
     """
     found = weights
     for (mean, deviation), bound in zip(expected, vectors.T, strict=True):
@@ -343,9 +362,10 @@ def log_expected_hypervolume_improvement(
 def build_secondary_curves(
     trials: Sequence[FrozenTrial], maximize: Sequence[bool], epochs: int
 ) -> list[list[dict[int, float]]]:
-    """Return, per metric but the first, the losses of each trial by epoch; empty where unknown.
+    """Return, for each metric except the first, the losses of each trial by epoch; empty if no value is known.
 
-    A loss is that of the best epoch so far by the first metric. A constant metric has one loss, at the last epoch.
+    The loss at an epoch is the loss at the best epoch so far by the first metric. A metric that does not change during
+    training has only one loss per trial, at the last epoch.
     """
     every = [read_values_by_epoch(t, len(maximize)) for t in trials]
     found = []
@@ -361,7 +381,7 @@ def build_secondary_curves(
 
 
 def _is_steady(curves: Sequence[np.ndarray]) -> bool:
-    """Return whether a metric varies little within a trial, compared with its variation among trials."""
+    """Return whether a metric varies little within a trial, compared with its variation between trials."""
     several = [each for each in curves if len(each) > 1]
     if not several:
         return True
@@ -370,9 +390,9 @@ def _is_steady(curves: Sequence[np.ndarray]) -> bool:
 
 
 def get_max_violation(trial: FrozenTrial) -> float:
-    """Return the largest constraint violation of a trial; NaN if unknown.
+    """Return the largest constraint violation of a trial; NaN if no violation is known.
 
-    Before a trial has ended, only metrics count that training cannot change.
+    Unless the trial is COMPLETE, only constraints on metrics that training cannot change are used.
     """
     ended = trial.state == TrialState.COMPLETE
     place = RANK_CONSTRAINT.partition(":")[2]

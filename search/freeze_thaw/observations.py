@@ -1,4 +1,4 @@
-"""The observed points of learning curves, and the bounds of metrics."""
+"""Observed points of learning curves, and bounds of metrics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from scipy.stats import rankdata
 
 from hpsearch.storage.attributes import INFEASIBLE
 
-MAX_POINTS = 600  # with more, half of the points are those of the longest and best trials, the others random
-POINTS_PER_TRIAL = 2  # default of the maximum
-_GRID_FACTOR = 1.5  # ratio of consecutive epochs of the grid
+MAX_POINTS = 600  # maximum number of points: half from the longest and best trials, the other half a random sample
+POINTS_PER_TRIAL = 2  # default maximum number of points per trial
+_GRID_FACTOR = 1.5  # ratio of consecutive epochs in the grid of epochs
 
 
 @dataclass(frozen=True)
 class Observations:
-    """Best values so far after given epochs.
+    """Best values that trials have reached after given epochs.
 
     Attributes:
         trial: trial index of each observation [n].
         log_epoch: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
-        loss: best loss so far [n]; infinite if there was no finite value.
+        loss: best loss so far [n]; infinite if no value was finite.
     """
 
     trial: np.ndarray
@@ -34,13 +34,16 @@ class Observations:
 
     @property
     def scores(self) -> np.ndarray:
-        """Normal scores of the losses [n]: the normal quantiles of their ranks."""
+        """Normal scores of the losses [n]: quantiles of the standard normal distribution, by rank of the loss."""
         found: np.ndarray = ndtri((rankdata(self.loss) - 0.5) / len(self.loss))
         return found
 
 
 def read_losses(trial: FrozenTrial, *, maximize: bool, epochs: int) -> dict[int, float]:
-    """Return the losses by epoch, from 1; a diverged trial has infinite losses up to the last epoch."""
+    """Return the losses of a trial by epoch, from 1.
+
+    A trial that is infeasible or has no finite value has infinite losses at the first and the last epoch.
+    """
     sign = -1.0 if maximize else 1.0
     found = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
     if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, found.values())):
@@ -60,12 +63,12 @@ def select_observations(
     """Select the observations that the Gaussian process uses.
 
     Args:
-        curves: per trial, losses by epoch, from 1; none is empty.
+        curves: per trial, losses by epoch, from 1; each trial has at least one loss.
         epochs: number of epochs of a full trial.
         random: random generator for subsampling.
-        points_per_trial: maximum number of points of a trial: its last epochs on the grid.
-        always: indices of trials whose points are always kept.
-        so_far: whether a loss counts as the best one up to its epoch.
+        points_per_trial: maximum number of points of a trial, which are at the trial's last epochs in the grid.
+        always: indices of trials whose points are kept when the points are subsampled.
+        so_far: whether to replace each loss by the best loss up to its epoch.
     """
     if not curves:
         return Observations(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
@@ -96,32 +99,34 @@ def _accumulate_best(curve: Mapping[int, float]) -> dict[int, float]:
 
 
 def _select_last(path: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
-    """Return the losses after the last epochs on the grid, and after the last epoch of all."""
+    """Return at most `most` (epoch, loss) of a trial: at its last epoch, and at its last epochs in the grid."""
     kept = {*[epoch for epoch in grid if epoch in path][-most:], max(path)}
     return [(epoch, path[epoch]) for epoch in sorted(kept)[-most:]]
 
 
 def _make_grid(epochs: int) -> list[int]:
-    """Return the epochs of observations, each about 1.5 times the one before."""
+    """Return the grid of epochs for observations, in which each epoch is about 1.5 times the previous epoch."""
     found = [1]
     while found[-1] < epochs:
         found.append(min(epochs, max(found[-1] + 1, round(found[-1] * _GRID_FACTOR))))
     return found
 
 
-PROPORTION_METRICS = frozenset({"accuracy", "macro_f1", "auroc", "average_precision"})  # between 0 and 1
+PROPORTION_METRICS = frozenset({"accuracy", "macro_f1", "auroc", "average_precision"})  # metrics between 0 and 1
 _AT_MOST_1 = PROPORTION_METRICS | {"r2"}
 _AT_LEAST_0 = frozenset({"loss", "rmse", "mae"})
 
 
 def get_loss_bound(metric: str, best: float, *, maximize: bool) -> float:
-    """Return the smallest possible loss of a metric, which is known by its name; a metric to maximize is negated.
+    """Return the smallest possible loss of a metric by the metric's name; minus infinity if no bound is known.
 
-    A user's metric may have the same name and another range, such as an accuracy in percent: if a value was better than
-    the bound, there is none.
+    A user's metric may have a known name and another range, such as an accuracy in percent. Therefore no bound is used
+    if the best loss so far is better than the bound.
 
-    Returns:
-        Minus infinity if there is no bound.
+    Args:
+        metric: name of the metric.
+        best: best loss so far.
+        maximize: whether higher values are better, so that losses are negated values.
     """
     if metric in _AT_MOST_1 and maximize:
         bound = -1.0

@@ -1,4 +1,4 @@
-"""Sampler that uses every epoch of every trial, including running and paused ones."""
+"""Sampler that uses every epoch of every trial, including running and paused trials."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 class FreezeThawSampler(BaseSampler):
     """Freeze-thaw Bayesian optimization (Swersky et al. 2014): maximizes the expected improvement of the final value.
 
-    With several metrics it maximizes the expected hypervolume improvement (`multi_objective`).
+    In multi-objective studies, it maximizes the expected hypervolume improvement (`multi_objective`).
 
-    Stateless: observations and hyperparameters are stored in the study, and the process that finds the hyperparameters
-    outdated refits them. The same study and seed give the same suggestion in any process.
+    The sampler has no state: observations and hyperparameters are stored in the study. A process that finds outdated
+    hyperparameters fits them again. For the same study and seed, every process makes the same suggestion.
 
     Args:
         seed: seed of this suggestion.
         epochs: number of epochs of a full trial.
-        n_startup_trials: number of random trials before the first suggestion; trials of earlier studies count.
-        random_fraction: fraction of later trials that are random too.
+        n_startup_trials: number of random trials before the first suggestion; trials of earlier studies are counted.
+        random_fraction: fraction of random trials among the later trials.
     """
 
     def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, random_fraction: float = 0.3) -> None:
@@ -50,7 +50,7 @@ class FreezeThawSampler(BaseSampler):
         self._is_random = self._random.random() < random_fraction
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return the distributions of all observed parameters; empty for a random trial."""
+        """Return the distributions of all observed parameters; an empty dict if this trial is random."""
         trials = get_observed_trials(study, exclude=trial.number)
         self._kept = study._storage.get_study_system_attrs(study._study_id)
         self._warm_start = WarmStartData.from_json(self._kept.get(WARM_START_KEY))
@@ -61,7 +61,7 @@ class FreezeThawSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return the suggested configuration; it may lack parameters whose condition does not hold."""
+        """Return the suggested configuration; conditional parameters whose condition does not hold are omitted."""
         if not search_space:
             return {}
         if len(study.directions) > 1:
@@ -96,7 +96,7 @@ class FreezeThawSampler(BaseSampler):
         best = np.argsort(predicted, kind="stable")[:TOP_TRIALS]
         had = np.concatenate([space.rows, unreported])
         row, top = maximize_acquisition(acquisition, space, self._random, around=dataset.rows[best], had=had)
-        given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt
+        given = any(not d.single() for d in trial.distributions.values())  # an earlier attempt has sampled parameters
         if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
             mean, deviation = posterior.predict(Points.at_final_epoch(space.to_features(row[None])))
             middle, low, high = score_interval_to_metric(points, mean.item(), deviation.item(), maximize=maximize)
@@ -109,11 +109,11 @@ class FreezeThawSampler(BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return a random value, for a random trial or a parameter that no trial has."""
+        """Return a random value; for random trials, and for parameters that no trial has."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def _near(self, observed: list[FrozenTrial], top: int | None) -> dict[str, Any]:
-        """Return the trial that a suggestion is near, and its study if that is an earlier one."""
+        """Return the number of the trial near a suggestion, and the name of its study if it is an earlier study."""
         if top is None or top < len(observed):
             return {"near": None if top is None else observed[top].number}
         there = self._warm_start.trials[top - len(observed)]

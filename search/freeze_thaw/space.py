@@ -10,20 +10,23 @@ from typing import Any
 import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-_MISSING = 0.5  # coordinate of a missing number: in the middle, and half a range away from existing numbers
+_MISSING = 0.5  # features of a missing number: the middle of the range, and a distance of half the range
 _STEP_EXPONENTS = (-2.5, -0.7)  # range of the decimal logarithm of a step's length, relative to the parameter's range
-_SWITCH_PROBABILITY = 0.1  # probability of another choice in a step
+_SWITCH_PROBABILITY = 0.1  # probability that a step changes the choice of a categorical parameter
 
 Numeric = FloatDistribution | IntDistribution
 
 
 class Space:
-    """Search space whose conditional parameters are inferred from configurations.
+    """Search space that infers the conditions of conditional parameters from configurations.
+
+    A "row" is a configuration in the unit cube: per parameter, a number from 0 to 1, the index of a choice, or NaN if
+    the configuration does not have the parameter.
 
     Args:
-        distributions: float, integer or categorical distributions by name.
+        distributions: float, integer or categorical distributions by parameter name.
         seen: configurations of trials.
-        drawn: sampled configurations that no trial ran, which also show the conditions.
+        drawn: sampled configurations of no trial, from which conditions are inferred too.
     """
 
     def __init__(
@@ -42,13 +45,14 @@ class Space:
 
     @property
     def feature_owner(self) -> np.ndarray:
-        """Parameter index of each feature column [columns]."""
+        """For each feature column, the index of the parameter that it encodes [columns]."""
         return np.array([j for j, choices in enumerate(self._choices) for _ in range(choices or 2)])
 
     def to_features(self, rows: np.ndarray) -> np.ndarray:
-        """Convert rows [n, parameters] to features [n, columns]: one column per choice, two per number.
+        """Convert rows [n, parameters] to features [n, columns] for the Gaussian process.
 
-        Two configurations with different choices are as far apart as the two ends of a range.
+        A categorical parameter has one column per choice, and a number has two columns. The distance between different
+        choices is the distance between the two ends of a range.
         """
         columns: list[np.ndarray] = []
         for column, choices in zip(rows.T, self._choices, strict=True):
@@ -60,7 +64,7 @@ class Space:
         return np.column_stack(columns).astype(np.float64)
 
     def to_row(self, params: Mapping[str, Any]) -> list[float]:
-        """Encode a configuration as a row; a value outside its range is clipped."""
+        """Encode a configuration as a row; a value outside the range of its distribution is clipped."""
         pairs = zip(self.names, self._distributions, strict=True)
         return [_to_unit(d, params[name]) if name in params else math.nan for name, d in pairs]
 
@@ -74,7 +78,7 @@ class Space:
         return self._apply_constraints(self._sample_cube(random, count))
 
     def perturb(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
-        """Return `count` neighbors of each of `rows` [n, parameters], with short and long steps."""
+        """Return `count` random neighbors of each row of `rows` [n, parameters], at short and long distances."""
         filled = np.where(np.isnan(rows), self._sample_cube(random, len(rows)), rows)
         moved = np.repeat(filled, count, axis=0)
         lengths = 10 ** random.uniform(*_STEP_EXPONENTS, size=len(moved))
@@ -94,7 +98,7 @@ class Space:
         return rows
 
     def _apply_constraints(self, rows: np.ndarray) -> np.ndarray:
-        """Round numbers to their steps and remove parameters whose condition does not hold."""
+        """Return rows with numbers rounded to the steps of their distributions, and without inapplicable parameters."""
         rounded = rows.copy()
         for j, d in enumerate(self._distributions):
             if isinstance(d, Numeric) and d.step is not None and not d.single():
@@ -106,12 +110,12 @@ class Space:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Condition of a parameter: the choice or the range of another parameter.
+    """Condition under which a configuration has a parameter: the choice or the range of another parameter.
 
     Attributes:
         by: index of the other parameter.
-        low, high: inclusive range of its number.
-        but: choices without the parameter.
+        low, high: inclusive range of the other parameter's number.
+        but: choices of the other parameter with which the configuration does not have the parameter.
     """
 
     by: int
@@ -120,15 +124,16 @@ class _Rule:
     but: tuple[float, ...] = ()
 
     def holds(self, rows: np.ndarray) -> np.ndarray:
-        """Return which rows [n, parameters] have the parameter; rows without the other parameter do not."""
+        """Return for each of `rows` [n, parameters] whether the condition holds; False without the other parameter."""
         column = rows[:, self.by]
         return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.but)
 
 
 def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
-    """Infer the conditions of parameters that some rows lack, each after that of the parameter that it depends on.
+    """Infer the conditions of the parameters that some rows lack.
 
-    A parameter that follows no other one counts as unconditional.
+    A condition comes after the condition of the parameter that it depends on. A parameter for which no condition
+    matches the rows is treated as unconditional.
     """
     present = ~np.isnan(rows)
     counts = present.sum(0)
@@ -187,7 +192,7 @@ def _rescale(d: Numeric, numbers: np.ndarray) -> np.ndarray:
 
 
 def _round_to_step(d: Numeric, numbers: np.ndarray) -> np.ndarray:
-    """Round unit-cube numbers to the steps of a distribution."""
+    """Round numbers in the unit cube to the steps of a distribution."""
     assert d.step is not None
     values = d.low + np.round((_rescale(d, numbers) - d.low) / d.step) * d.step
     values = np.clip(values, d.low, d.high)
@@ -196,7 +201,7 @@ def _round_to_step(d: Numeric, numbers: np.ndarray) -> np.ndarray:
     return (values - d.low) / (d.high - d.low)
 
 
-RANDOM_CANDIDATES = 800  # candidates drawn from the whole space
+RANDOM_CANDIDATES = 800  # candidates sampled from the whole space
 NEIGHBORS_PER_TRIAL = 60  # candidates around each of the top trials and top random candidates
 TOP_TRIALS = 5  # number of top trials, and of top random candidates
 
@@ -209,20 +214,21 @@ def maximize_acquisition(
     around: np.ndarray,
     had: np.ndarray,
 ) -> tuple[np.ndarray, int | None]:
-    """Return the best row among random candidates and neighbors of the best trials.
+    """Return the row with the highest acquisition value among random candidates and neighbors of the best trials.
 
-    Rows of `had` are excluded while there are others: if little can be gained, the same corner of the space would be
-    suggested repeatedly.
+    Rows in `had` are chosen only if there are no other candidates. Otherwise the same corner of the space would be
+    suggested repeatedly when little can be gained.
 
     Args:
-        acquisition: returns the acquisition values [n] of rows [n, parameters].
+        acquisition: function that returns the acquisition values [n] of rows [n, parameters].
         space: search space of the rows.
         random: random generator.
         around: rows of the best trials [n, parameters].
         had: rows of existing trials [n, parameters].
 
     Returns:
-        The row, and the index in `around` of its origin; None if it came from a random candidate.
+        The row, and the index in `around` of the trial whose neighbor it is; None instead of the index if the row is a
+        random candidate or a neighbor of one.
     """
     drawn = space.sample(random, RANDOM_CANDIDATES)
     gains = acquisition(drawn)
@@ -235,6 +241,6 @@ def maximize_acquisition(
 
 
 def _contains_rows(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which rows [n, parameters] are among `others`, up to rounding errors of decoding and encoding."""
+    """Return for each of `rows` [n, parameters] whether it is in `others`, up to rounding errors of the encoding."""
     known = {row.tobytes() for row in np.round(others, 9) + 0.0}
     return np.array([row.tobytes() in known for row in np.round(rows, 9) + 0.0], dtype=bool)

@@ -1,7 +1,7 @@
 """Warm start: observations of earlier studies, copied into a new study when it is created.
 
-Suggestions of the new study therefore do not depend on later changes to the earlier studies, such as extending or
-deleting them.
+Because of the copy, suggestions of the new study do not depend on later changes of the earlier studies, such as more
+trials or deletion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.search.freeze_thaw.observations import read_losses, select_observations
 
 WARM_START_KEY = "curves:earlier"  # study system attribute with the warm-start data
-MAX_SOURCE_TRIALS = 150  # of all earlier studies; with two points each, half of MAX_POINTS
+MAX_SOURCE_TRIALS = 150  # maximum number of trials of all earlier studies; with two points each, half of MAX_POINTS
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class SourceTrial:
     """A trial of an earlier study.
 
     Attributes:
-        study: index of its study, from 1.
-        number: its number in that study.
-        params: the parameters that the new study has too.
-        points: scaled log-epoch as in `Observations`, and normal score among the points of its study.
+        study: index of the trial's study, from 1.
+        number: number of the trial in its study.
+        params: the trial's values of the parameters that the new study has too.
+        points: (scaled log-epoch as in `Observations`, normal score among all points of the trial's study).
     """
 
     study: int
@@ -50,8 +50,8 @@ class WarmStartData:
     Attributes:
         studies: names of the earlier studies.
         distributions: distributions of the new study's parameters.
-        sampled: configurations sampled from the new search space, which show its conditional parameters.
-        trials: per study, the most informative trials first.
+        sampled: configurations sampled from the new search space, from which its conditions are inferred.
+        trials: selected trials of all studies; per study, the most informative trials first.
     """
 
     studies: list[str] = field(default_factory=list)
@@ -72,19 +72,20 @@ class WarmStartData:
     ) -> Self:
         """Select the trials of earlier studies that are in the search space of a new study.
 
-        Epochs beyond the new study's last are left out. So are trials with a value outside its ranges or
-        choices: clipped to the end of the range, they would misrepresent the values there.
+        Epochs after the last epoch of the new study are omitted. Trials with a value outside the ranges or choices of
+        the new study are omitted too: if the value were clipped to the end of a range, the trial would misrepresent the
+        results at this end.
 
         Args:
-            studies: trials by study name; each trial has reported a value or ended.
+            studies: trials by study name; each trial has reported a value or has ended.
             distributions: distributions of the new study's parameters.
             sampled: configurations sampled from the new search space.
-            direction: direction of all studies.
+            direction: direction of optimization, which is the same in all studies.
             epochs: number of epochs of a full trial of the new study.
             random: random generator for subsampling.
 
         Raises:
-            ValueError: a study has no trial in the new search space.
+            ValueError: an earlier study has no trial in the new search space.
         """
         found: list[SourceTrial] = []
         for index, (name, trials) in enumerate(studies.items(), 1):
@@ -119,7 +120,7 @@ class WarmStartData:
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any] | None) -> Self:
-        """Return the warm-start data from the stored JSON; empty data for None."""
+        """Return the warm-start data from the stored JSON data; None gives empty warm-start data."""
         if kept is None:
             return cls()
         distributions = {name: json_to_distribution(text) for name, text in kept["distributions"].items()}
@@ -130,7 +131,7 @@ class WarmStartData:
 def _select_shared_params(
     params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]
 ) -> dict[str, Any] | None:
-    """Return the parameters that the new space has; None if a value is outside it."""
+    """Return the parameters that the new search space has too; None if a value is outside its range or choices."""
     shared = {name: value for name, value in params.items() if name in distributions}
     return shared if all(_contains(distributions[name], value) for name, value in shared.items()) else None
 
@@ -146,7 +147,7 @@ def _contains(distribution: BaseDistribution, value: Any) -> bool:
 def _select_most_informative(
     points: Mapping[int, Sequence[tuple[float, float]]], most: int, random: np.random.Generator
 ) -> list[int]:
-    """Return the trials with the most epochs and, among these, the best; beyond half of `most`, a random sample."""
+    """Return at most `most` trials: half are those with the most epochs and best scores, the others a random sample."""
     order = sorted(points, key=lambda trial: (-points[trial][-1][0], points[trial][-1][1], trial))
     if len(order) <= most:
         return order
