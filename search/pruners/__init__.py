@@ -1,6 +1,6 @@
-"""Pruners: one class each, with its options and its decision. Add a new module to the imports below.
+"""Pruners: each is a class with options and a method that makes the decision. Add a new module to the imports below.
 
-The decisions are those of Optuna's pruners of the same names.
+A pruner with the name of one of Optuna's pruners makes the same decisions.
 """
 
 from hpsearch.search.pruners import rungs, stopping

@@ -27,11 +27,11 @@ class Decision:
         reason: reason of pruning, in one line; empty if the trial continues.
         pruner: the pruner's name in the spec.
         epoch: the evaluated epoch, from 0.
-        value: the trial's best or last value, depending on the pruner.
-        cutoff: the value that `value` was compared with; None without a comparison.
+        value: the trial's best or last value, depending on the pruner; None if no value was compared.
+        cutoff: the value that `value` was compared with; None if there was no comparison.
         peers: number of other trials that determine the cutoff.
-        rung: the rung of successive halving, from 0.
-        bracket: Hyperband's bracket, from 0.
+        rung: the rung of successive halving, from 0; None if the decision was not at a rung.
+        bracket: Hyperband's bracket, from 0; None without Hyperband.
     """
 
     prune: bool
@@ -45,14 +45,14 @@ class Decision:
     bracket: int | None = None
 
     def record(self) -> dict[str, object]:
-        """Return the details other than the reason as JSON values; NaN and infinities become text."""
+        """Return all fields except `prune` and `reason` as JSON values; NaN and infinities become text."""
         fields = {key: value for key, value in asdict(self).items() if value is not None}
         del fields["prune"], fields["reason"]
         return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 class DecisionDetails(TypedDict, total=False):
-    """Fields of :class:`Decision` that describe its comparison."""
+    """Fields of :class:`Decision` that describe the comparison with other trials."""
 
     value: float
     cutoff: float | None
@@ -63,19 +63,19 @@ class DecisionDetails(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PruningContext:
-    """The values of the evaluated trial, and the meaning of these values.
+    """The evaluated trial: its values, and the settings that give these values a meaning.
 
     Attributes:
         pruner: the pruner's name in the spec.
         study: the study's name.
         number: the trial's number.
-        metric: the metric's name.
-        maximize: whether higher is better.
-        epochs: epochs of a full trial.
-        values: the metric by epoch, from 0; not empty.
-        reported: objectives and constrained metrics of the last epoch, by name.
-        vector: the objectives at the best epoch so far by the first metric.
-        maximized: per objective, whether higher is better; empty with a single metric.
+        metric: the metric's name; the name of the first metric in a multi-objective study.
+        maximize: whether higher values of the metric are better.
+        epochs: number of epochs of a full trial.
+        values: values of the metric by epoch, from 0; not empty.
+        reported: values of objectives and constrained metrics in the last epoch, by name.
+        vector: values of all objectives at the best epoch so far by the first metric.
+        maximized: per objective, whether higher values are better; empty in a single-objective study.
     """
 
     pruner: str
@@ -96,16 +96,16 @@ class PruningContext:
 
     @property
     def step(self) -> int:
-        """The last epoch, from 0."""
+        """The last reported epoch, from 0."""
         return max(self.values)
 
     @property
     def last(self) -> float:
-        """The value of the last epoch."""
+        """The value of the last reported epoch."""
         return self.values[self.step]
 
     def is_worse(self, value: float, cutoff: float) -> bool:
-        """Return whether `value` is worse than `cutoff`; equal is not."""
+        """Return whether `value` is worse than `cutoff`, and not equal."""
         return value < cutoff if self.maximize else value > cutoff
 
     def keep(self, **details: Unpack[DecisionDetails]) -> Decision:
@@ -118,42 +118,52 @@ class PruningContext:
         return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **details)
 
     def format_comparison(self, value: float, cutoff: float, *, best: bool = False) -> str:
-        """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""
+        """Return a text such as ``"best accuracy 0.8871 is below 0.9132"``, with ``above`` if lower is better."""
         metric = f"best {self.metric}" if best else self.metric
         return f"{metric} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
 
 
 class OtherTrials(Protocol):
-    """The other trials of the study, for the decision on one trial; each call may query the database."""
+    """Access to the other trials of the study, for the decision on one trial; each call may query the database."""
 
     def get_finished_trials(self) -> Sequence[FrozenTrial]:
-        """Return the COMPLETE trials."""
+        """Return the COMPLETE trials of the study."""
         ...
 
     def count_reached_rungs(self) -> int:
-        """Return the number of rungs at which the trial has recorded a value."""
+        """Return the number of rungs at which the evaluated trial has recorded a value."""
         ...
 
     def record_rung_value(self, rung: int, value: RungValue) -> None:
-        """Record the trial's value, or its values of several metrics, at a rung."""
+        """Record the evaluated trial's value at a rung; in a multi-objective study, the values of all objectives."""
         ...
 
     def read_rung_values(self, rung: int) -> list[tuple[int, RungValue]]:
-        """Return number and value of all other trials, in any state, that have recorded one at a rung."""
+        """Return (number, value) of each other trial, in any state, that has recorded a value at a rung."""
         ...
 
 
 def is_first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
-    """Return whether `step`, which is past the warm-up, is the first one reported in its interval (Optuna's rule)."""
+    """Return whether `step` is the first reported step of its interval, by Optuna's rule.
+
+    Args:
+        values: values by step.
+        step: a step that is not one of the warm-up steps.
+        n_warmup_steps: number of warm-up steps, after which the first interval starts.
+        interval_steps: number of steps of an interval.
+    """
     start = (step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
     return max((s for s in values if s != step), default=-1) < start
 
 
 @dataclass(frozen=True)
 class Halving:
-    """Successive halving with its options, in one bracket of Hyperband or without brackets.
+    """Successive halving, in one bracket of Hyperband or without brackets.
 
-    `is_peer` returns whether the trial of a number is in the same bracket.
+    Attributes:
+        min_resource, reduction_factor, min_early_stopping_rate, bootstrap_count: options of Optuna's pruner.
+        bracket: the bracket of Hyperband, from 0; None without brackets.
+        is_peer: function that returns whether the trial with a number is in the same bracket.
     """
 
     min_resource: int
@@ -164,15 +174,15 @@ class Halving:
     is_peer: Callable[[int], bool] = lambda _: True
 
     def get_epoch(self, rung: int) -> int:
-        """Return the epoch, from 0, at which a rung is reached."""
+        """Return the epoch, from 0, at which a trial reaches a rung."""
         epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
         return epochs
 
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Return the decision on a trial at the rungs that its last epoch reaches.
 
-        A repeated call for the same epoch, after the death of a worker, compares the trial at the same rungs again.
-        (Optuna's pruner would keep the trial.)
+        If the decision is repeated for the same epoch after the death of a worker, the trial is compared at the same
+        rungs again. (Optuna's pruner would not prune the trial.)
         """
         before = max((s for s in case.values if s != case.step), default=-1)
         rung = min(peers.count_reached_rungs(), self._count_due(before))
@@ -192,12 +202,16 @@ class Halving:
         return rung
 
     def _judge_at_rung(self, rung: int, case: PruningContext, peers: OtherTrials) -> Decision:
-        """Return the decision at a rung: by the last value, or by Pareto fronts (Schmucker et al. 2021)."""
+        """Return the decision at a rung.
+
+        Trials are compared by the last value; in multi-objective studies, by Pareto fronts (Schmucker et al. 2021).
+        """
         value, several = case.last, case.is_multi_objective
         details: DecisionDetails = {"value": value, "rung": rung, "bracket": self.bracket}
         if math.isnan(value) and not several:
             return case.prune(f"{case.metric} is NaN", **details)
-        # Recorded before the others are read, so that of two concurrent trials at least one sees the other.
+        # The value is recorded before other values are read, so that of two concurrent trials, at least one is compared
+        # with the other.
         peers.record_rung_value(rung, list(case.vector) if several else value)
         others = [at for number, at in peers.read_rung_values(rung) if self.is_peer(number)]
         details["peers"] = len(others)
@@ -206,10 +220,10 @@ class Halving:
         if reached <= self.bootstrap_count:
             why = f"is number {reached} at {place}, which promotes none of the first {self.bootstrap_count}"
             return case.prune(why, **details)
-        # The first trials of a rung are kept unless they are worse than others; they do not wait for more trials.
+        # The first trials at a rung do not wait for other trials, so they are kept unless they are worse than others.
         promoted = max(1, reached // self.reduction_factor)
         if several:
-            # The trial is the last vector, so that the earlier one of two equal trials is kept.
+            # The evaluated trial is the last vector, so that of two equal trials the earlier trial is kept.
             from hpsearch.storage.rungs.fronts import sort_by_front, to_losses  # loads SQLAlchemy
 
             vectors = [at for at in others if isinstance(at, list)]
@@ -227,7 +241,7 @@ class Halving:
 
 
 def check_min_resource(min_resource: int, epochs: int) -> None:
-    """Check that trials reach the first rung.
+    """Check that trials of `epochs` reach the first rung.
 
     Raises:
         ValueError: `min_resource` exceeds the epochs of a trial.
@@ -240,8 +254,8 @@ class RungSchedule(NamedTuple):
     """Schedule of the rungs at which trials pause.
 
     Attributes:
-        epochs: epochs after which each rung is reached.
-        reduction_factor: one of this number of trials at a rung is promoted.
+        epochs: per rung, the number of epochs after which a trial reaches the rung.
+        reduction_factor: of the trials at a rung, one in `reduction_factor` is promoted.
         min_complete: minimum number of trials that train to completion.
     """
 
@@ -263,11 +277,11 @@ class PrunerSpec(RegisteredOptions):
     can_prune: ClassVar[bool] = True
 
     def get_metric_name(self) -> str | None:
-        """Return the metric that the options name; None for the study's metric."""
+        """Return the name of the metric in the options; None if the pruner uses the study's metric."""
         return None
 
     def fit_to_epochs(self, epochs: int) -> Self:
-        """Return the options, completed for trials of `epochs`, so that all processes use the same values.
+        """Return the options for trials of `epochs`, with computed values filled in, so that all processes share them.
 
         Raises:
             ValueError: the options do not fit `epochs`.
@@ -275,19 +289,22 @@ class PrunerSpec(RegisteredOptions):
         return self
 
     def build(self) -> BasePruner:
-        """Return the pruner of the Optuna study, from which samplers get the bracket; `judge` makes the decisions."""
+        """Return the pruner object for the Optuna study.
+
+        It makes no decisions: `judge` does. Optuna's samplers use it to find the Hyperband bracket of a trial.
+        """
         from optuna.pruners import NopPruner
 
         return NopPruner()
 
     @abstractmethod
     def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        """Return the decision on a trial after its last reported epoch; repeatable."""
+        """Return the decision on a trial after its last reported epoch; safe to repeat."""
 
     def get_halving(self, study: str, number: int) -> Halving | None:
-        """Return the successive halving of a trial; None if the pruner does not use it."""
+        """Return the successive halving for a trial; None if the pruner does not use successive halving."""
         return None
 
     def get_rung_schedule(self, epochs: int) -> RungSchedule | None:
-        """Return the rungs at which trials of `epochs` pause; None if trials do not pause."""
+        """Return the schedule of the rungs at which trials of `epochs` pause; None if trials do not pause."""
         return None

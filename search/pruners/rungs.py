@@ -44,7 +44,7 @@ class SuccessiveHalving(PrunerSpec):
 
 
 class Hyperband(PrunerSpec):
-    """Hyperband (Li et al. 2018), Optuna's ``HyperbandPruner``; `max_resource` is the spec's epochs unless given."""
+    """Hyperband (Li et al. 2018), Optuna's ``HyperbandPruner``; `max_resource` is by default the epochs of a trial."""
 
     name: Literal["hyperband"] = "hyperband"
     can_be_multi_objective: ClassVar[bool] = False
@@ -66,8 +66,8 @@ class Hyperband(PrunerSpec):
         from optuna.pruners import HyperbandPruner
 
         pruner = HyperbandPruner(**self.options)
-        # It would create its brackets at its first decision, but `judge` makes the decisions. Without brackets, the
-        # sampler would mix the trials of all brackets.
+        # Optuna's pruner creates its brackets at its first decision, and here `judge` makes the decisions. Without
+        # brackets, the sampler would mix the trials of all brackets.
         pruner._try_initialization(study=None)  # type: ignore[arg-type]  # the study is not used
         return pruner
 
@@ -90,7 +90,7 @@ class Hyperband(PrunerSpec):
 
 @cache
 def compute_bracket_shares(min_resource: int, max_resource: int, reduction_factor: int) -> tuple[int, ...]:
-    """Return the shares of the brackets: trials of each bracket among ``sum(shares)`` trials; empty if none fits."""
+    """Return the number of trials in each bracket among ``sum(shares)`` trials; empty if no bracket is possible."""
     # In floating point, as in Optuna: log(243, 3) is a little less than 5.
     brackets = math.floor(math.log(max_resource / min_resource, reduction_factor)) + 1
     return tuple(
@@ -100,7 +100,7 @@ def compute_bracket_shares(min_resource: int, max_resource: int, reduction_facto
 
 
 def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int:
-    """Return the bracket of a trial, from 0; bracket 0 prunes earliest."""
+    """Return the bracket of a trial, from 0; in bracket 0, trials are pruned earliest."""
     ticket = crc32(f"{study_name}_{number}".encode()) % sum(shares)
     for bracket, share in enumerate(shares):
         ticket -= share
@@ -110,12 +110,13 @@ def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int
 
 
 class ASHA(PrunerSpec):
-    """Pause trials at epochs `min_resource * reduction_factor ** k`, and promote the best (Li et al. 2020).
+    """Pause trials at rungs, and promote the best (Li et al. 2020).
 
-    A trial at a rung is promoted once its best value is among the best 1 / `reduction_factor` of the trials that have
-    reached the rung. Any worker resumes it from its checkpoint. Trials that are never promoted are pruned at the end.
-    Unlike with `successive_halving`, a good trial with an unlucky start is not lost. The best `min_complete` trials
-    train to completion even if too few trials are started for that number to pass all rungs.
+    The rungs are after `min_resource * reduction_factor ** k` epochs. A trial that waits at a rung is promoted when its
+    best value is among the best 1 / `reduction_factor` of the trials that have reached the rung. Any worker can resume
+    the trial from its checkpoint. Trials that are never promoted are pruned at the end of the search. Unlike with
+    `successive_halving`, a trial that is poor at a rung can be promoted later. At least `min_complete` trials train to
+    completion, even if the search starts too few trials for as many promotions at each rung.
     """
 
     name: Literal["asha"] = "asha"

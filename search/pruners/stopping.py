@@ -1,4 +1,4 @@
-"""Pruners that stop a trial: median, percentile, threshold, patient, none."""
+"""Pruners that end a trial without pausing it first: median, percentile, threshold, patient; and `none`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Stopping(PrunerSpec):
-    """Options of the pruners that compare with percentiles."""
+    """Options of the pruners that compare a trial with a percentile of other trials."""
 
     n_startup_trials: int = Field(default=5, ge=0)
     n_warmup_steps: int = Field(default=2, ge=0)
@@ -36,7 +36,10 @@ class _Stopping(PrunerSpec):
 
 
 class Median(_Stopping):
-    """Prune trials worse than the median of the finished trials at the same epoch, Optuna's ``MedianPruner``."""
+    """Prune trials that are worse than the median at the same epoch, as Optuna's ``MedianPruner`` does.
+
+    The median is that of the COMPLETE trials.
+    """
 
     name: Literal["median"] = "median"
 
@@ -45,7 +48,10 @@ class Median(_Stopping):
 
 
 class Percentile(_Stopping):
-    """Keep the best `percentile` percent at each epoch, Optuna's ``PercentilePruner``."""
+    """Keep a trial if it is among the best `percentile` percent at each epoch, as Optuna's ``PercentilePruner`` does.
+
+    The trial is compared with the COMPLETE trials.
+    """
 
     name: Literal["percentile"] = "percentile"
     percentile: Number = Field(default=25.0, ge=0.0, le=100.0)
@@ -55,9 +61,10 @@ class Percentile(_Stopping):
 
 
 def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, keep: float) -> Decision:
-    """Compare the trial's best value so far with the best `keep` percent of the finished trials at the same epoch.
+    """Return the decision by comparison of the trial with the COMPLETE trials at the same epoch.
 
-    Other trials are read only at epochs at which trials are compared.
+    The trial's best value so far is compared with the best `keep` percent of their values. Other trials are read only
+    at epochs at which trials are compared.
     """
     step = case.step
     if step < options.n_warmup_steps or not is_first_of_interval(
@@ -72,12 +79,12 @@ def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, ke
         return case.prune(f"{case.metric} is NaN in all epochs", value=math.nan)
     at_step = [t.intermediate_values[step] for t in trials if step in t.intermediate_values]
     numbers = [value for value in at_step if not math.isnan(value)]
-    # As in Optuna, NaN values count for the minimum too.
+    # As in Optuna, trials with the value NaN count towards `n_min_trials`.
     if len(at_step) < options.n_min_trials or not numbers:
         return case.keep()
     import numpy as np  # slow, and not needed to check a spec
 
-    with np.errstate(invalid="ignore"):  # between two infinities the cutoff is NaN
+    with np.errstate(invalid="ignore"):  # the interpolation between two infinities gives NaN
         cutoff = float(np.percentile(numbers, 100 - keep if case.maximize else keep))
     details: DecisionDetails = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
     if not case.is_worse(best, cutoff):
@@ -88,9 +95,10 @@ def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, ke
 
 
 class Threshold(PrunerSpec):
-    """Prune at an absolute bound, whatever the direction of the metric, Optuna's ``ThresholdPruner``.
+    """Prune trials with a value below `lower` or above `upper`, as Optuna's ``ThresholdPruner`` does.
 
-    The bound is on the study's metric, or on `metric`: an objective, or a metric with a constraint.
+    Both bounds apply regardless of the direction of the metric. The value is that of the study's metric or, if `metric`
+    is set, of this objective or constrained metric.
     """
 
     name: Literal["threshold"] = "threshold"
@@ -131,10 +139,10 @@ def _parse(given: object) -> object:
 
 
 class Patient(PrunerSpec):
-    """Prune only after `patience` + 1 epochs without improvement, Optuna's ``PatientPruner``.
+    """Prune only after `patience` + 1 epochs without improvement, as Optuna's ``PatientPruner`` does.
 
-    These epochs must be worse than the best value before by more than `min_delta`. Then the `wrapped` pruner decides;
-    without one, the trial is pruned.
+    The best value of these epochs must be worse than the best earlier value by more than `min_delta`. Then the
+    `wrapped` pruner makes the decision; if no pruner is wrapped, the trial is pruned.
     """
 
     name: Literal["patient"] = "patient"
@@ -173,7 +181,7 @@ class Patient(PrunerSpec):
 
 
 def _best_of(values: Iterable[float], case: PruningContext) -> float:
-    """Return the best value except NaN; NaN if there is no other value."""
+    """Return the best value that is not NaN; NaN if all values are NaN."""
     numbers = [value for value in values if not math.isnan(value)]
     if not numbers:
         return math.nan
@@ -181,7 +189,7 @@ def _best_of(values: Iterable[float], case: PruningContext) -> float:
 
 
 class NoPruning(PrunerSpec):
-    """Run all epochs of every trial, Optuna's ``NopPruner``."""
+    """Run all epochs of every trial, as Optuna's ``NopPruner`` does."""
 
     name: Literal["none"] = "none"
 

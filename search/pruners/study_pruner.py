@@ -1,4 +1,4 @@
-"""Pruning decisions of a study: its pruner, with the stored data of the other trials."""
+"""Pruning decisions of a study, by the study's pruner and the stored values of the other trials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 def make_rungs(spec: StudySpec) -> Rungs | None:
-    """Return the rungs at which trials of a study pause; None if they do not."""
+    """Return the rungs at which trials of a study pause; None if trials do not pause."""
     schedule = spec.pruner.get_rung_schedule(spec.epochs)
     if schedule is None:
         return None
@@ -38,8 +38,8 @@ class StudyPruner:
         spec: spec of the study.
         storage: storage of the study.
         study_id: id of the study.
-        max_age: age in seconds up to which the last query for finished trials is used again, so that short epochs do
-            not query each time.
+        max_age: age in seconds up to which the result of the last query for finished trials is used again, so that
+            short epochs do not cause a query each.
     """
 
     def __init__(self, spec: StudySpec, storage: PostgresStorage, study_id: int, *, max_age: float = 0.0) -> None:
@@ -56,13 +56,13 @@ class StudyPruner:
         reported: Mapping[str, float] | None = None,
         vector: Sequence[float] = (),
     ) -> Decision:
-        """Return the decision on a trial after its last reported epoch; repeatable.
+        """Return the decision on a trial after its last reported epoch; safe to repeat.
 
         Args:
-            trial: the trial, with its recorded rungs; its values are not used.
-            values: the metric by epoch, from 0.
-            reported: objectives and constrained metrics of the last epoch, by name.
-            vector: the objectives at the best epoch so far, in multi-objective studies.
+            trial: the trial; only its number and the values that it has recorded at rungs are used.
+            values: values of the metric by epoch, from 0.
+            reported: values of objectives and constrained metrics in the last epoch, by name; None for no values.
+            vector: in multi-objective studies, values of all objectives at the best epoch so far.
         """
         spec = self._spec
         if not values:
@@ -99,7 +99,10 @@ class StudyPruner:
 
 @dataclass(frozen=True)
 class StoredOtherTrials:
-    """The other trials in the storage; values at rungs are stored like Optuna's, so that its pruner can read them."""
+    """Implementation of `OtherTrials` on the study storage.
+
+    Values at rungs are stored in the same trial attributes as in Optuna, so that Optuna's pruners can read them.
+    """
 
     storage: PostgresStorage
     study_id: int
@@ -107,24 +110,24 @@ class StoredOtherTrials:
     max_age: float
 
     def get_finished_trials(self) -> list[FrozenTrial]:
-        """Return the COMPLETE trials."""
+        """Return the COMPLETE trials of the study."""
         if self.max_age > 0:
             return self.storage.get_finished_trials(self.study_id, (TrialState.COMPLETE,), max_age=self.max_age)
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=(TrialState.COMPLETE,))
 
     def count_reached_rungs(self) -> int:
-        """Return the number of rungs at which the trial has recorded a value."""
+        """Return the number of rungs at which the evaluated trial has recorded a value."""
         rung = 0
         while get_rung_key(rung) in self.trial.system_attrs:
             rung += 1
         return rung
 
     def record_rung_value(self, rung: int, value: RungValue) -> None:
-        """Record the trial's value, or its objective values, at a rung."""
+        """Record the evaluated trial's value at a rung; in a multi-objective study, the values of all objectives."""
         self.storage.set_trial_system_attr(self.trial._trial_id, get_rung_key(rung), value)
 
     def read_rung_values(self, rung: int) -> list[tuple[int, RungValue]]:
-        """Return number and value of all other trials at a rung."""
+        """Return (number, value) of each other trial, in any state, that has recorded a value at a rung."""
         found = read_rung_values(self.storage.engine, self.study_id, rung)
         return [(number, value) for number, value in found if number != self.trial.number]
 
