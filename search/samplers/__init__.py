@@ -1,4 +1,4 @@
-"""Samplers: one class each, with its options. Add a new module to the imports below."""
+"""Samplers: each is a class with options, which builds Optuna's sampler. Add a new module to the imports below."""
 
 from hpsearch.search.samplers import grid, optuna, optunahub
 from hpsearch.search.samplers.base import SamplerSpec

@@ -1,4 +1,4 @@
-"""The base class of samplers: their options, and the construction of Optuna's sampler."""
+"""The base class of samplers: options, and the construction of Optuna's sampler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from hpsearch.search.spec.kinds import RegisteredOptions
 
-if TYPE_CHECKING:  # wrong settings are rejected before Optuna is loaded
+if TYPE_CHECKING:  # invalid settings are rejected without loading Optuna
     from optuna.samplers import BaseSampler
 
     from hpsearch.objectives.objective import BaseObjective
@@ -18,19 +18,19 @@ class SamplerSpec(RegisteredOptions):
 
     family: ClassVar[str] = "sampler"
 
-    # Whether the trial's number determines its parameters; duplicates are then not sampled again.
+    # Whether the trial's number determines its parameters, so that a duplicate is not sampled again.
     is_indexed_by_trial: ClassVar[bool] = False
-    # Whether it can repeat the parameters of another trial exactly, even with ranges of floats.
+    # Whether the sampler can repeat the parameters of another trial exactly, even if parameters are continuous.
     can_repeat: ClassVar[bool] = False
-    # Whether it uses the trials of source studies (`search.freeze_thaw.warm_start`).
+    # Whether the sampler uses the trials of earlier studies (`search.freeze_thaw.warm_start`).
     can_warm_start: ClassVar[bool] = False
 
     def max_trials(self) -> int | None:
-        """Return the number of configurations; None if it is unlimited or not known yet."""
+        """Return the number of configurations that the sampler can suggest; None if unlimited, or not known yet."""
         return None
 
     def fit_to_objective(self, objective: BaseObjective) -> Self:
-        """Return the options, completed for an objective's search space; called for a new study.
+        """Return the options for an objective's search space, with computed values filled in; called for a new study.
 
         Raises:
             ValueError: the options do not fit the search space.
@@ -38,10 +38,10 @@ class SamplerSpec(RegisteredOptions):
         return self
 
     def check_n_trials(self, n_trials: int) -> None:
-        """Check the budget against the number of configurations.
+        """Check that the budget in trials fits the options.
 
         Raises:
-            ValueError: the budget exceeds the number of configurations.
+            ValueError: the budget does not fit, for example because it exceeds the number of configurations.
         """
         if (most := self.max_trials()) is not None and n_trials > most:
             raise ValueError(
@@ -50,7 +50,7 @@ class SamplerSpec(RegisteredOptions):
             )
 
     def prepare(self) -> None:
-        """Fetch what `build` needs on this machine; called once by a worker, before it takes a trial.
+        """Download the files that `build` needs on this machine; a worker calls this once, before its first trial.
 
         Raises:
             ValueError: the download failed.
@@ -62,7 +62,7 @@ class SamplerSpec(RegisteredOptions):
         """Return Optuna's sampler for one trial.
 
         Args:
-            seed: seed of this trial.
-            common_seed: seed of all trials of the study.
-            epochs: epochs of a full trial.
+            seed: seed of this trial's suggestion.
+            common_seed: seed that is the same for all trials of the study.
+            epochs: number of epochs of a full trial.
         """

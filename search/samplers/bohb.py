@@ -1,4 +1,4 @@
-"""TPE for multi-objective studies with pruned trials, after BOHB (Falkner et al. 2018)."""
+"""TPE sampler for multi-objective studies with pruned trials, based on BOHB (Falkner et al. 2018)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MIN_COMPLETE = 10  # number of COMPLETE trials from which pruned trials are igno
 
 
 class BOHBSampler(TPESampler):
-    """Optuna's TPE, with changes for multi-objective studies in which trials were pruned.
+    """Optuna's TPE sampler, with changes for multi-objective studies in which trials were pruned.
 
-    If trials that ran longer counted as better, TPE would never suggest configurations that learn slowly at first: in
-    simulated searches this was worse than random search. So a fraction of the trials is random, and once enough trials
-    are COMPLETE, TPE ignores pruned trials.
+    TPE ranks trials that trained longer as better, so it would not suggest configurations that learn slowly at first.
+    In simulated searches, the result was worse than random search. Therefore a fraction of the trials is random. Once
+    enough trials are COMPLETE, the sampler ignores pruned trials, except infeasible trials.
     """
 
     def __init__(self, *, seed: int, **options: Any) -> None:
@@ -43,7 +43,7 @@ class BOHBSampler(TPESampler):
 
 
 class _CompleteTrials:
-    """View of a study without pruned trials, except infeasible ones, once enough trials are COMPLETE."""
+    """View of a study that, once enough trials are COMPLETE, omits pruned trials, except infeasible trials."""
 
     def __init__(self, study: optuna.Study) -> None:
         self._study = study

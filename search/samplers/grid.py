@@ -31,9 +31,10 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class Grid(SamplerSpec):
-    """Run each point of a grid once, in random order: `search_space = {lr = [1e-3, 1e-2], width = [32, 64]}`.
+    """Run each point of a grid once, in random order.
 
-    The grid must have all parameters of the objective. The budget is the number of points, unless --trials is lower.
+    The option `search_space` lists the values of each parameter: `{lr = [1e-3, 1e-2], width = [32, 64]}`. The grid must
+    contain all parameters of the objective. The budget is the number of points, unless --trials is lower.
     """
 
     name: Literal["grid"] = "grid"
@@ -117,9 +118,9 @@ def _make_grid_sampler(points: list[dict[str, Any]]) -> BaseSampler:
     from optuna.trial import FrozenTrial
 
     class GridSampler(RandomSampler):
-        """Grid sampler that derives a trial's point from its number and the number of enqueued trials before it.
+        """Grid sampler that derives a trial's point from the trial's number and the number of earlier enqueued trials.
 
-        Optuna's sampler chooses among the points that no trial has yet, so concurrent workers may choose the same one.
+        Optuna's sampler chooses a point that no trial has yet, so concurrent workers may choose the same point.
         """
 
         def sample_independent(
@@ -134,10 +135,10 @@ def _make_grid_sampler(points: list[dict[str, Any]]) -> BaseSampler:
 
 
 class BruteForce(SamplerSpec):
-    """Run each configuration of the search space once, in random order, Optuna's ``BruteForceSampler``.
+    """Run each configuration of the search space once, in random order, with Optuna's ``BruteForceSampler``.
 
-    Ranges of floats need a `step`. The budget is the number of configurations, unless --trials is lower.
-    `configurations` is computed.
+    Float parameters need a `step`. The budget is the number of configurations, unless --trials is lower. The option
+    `configurations` is computed when the study is created.
     """
 
     name: Literal["brute_force"] = "brute_force"
@@ -170,7 +171,7 @@ def _make_brute_force_sampler(seed: int) -> BaseSampler:
     from optuna.trial import FrozenTrial, TrialState
 
     class BruteForceWithWaiting(BruteForceSampler):
-        """Optuna's sampler, for which configurations of waiting trials count as tried too."""
+        """Optuna's sampler, changed so that it does not suggest configurations of waiting trials again."""
 
         def sample_independent(
             self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -179,7 +180,7 @@ def _make_brute_force_sampler(seed: int) -> BaseSampler:
             return super().sample_independent(view, trial, param_name, param_distribution)
 
     class _WithWaiting:
-        """View of a study that includes waiting trials with parameters, which were paused or released."""
+        """View of a study's storage that includes waiting trials with parameters, which were paused or released."""
 
         def __init__(self, study: Study) -> None:
             self._study_id, self._inner, self._storage = study._study_id, study._storage, self

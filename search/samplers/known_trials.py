@@ -1,4 +1,4 @@
-"""The trials that a sampler sees: paused trials and trials with several objectives included."""
+"""The view of a study that samplers receive, which includes paused trials and the values of all metrics."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from hpsearch.storage.rungs.fronts import sort_by_front
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # values of all metrics, by trial id and step
 
-_RANK_STEP = 1e-300  # constraint violation per rank: smaller than every real violation
+_RANK_STEP = 1e-300  # constraint violation that stands for one rank; smaller than any violation of a constraint
 
 
 class SamplerStudyView(optuna.Study):
-    """View of a study for samplers, in which paused trials appear as pruned after their last epoch.
+    """View of a study for samplers, in which paused trials appear as trials that were pruned after their last epoch.
 
-    Samplers ignore waiting trials, although in studies with rungs most observations are from paused trials. In a
-    multi-objective study each trial has the values of all metrics (`storage.attributes.VALUES`), and pruned trials have
-    a rank, which TPE uses.
+    Optuna's samplers ignore waiting trials. But in studies with rungs, most observations are from paused trials, which
+    are waiting. In a multi-objective study, each trial also has an attribute with the values of all metrics
+    (`storage.attributes.VALUES`), and pruned trials have a rank, which TPE uses.
 
     Args:
-        study_name, storage, options: as in Optuna's study.
-        values: multi-objective studies: returns the values of all trials, by id and step; called at each read.
+        study_name, storage, options: arguments of `optuna.Study`.
+        values: function for multi-objective studies that returns the values of all metrics, by trial id and step. It is
+            called each time that trials are read.
     """
 
     def __init__(self, study_name: str, storage: Any, *, values: Callable[[], Values] = dict, **options: Any) -> None:
         super().__init__(study_name, storage, **options)
         self._values = values
-        self._cached_order: tuple[list[tuple[int, int]], list[int]] = ([], [])  # pruned trials, and their order
+        # Pruned trials with their last steps, and their order.
+        self._cached_order: tuple[list[tuple[int, int]], list[int]] = ([], [])
 
     def _get_trials(
         self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
@@ -49,9 +51,10 @@ class SamplerStudyView(optuna.Study):
         return shown if len(self.directions) == 1 else self._with_values(shown)
 
     def _with_values(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return copies of trials with all known values; pruned trials that satisfy the constraints also get a rank.
+        """Return copies of trials with the values of all metrics, and with ranks of pruned trials.
 
-        Trials with more epochs come first, then the order is that of `sort_by_front`.
+        Pruned trials that violate no constraint get a rank: trials with more epochs first, and trials with the same
+        number of epochs in the order of `sort_by_front`.
         """
         known, found = self._values(), []
         for trial in trials:
@@ -63,7 +66,7 @@ class SamplerStudyView(optuna.Study):
         return found
 
     def _sort(self, pruned: Sequence[FrozenTrial]) -> list[int]:
-        """Return the indices of trials, the best first."""
+        """Return the indices of pruned trials, the best trial first."""
         last_steps = [(trial._trial_id, max(trial.intermediate_values, default=-1)) for trial in pruned]
         if self._cached_order[0] != last_steps:
             maximize = [direction == StudyDirection.MAXIMIZE for direction in self.directions]
@@ -90,7 +93,7 @@ def _copy_with(trial: FrozenTrial, **attributes: Any) -> FrozenTrial:
 
 
 def make_sampler_study_view(study: optuna.Study, values: Callable[[], Values] = dict) -> SamplerStudyView:
-    """Return the view of a study that its sampler receives; `values` as in `SamplerStudyView`."""
+    """Return the view of a study that its sampler receives; `values` is that of `SamplerStudyView`."""
     return SamplerStudyView(study.study_name, study._storage, sampler=study.sampler, pruner=study.pruner, values=values)
 
 

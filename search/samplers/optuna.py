@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Random(SamplerSpec):
-    """Independent random search, Optuna's ``RandomSampler``."""
+    """Random search, Optuna's ``RandomSampler``."""
 
     name: Literal["random"] = "random"
 
@@ -31,8 +31,8 @@ class Random(SamplerSpec):
 class TPE(SamplerSpec):
     """Tree-structured Parzen estimator (Bergstra et al. 2011), Optuna's ``TPESampler``.
 
-    In multi-objective studies with pruned trials it follows BOHB (Falkner et al. 2018): 30 % of the trials are random,
-    and once ten trials are COMPLETE, only COMPLETE trials are used.
+    In multi-objective studies with pruned trials, it follows BOHB (Falkner et al. 2018): 30 % of the trials are random,
+    and once ten trials are COMPLETE, pruned trials are ignored, except infeasible trials.
     """
 
     name: Literal["tpe"] = "tpe"
@@ -76,7 +76,7 @@ class QMC(SamplerSpec):
 
 
 class _Genetic(SamplerSpec):
-    """Options of the genetic samplers."""
+    """Options of the genetic samplers `nsga2` and `nsga3`."""
 
     population_size: int = Field(default=50, ge=2)
     mutation_prob: Number | None = Field(default=None, ge=0, le=1)
@@ -94,9 +94,9 @@ class _Genetic(SamplerSpec):
 
 
 class NSGA2(_Genetic):
-    """Genetic search with a sorted population (Deb et al. 2002), Optuna's ``NSGAIISampler``.
+    """Genetic algorithm with non-dominated sorting (Deb et al. 2002), Optuna's ``NSGAIISampler``.
 
-    A generation has `population_size` COMPLETE trials; pruned trials are not parents.
+    A generation consists of `population_size` COMPLETE trials. Pruned trials are never parents.
     """
 
     name: Literal["nsga2"] = "nsga2"
@@ -108,7 +108,7 @@ class NSGA2(_Genetic):
 
 
 class NSGA3(_Genetic):
-    """Variant of nsga2 with selection by reference points (Deb and Jain 2014), Optuna's ``NSGAIIISampler``."""
+    """Genetic algorithm with selection by reference points (Deb and Jain 2014), Optuna's ``NSGAIIISampler``."""
 
     name: Literal["nsga3"] = "nsga3"
     dividing_parameter: int = Field(default=3, ge=1)
@@ -120,10 +120,11 @@ class NSGA3(_Genetic):
 
 
 class CMAES(SamplerSpec):
-    """Covariance matrix adaptation (Hansen 2016), Optuna's ``CmaEsSampler``.
+    """Covariance matrix adaptation evolution strategy (Hansen 2016), Optuna's ``CmaEsSampler``.
 
-    Categorical and conditional parameters are random, and so are the first `n_startup_trials` trials. It uses COMPLETE
-    trials, and with `consider_pruned_trials` also the last value of pruned trials.
+    Categorical and conditional parameters are sampled randomly, and so are all parameters of the first
+    `n_startup_trials` trials. The sampler uses COMPLETE trials and, with `consider_pruned_trials`, the last values of
+    pruned trials.
     """
 
     name: Literal["cmaes"] = "cmaes"
@@ -157,7 +158,7 @@ def _make_cmaes_sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
         def sample_relative(
             self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
         ) -> dict[str, Any]:
-            if "fixed_params" in trial.system_attrs:  # enqueued: not a sample of the distribution
+            if "fixed_params" in trial.system_attrs:  # an enqueued trial is not a sample of CMA-ES's distribution
                 return {}
             return super().sample_relative(study, trial, search_space)
 
@@ -182,12 +183,13 @@ def _make_cmaes_sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
 
 
 class FreezeThaw(SamplerSpec):
-    """Predict final values from every epoch of every trial, including running and paused ones.
+    """Freeze-thaw Bayesian optimization, which uses every epoch of every trial, including running and paused trials.
 
-    A Gaussian process over configurations and epochs (after Swersky et al. 2014) and the expected improvement of the
-    value at the last epoch. With --warm-start, trials of earlier studies are weighted by the estimated similarity
-    of the studies (after Bonilla et al. 2007 and Swersky et al. 2013). A `random_fraction` of the trials is random
-    (after Falkner et al. 2018), because the Gaussian process alone may keep exploiting a wrong prediction.
+    A Gaussian process over configurations and epochs predicts values at the last epoch (based on Swersky et al. 2014).
+    The sampler suggests the configuration with the highest expected improvement of this value. With --warm-start,
+    trials of earlier studies are used too, weighted by the estimated similarity of the studies (based on Bonilla et al.
+    2007 and Swersky et al. 2013). A fraction `random_fraction` of the trials is random (as in Falkner et al. 2018),
+    because otherwise the sampler may repeatedly follow a wrong prediction.
     """
 
     name: Literal["freeze_thaw"] = "freeze_thaw"

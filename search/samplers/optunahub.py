@@ -29,7 +29,7 @@ INSTALL = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on a
 class OptunaHub(SamplerSpec):
     """Use a sampler of OptunaHub, given by its package and a commit, so that all workers run the same code.
 
-    A new sampler is created for each trial, so samplers that keep state outside of the study do not work.
+    A new sampler object is created for each trial, so samplers with state outside of the study do not work.
     """
 
     name: Literal["optunahub"] = "optunahub"
@@ -43,7 +43,7 @@ class OptunaHub(SamplerSpec):
     @field_validator("package", "ref", mode="before")
     @classmethod
     def _to_text(cls, given: object) -> object:
-        """Convert a commit without letters, which YAML reads as a number."""
+        """Convert a commit hash without letters, which YAML reads as a number, to text."""
         return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
 
     @field_validator("package")
@@ -81,7 +81,7 @@ class OptunaHub(SamplerSpec):
 
 @cache
 def _load_module(package: str, ref: str) -> ModuleType:
-    """Return the module of a package at a commit, which is downloaded once per machine to OptunaHub's cache."""
+    """Return the module of a package at a commit; the package is downloaded to OptunaHub's cache once per machine."""
     if importlib.util.find_spec("optunahub") is None:
         raise ValueError(f"sampler 'optunahub' needs the package optunahub: {INSTALL}")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # without git, OptunaHub downloads over HTTP
@@ -106,7 +106,12 @@ def _describe_load_error(error: Exception, _folder: Path) -> str:
 
 
 def _describe_fetch_error(error: Exception, folder: Path) -> str:
-    """Return why a package could not be downloaded, and the remedy; `folder` is the cache folder of the commit."""
+    """Return a text with the reason why a package could not be downloaded, and the remedy.
+
+    Args:
+        error: error of git, GitHub or the network.
+        folder: cache folder of the commit.
+    """
     text = _to_one_line(str(getattr(error, "stderr", None) or error))  # git's output, without its command line
     if isinstance(error, FileNotFoundError) or "not our ref" in text or getattr(error, "status", None) in (404, 422):
         return "is not in OptunaHub's registry: give the folder of an existing package, and a commit that contains it"

@@ -1,4 +1,4 @@
-"""Suggest the parameters of a trial, without duplicates, and derive its seeds."""
+"""Suggest the parameters of a trial, avoid duplicates of other trials, and derive the seeds of a trial."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ from hpsearch.storage.trials.claims import Claim
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed below 2**31, derived from `parts` by SHA-256, so that similar parts give unrelated seeds."""
+    """Return a seed below 2**31, derived by SHA-256, so that the seeds of similar `parts` are unrelated."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
 
 def derive_training_seed(spec: StudySpec, number: int) -> int:
-    """Return the training seed of a trial; finalists share common new seeds."""
+    """Return the training seed of a trial; in a study of finalists, all configurations have the same new seeds."""
     if spec.finalists_of is not None:
         return spec.finalists_of.assignment(number)[1]
     return derive_seed(spec.seed, "trial", number)
 
 
 def get_resplit_seed(spec: StudySpec, number: int) -> int | None:
-    """Return the seed of a finalist's new data split, common like its training seed; None for the study's split."""
+    """Return the seed of the new data split of a finalist; None if the trial uses the study's data split.
+
+    Finalists with the same training seed have the same data split.
+    """
     if spec.finalists_of is None or not spec.finalists_of.divisions:
         return None
     return derive_seed(spec.seed, "division", derive_training_seed(spec, number))
@@ -48,8 +51,15 @@ def make_sampler(
 ) -> optuna.samplers.BaseSampler:
     """Return the sampler for one trial.
 
-    The seed depends on the trial's number, so that workers do not suggest the same startup points. The QMC sequence is
-    common to the study. `retry` is the number of rejected suggestions for this trial.
+    The sampler's seed depends on the trial's number, so that workers do not suggest the same startup points. The QMC
+    sequence is the same for all trials of the study.
+
+    Args:
+        spec: sampler of the study.
+        study_seed: seed of the study.
+        trial_number: number of the trial.
+        epochs: number of epochs of a full trial.
+        retry: number of suggestions that were rejected as duplicates for this trial.
     """
     seed = derive_seed(study_seed, "sampler", trial_number, *([retry] if retry else []))
     with warnings.catch_warnings():
@@ -59,15 +69,15 @@ def make_sampler(
 
 log = logging.getLogger(__name__)
 
-# Number of suggestions by the study's sampler, and then by a search among untried configurations.
+# Maximum number of suggestions by the study's sampler, and then by a random choice of untried configurations.
 SAMPLER_TRIES = 4
 UNTRIED_TRIES = 8
 
-_MAX_CHOICES = 1000  # choices of one parameter; with more, a random choice is rarely a duplicate
+_MAX_CHOICES = 1000  # number of values of a parameter above which a random value is rarely a duplicate
 
 
 class Suggestion(NamedTuple):
-    """The configuration of a trial, as the objective returns it, and its parameters."""
+    """The configuration of a trial, as the objective returns it, and the sampled parameters of the trial."""
 
     config: Any
     params: dict[str, Any]
@@ -76,10 +86,11 @@ class Suggestion(NamedTuple):
 def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: StudySpec) -> Suggestion:
     """Suggest and store the parameters of a claimed trial, and return them with the configuration.
 
-    Parameters from an earlier attempt or of an enqueued trial are kept. Otherwise the first suggestion depends on the
-    study's seed and the trial's number only. If it duplicates another trial, and all parameters are discrete or the
-    sampler may repeat itself, the sampler suggests again with other seeds; then an untried configuration is chosen. If
-    there is none, the duplicate is accepted.
+    Parameters that an earlier attempt stored, or with which the trial was enqueued, are kept. For other trials, the
+    seed of the suggestion depends only on the study's seed and the trial's number. If a suggestion has the same
+    parameters as another trial, the sampler suggests again with other seeds. If all these suggestions are duplicates,
+    an untried configuration is chosen at random. If none is found, the duplicate is accepted. Duplicates are not
+    searched if they are improbable, because a parameter is continuous and the sampler does not repeat values.
 
     Args:
         objective: objective that defines the search space.
@@ -97,7 +108,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
     given = storage.get_trial(claim.trial_id)
     for number in range(tries):
         study.sampler = _choose_sampler(spec, claim.number, number)
-        # Like `Study.ask`: otherwise samplers would use the trials of this worker's first suggestion again.
+        # As in `Study.ask`: otherwise samplers would use trials that were cached at this worker's first suggestion.
         study._thread_local.cached_all_trials = None
         # The lock is held until the parameters are written at the end of the block, so that other workers see them.
         with (
@@ -138,14 +149,18 @@ def _check_finalist(trial: FrozenTrial, finalist: int) -> None:
 
 
 def _may_repeat(trial: FrozenTrial, sampler: SamplerSpec) -> bool:
-    """Return whether duplicates need no check: all parameters are fixed, or a duplicate is improbable."""
+    """Return whether a duplicate is allowed or improbable, so that the trial need not be compared with other trials.
+
+    It is allowed if all parameters are fixed. It is improbable if a parameter is continuous, and the sampler does not
+    repeat values.
+    """
     fixed = trial.system_attrs.get("fixed_params", {})
     free = {name: d for name, d in trial.distributions.items() if name not in fixed}
     return not free or (not sampler.can_repeat and any(math.isinf(_count_choices(d)) for d in free.values()))
 
 
 def _find_duplicate(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | None:
-    """Return the number of another trial with the same parameters, in any state; None if there is none."""
+    """Return the number of another trial, in any state, with the same parameters; None if there is no such trial."""
     params = trial.params
     for other in storage.get_all_trials(study_id, deepcopy=False):
         if other.params == params and other.number != trial.number:
@@ -154,7 +169,7 @@ def _find_duplicate(storage: PostgresStorage, study_id: int, trial: FrozenTrial)
 
 
 def _count_choices(distribution: BaseDistribution) -> float:
-    """Return the number of values of a parameter; infinite for a range of floats without a step."""
+    """Return the number of possible values of a parameter; infinite for a float range without a step."""
     match distribution:
         case CategoricalDistribution():
             return len(distribution.choices)
@@ -167,7 +182,7 @@ def _count_choices(distribution: BaseDistribution) -> float:
 
 
 class _UntriedSampler(BruteForceSampler):
-    """Random sampler among the values for which an untried configuration exists."""
+    """Random sampler that chooses among the values for which an untried configuration exists."""
 
     def __init__(self, seed: int) -> None:
         with warnings.catch_warnings():
@@ -178,7 +193,10 @@ class _UntriedSampler(BruteForceSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return a value; any random one if there are too many to enumerate, or other trials have another space."""
+        """Return a value for which an untried configuration exists.
+
+        Return any random value if there are too many values to enumerate, or if other trials have another search space.
+        """
         if _count_choices(param_distribution) <= _MAX_CHOICES:
             with contextlib.suppress(ValueError):
                 return super().sample_independent(study, trial, param_name, param_distribution)
