@@ -108,7 +108,7 @@ def test_a_lost_terminal_drains_the_run(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_study_with_dead_workers_can_be_deleted(cli: Cli, tmp_path: Path) -> None:
     process = start(cli, "deleted", tmp_path)
-    assert "1 running trial:" in cli("delete", "deleted", "--yes", code=2)
+    assert "1 running trial;" in cli("delete", "deleted", "--yes", code=2)
     worker = reached(tmp_path)[0]
     process.send_signal(signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)

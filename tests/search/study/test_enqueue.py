@@ -200,7 +200,7 @@ def test_enqueue_writes_nothing_if_the_budget_is_too_small(database_url: str, tm
 @pytest.mark.parametrize(
     ("grid", "words"),
     [
-        ({"lr": [0.1]}, "sampler.search_space has no 'width', which Wide asks for"),
+        ({"lr": [0.1]}, "sampler.search_space has no 'width', a parameter of Wide"),
         ({"lr": [5.0], "width": [8], "kind": ["a"]}, "sampler.search_space.lr: 5.0 is not in"),
         ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration and runs each once"),
     ],
