@@ -322,7 +322,7 @@ def dashboard(
     serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)
 
 
-NAMES = (
+SECRET_NAMES = (
     "POSTGRES_PASSWORD",
     "HPSEARCH_OWNER_PASSWORD",
     "HPSEARCH_WORKER_PASSWORD",
@@ -335,5 +335,5 @@ NAMES = (
 @register(SERVICES_SECTION)
 def secrets() -> None:
     """Print a .env file of random passwords for Docker Compose."""
-    for name in NAMES:
+    for name in SECRET_NAMES:
         typer.echo(f"{name}={random.token_urlsafe(24)}")

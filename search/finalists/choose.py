@@ -106,7 +106,7 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
     ]
 
 
-TOP, SEEDS = 5, 2  # ten finalists are no better than five, and two seeds remove most of the selection bias
+FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two seeds remove most of the selection bias
 
 
 def create_or_join(
@@ -116,10 +116,10 @@ def create_or_join(
 
     Args:
         study: the search, which must have ended.
-        top: number of best configurations. None uses the number of the existing set, or `TOP` for a new set. In a
+        top: number of best configurations. None uses that of the existing set, or `FINALIST_COUNT` for a new set. In a
             multi-objective study, None selects the whole Pareto front for a new set, and a number selects the trials of
             the front with the largest crowding distance.
-        seeds: number of new seeds, common to all finalists. None uses the number of the existing set, or `SEEDS`.
+        seeds: number of new seeds, common to all finalists. None uses that of the existing set, or `FINALIST_SEEDS`.
         new_set: whether to choose a new set from the current results, on seeds that no other set uses.
         infeasible: whether to include trials that violate a constraint.
 
@@ -135,7 +135,7 @@ def create_or_join(
             _check_same_settings(study, chosen, top=top, seeds=seeds)
             return chosen, False
         _check_search_ended(study)
-        default = None if study.spec.is_multi_objective else TOP
+        default = None if study.spec.is_multi_objective else FINALIST_COUNT
         best = select_finalists(study, top or default or sys.maxsize, infeasible=infeasible)
         if not best:
             raise SearchError(f"study {study.spec.name!r} has {_describe_no_finalist(study)}")
@@ -144,7 +144,7 @@ def create_or_join(
             study_id=study.study_id,
             top=top or default or len(best),
             trials=[trial.number for trial in best],
-            seeds=derive_new_seeds(study, seeds or SEEDS),
+            seeds=derive_new_seeds(study, seeds or FINALIST_SEEDS),
             divisions=True,
         )
         return create_finalist_study(study, of, {trial.number: trial for trial in best}), True

@@ -23,7 +23,7 @@ from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.records.promotions import Promotion, read_promotions
 from hpsearch.storage.trials.history import read_refit_studies
 
-SEEDS = 3
+REFIT_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
 
     Args:
         study: the search.
-        seeds: odd number of runs. None uses the number of the existing refit, or `SEEDS` for a new refit.
+        seeds: odd number of runs. None uses the number of the existing refit, or `REFIT_SEEDS` for a new refit.
         trial: number of the expected winner; None accepts any winner.
 
     Returns:
@@ -78,7 +78,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
                 study_id=study.study_id,
                 top=1,
                 trials=[winner],
-                seeds=derive_new_seeds(study, seeds or SEEDS, "refit"),
+                seeds=derive_new_seeds(study, seeds or REFIT_SEEDS, "refit"),
                 refit=epochs,
             )
             return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True

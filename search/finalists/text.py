@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hpsearch.search.console import plain_table, pluralize
 from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_set, read_finalists, tabulate
-from hpsearch.search.finalists.winner import LEVEL, ExpectedScore
+from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
 from hpsearch.search.study.ranking import best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
@@ -154,7 +154,7 @@ def describe_resampling(found: Finalists) -> str:
 
 def format_interval(expected: ExpectedScore) -> str:
     """Return the prediction interval of the test score as text."""
-    return f"{expected.low:.4f} to {expected.high:.4f} ({LEVEL:.0%})"
+    return f"{expected.low:.4f} to {expected.high:.4f} ({COVERAGE:.0%})"
 
 
 def describe_method(found: Finalists) -> str:

@@ -69,7 +69,7 @@ def _get_difference_error(table: Sequence[Sequence[float]]) -> float | None:
     return math.sqrt(2 * variance / columns)
 
 
-LEVEL = 0.9  # probability that the prediction interval contains the test score
+COVERAGE = 0.9  # probability that the prediction interval contains the test score
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ExpectedScore:
 
     Attributes:
         mean: expected score, which is the winner's mean corrected for selection bias.
-        low, high: bounds of the prediction interval, which contains the test score with probability `LEVEL`.
+        low, high: bounds of the prediction interval, which contains the test score with probability `COVERAGE`.
     """
 
     mean: float
@@ -170,9 +170,9 @@ def estimate_test_score(
     run = max(within - (1 - shared) * sampling, 0.0)
     variance = within / seeds + shared * sampling + run + sampling * own[0].validated / own[0].tested
     uncertain = within / seeds + (within if run else 0.0)
-    quantile = stats.norm.ppf((1 + LEVEL) / 2)
+    quantile = stats.norm.ppf((1 + COVERAGE) / 2)
     if uncertain:
-        quantile = stats.t.ppf((1 + LEVEL) / 2, freedom * (variance / uncertain) ** 2)
+        quantile = stats.t.ppf((1 + COVERAGE) / 2, freedom * (variance / uncertain) ** 2)
     reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
     least = get_loss_bound(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))

@@ -13,7 +13,7 @@ import os
 
 from hpsearch.search.process import exit_on_signals
 
-MODULES = (
+PRELOADED_MODULES = (
     "hpsearch.search.worker.lifecycle",
     "mlflow.pytorch",
     "torch._inductor",  # imported when deterministic algorithms are requested
@@ -33,7 +33,7 @@ exit_on_signals(only_forked=True)
 with contextlib.suppress(OSError):
     os.setsid()
 gc.disable()
-for _name in MODULES:
+for _name in PRELOADED_MODULES:
     if os.getppid() != _fleet:  # the fleet has ended, such as after a wrong setting
         os._exit(0)
     with contextlib.suppress(ImportError):

@@ -15,7 +15,7 @@ from hpsearch.search.console import pluralize
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.table import to_record
-from hpsearch.search.finalists.winner import LEVEL
+from hpsearch.search.finalists.winner import COVERAGE
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.study.summary import format_value
@@ -23,7 +23,7 @@ from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
-from hpsearch.storage.mlflow.model import CHECKPOINT, read_export_failure
+from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
@@ -228,7 +228,7 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
     }
 
 
-HEADING = "## Lineage"  # the text above it is the user's
+LINEAGE_HEADING = "## Lineage"  # the text above it is the user's
 
 
 def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
@@ -237,9 +237,9 @@ def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
     Args:
         evidence: evidence for the trial of the version.
         address: URI of the version, such as ``models:/digits/3``.
-        written: current description of the version; the result keeps the text above `HEADING`.
+        written: current description of the version; the result keeps the text above `LINEAGE_HEADING`.
     """
-    kept = written.partition(HEADING)[0].rstrip()
+    kept = written.partition(LINEAGE_HEADING)[0].rstrip()
     room = DESCRIPTION_LIMIT - len(kept) - 2
     card = "\n".join(_format_card(evidence, address))
     if len(card) > room:  # the parameters at the end are in the tags too
@@ -250,7 +250,7 @@ def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
 def _format_card(evidence: Evidence, address: str) -> list[str]:
     trial = f"trial {evidence.trial}"
     lines = [
-        HEADING,
+        LINEAGE_HEADING,
         "",
         f"{f'[{trial}]({evidence.run_url})' if evidence.run_url else trial} of study **{evidence.study}**",
         "",
@@ -270,7 +270,7 @@ def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
         return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
     return (
-        f"The model could not be exported ({evidence.weights_only}). Load its checkpoint `{CHECKPOINT}` with the "
+        f"The model could not be exported ({evidence.weights_only}). Load its checkpoint `{CHECKPOINT_FILE}` with the "
         "objective's code: `hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
     )
 
@@ -308,7 +308,7 @@ def _list_facts(evidence: Evidence) -> list[tuple[str, str]]:
     chosen = evidence.trial if evidence.refit is None else evidence.refit["of"]
     if expected is not None and chosen == (evidence.finalists or {}).get("winner"):
         interval = f"{_format_number(expected['low'])} to {_format_number(expected['high'])}"
-        facts.append((f"expected {evidence.metric} on new data ({LEVEL:.0%})", interval))
+        facts.append((f"expected {evidence.metric} on new data ({COVERAGE:.0%})", interval))
     if evidence.test is not None and evidence.test["scores"]:
         facts += [(f"test {name}", _format_number(value)) for name, value in evidence.test["scores"].items()]
         facts.append(("test set evaluated", f"{evidence.test['opened_at'][:16]} by {evidence.test['opened_by']}"))

@@ -22,7 +22,7 @@ from hpsearch.search.finalists.text import (
     format_verdict,
     rank_finalists,
 )
-from hpsearch.search.finalists.winner import LEVEL
+from hpsearch.search.finalists.winner import COVERAGE
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report.figures import (
@@ -189,7 +189,9 @@ def _make_cards(
         mean = finalists.row(finalists.winner).mean
         cards.append((f"{mean:.4f}", f"{metric} on {describe_resampling(finalists)}"))
         if (expected := finalists.expected) is not None:
-            cards.append((f"{expected.low:.3f} - {expected.high:.3f}", f"{metric} to expect on new data ({LEVEL:.0%})"))
+            cards.append(
+                (f"{expected.low:.3f} - {expected.high:.3f}", f"expected {metric} on new data ({COVERAGE:.0%})")
+            )
     if study.spec.is_multi_objective:
         cards += make_front_cards(study, summary)
     elif summary.best is not None:

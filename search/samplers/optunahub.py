@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hpsearch.objectives.objective import BaseObjective
 
-INSTALL = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on all machines"
+INSTALL_COMMAND = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on all machines"
 
 
 class OptunaHub(SamplerSpec):
@@ -83,7 +83,7 @@ class OptunaHub(SamplerSpec):
 def _load_module(package: str, ref: str) -> ModuleType:
     """Return the module of a package at a commit; the package is downloaded to OptunaHub's cache once per machine."""
     if importlib.util.find_spec("optunahub") is None:
-        raise ValueError(f"sampler 'optunahub' needs the package optunahub: {INSTALL}")
+        raise ValueError(f"sampler 'optunahub' needs the package optunahub: {INSTALL_COMMAND}")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # without git, OptunaHub downloads over HTTP
     os.environ.setdefault("GIT_TERMINAL_PROMPT", "0")  # git asks for a password if the repository does not exist
     import optunahub

@@ -43,7 +43,7 @@ from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)
 
-ARTIFACT = "finalists.json"
+FINALISTS_ARTIFACT = "finalists.json"
 
 
 def log_confirmation(study: StoredStudy, tracking: Tracking) -> None:
@@ -79,7 +79,7 @@ def _log_finalists(
 ) -> None:
     ended = max(t.datetime_complete.timestamp() for t in chosen.trials() if t.datetime_complete is not None)
     parent = str(study.attrs[RUN_ID])
-    tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
+    tracking.client.log_dict(parent, table_record(study, found), FINALISTS_ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
     front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.is_multi_objective else {}
     tracking.annotate_run(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)

@@ -33,7 +33,7 @@ from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
 from hpsearch.storage.trials.claims import Claim, PrunedTrial, RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
 
-TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoardConsumer, WandbConsumer)  # in addition to MLflow
+OPTIONAL_TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoardConsumer, WandbConsumer)  # in addition to MLflow
 
 
 def check_trackers(spec: StudySpec) -> None:
@@ -56,7 +56,7 @@ def make_optional_trackers(study: StoredStudy, home: Path) -> list[Consumer]:
 
 def _list_optional_trackers(spec: StudySpec) -> list[tuple[type[OptionalTracker], str]]:
     """Return the optional trackers that a study uses, each with the value of its setting."""
-    settings = [(tracker, getattr(spec, tracker.name)) for tracker in TRACKERS]
+    settings = [(tracker, getattr(spec, tracker.name)) for tracker in OPTIONAL_TRACKERS]
     return [(tracker, setting) for tracker, setting in settings if setting is not None]
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 
 from hpsearch.storage.errors import StorageError, format_error, format_os_error
 
-FORMAT = 1
+ARCHIVE_FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
 STUDIES_DUMP, MLFLOW_DUMP = "studies.dump", "mlflow.dump"
 ARTIFACTS, CHECKPOINTS = "artifacts/", "checkpoints/"
@@ -58,7 +58,7 @@ class Manifest:
     runs: int
     models: int
     files: bool
-    format: int = FORMAT
+    format: int = ARCHIVE_FORMAT
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON values of the archive."""
@@ -244,10 +244,10 @@ class ArchiveReader:
             made_by, format_version = found["hpsearch"], int(found["format"])
         except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
             raise _make_invalid_error(self._path, error) from None
-        if format_version > FORMAT:
+        if format_version > ARCHIVE_FORMAT:
             raise StorageError(
-                f"{str(self._path)!r} has a newer format ({format_version}; this hpsearch reads up to {FORMAT}): "
-                f"install hpsearch {made_by} or newer"
+                f"{str(self._path)!r} has a newer format ({format_version}; this hpsearch reads up to "
+                f"{ARCHIVE_FORMAT}): install hpsearch {made_by} or newer"
             )
         with self._convert_errors():
             manifest = Manifest(**{field.name: found[_KEYS.get(field.name, field.name)] for field in fields(Manifest)})

@@ -16,7 +16,7 @@ from hpsearch.storage.errors import ClaimLostError
 NEXT_NUMBER = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
 
 # Fencing: only the live attempt `a` of a claimed trial `t` may write, and only while the trial is RUNNING.
-FENCE = """
+FENCING = """
     t.trial_id = :trial_id AND a.trial_id = t.trial_id AND a.attempt = :attempt AND a.ended_at IS NULL
     AND t.state = 'RUNNING'
 """

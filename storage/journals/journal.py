@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _MAX_JOURNAL_BYTES = 256 * 2**20
 _MAX_BUFFER_BYTES = 16 * 2**20  # maximum size of the records that wait in memory while the disk is full
 
-JOURNAL = "journal.jsonl"
+JOURNAL_FILE = "journal.jsonl"
 MLFLOW = "mlflow"  # the consumer that every study has
 
 
@@ -106,7 +106,7 @@ class Journal:
     ) -> None:
         self.folder = folder
         self.name = folder.name
-        self.path = folder / JOURNAL
+        self.path = folder / JOURNAL_FILE
         self.artifact_folder = folder / "files"
         self.model_folder = folder / "model"
         self.is_live = is_live

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpsearch.storage.files import compute_folder_bytes
-from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal
+from hpsearch.storage.journals.journal import JOURNAL_FILE, MLFLOW, Journal
 from hpsearch.storage.journals.journal_records import Header, decode
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Outbox:
         hidden = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
         try:
             hidden.mkdir(parents=True, mode=0o700)
-            descriptor = os.open(hidden / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = os.open(hidden / JOURNAL_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             folder = self._rename(hidden, name)
         except OSError as error:  # a full disk, or a file system without locks
@@ -82,9 +82,9 @@ class Outbox:
     def take_orphaned(self) -> Iterator[Journal]:
         """Lock and yield, one by one, the journals that no process holds."""
         for folder in self._folders():
-            if (descriptor := _lock_journal(folder / JOURNAL)) is None:
+            if (descriptor := _lock_journal(folder / JOURNAL_FILE)) is None:
                 continue
-            if (header := _read_header(folder / JOURNAL)) is not None:
+            if (header := _read_header(folder / JOURNAL_FILE)) is not None:
                 yield Journal(folder, descriptor, header, is_live=False, consumers=self._consumers)
             else:  # its writer died before the first line was complete, so it has no records
                 shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from optuna.artifacts.exceptions import ArtifactNotFound
 
-from hpsearch.storage.mlflow.client import EXPERIMENT, Tracking
+from hpsearch.storage.mlflow.client import EXPERIMENT_NAME, Tracking
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -116,7 +116,7 @@ def write_probe(tracking: Tracking) -> str:
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-    has_experiment = tracking.client.get_experiment_by_name(EXPERIMENT) is not None
+    has_experiment = tracking.client.get_experiment_by_name(EXPERIMENT_NAME) is not None
     experiment = tracking.client.get_experiment(tracking.experiment_id if has_experiment else _DEFAULT_EXPERIMENT_ID)
     location = f"{str(experiment.artifact_location).rstrip('/')}/hpsearch-probe-{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory() as folder:

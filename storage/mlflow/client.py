@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-EXPERIMENT = "hpsearch"
+EXPERIMENT_NAME = "hpsearch"
 
 _CLIENT_SETTINGS = {
     # By default, a call to a dead server blocks for four minutes, and a request to create a run is repeated if its
@@ -73,7 +73,7 @@ class Tracking:
         ui_url: the address of the server in links for browsers; None to use `uri`.
     """
 
-    def __init__(self, uri: str, *, experiment: str = EXPERIMENT, ui_url: str | None = None) -> None:
+    def __init__(self, uri: str, *, experiment: str = EXPERIMENT_NAME, ui_url: str | None = None) -> None:
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)
         _reach_loopback_directly(uri)

@@ -13,7 +13,7 @@ from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_re
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-CHECKPOINTS = "checkpoints"  # the artifact folder with the best weights of a run
+CHECKPOINT_FOLDER = "checkpoints"  # the artifact folder with the best weights of a run
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunStorage:
                 run_id,
                 model_id,
                 _compute_bytes(self._client.list_logged_model_artifacts, model_id) if model_id else 0,
-                _compute_bytes(self._client.list_artifacts, run_id, CHECKPOINTS),
+                _compute_bytes(self._client.list_artifacts, run_id, CHECKPOINT_FOLDER),
             )
 
     def remove(self, usage: RunDiskUsage) -> None:
@@ -75,7 +75,7 @@ class RunStorage:
                 self._remove_files(str(model.artifact_location), usage.model_id)
                 self._client.delete_logged_model(usage.model_id)
             if usage.checkpoint_bytes:
-                self._remove_files(str(run.info.artifact_uri), usage.run_id, path=CHECKPOINTS)
+                self._remove_files(str(run.info.artifact_uri), usage.run_id, path=CHECKPOINT_FOLDER)
             self._client.set_tag(usage.run_id, tag_names.REMOVED, "model and checkpoint")
 
     def _remove_files(self, location: str, owner_id: str, path: str | None = None) -> None:

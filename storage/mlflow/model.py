@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-READY = "READY"
+READY_STATUS = "READY"
 
 
 def export_model(
@@ -129,14 +129,14 @@ def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path)
     from mlflow.models import Model
 
     model = client.get_logged_model(model_id)
-    if model.status == READY:
+    if model.status == READY_STATUS:
         return
     metadata = Model.load(str(folder))
     metadata.run_id, metadata.model_id, metadata.model_uuid = run_id, model_id, model_id
     metadata.artifact_path = model.artifact_location
     metadata.save(str(folder / "MLmodel"))
     client.log_model_artifacts(model_id, str(folder))
-    client.finalize_logged_model(model_id, READY)
+    client.finalize_logged_model(model_id, READY_STATUS)
 
 
 @kill_point("create model")
@@ -178,7 +178,7 @@ def ensure_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str
     return model_id
 
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT_FILE = "checkpoint.pt"
 
 
 def write_checkpoint_model(checkpoint: Path, folder: Path, *, objective: str, reason: str) -> None:
@@ -197,9 +197,9 @@ def write_checkpoint_model(checkpoint: Path, folder: Path, *, objective: str, re
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shutil.copyfile(checkpoint, folder / CHECKPOINT)
+    shutil.copyfile(checkpoint, folder / CHECKPOINT_FILE)
     model = Model()
-    model.add_flavor("hpsearch", checkpoint=CHECKPOINT, objective=objective, not_exported=reason)
+    model.add_flavor("hpsearch", checkpoint=CHECKPOINT_FILE, objective=objective, not_exported=reason)
     model.save(str(folder / "MLmodel"))
 
 
@@ -213,4 +213,4 @@ def download_checkpoint(model_id: str, folder: Path, *, tracking_uri: str) -> Pa
     from mlflow.artifacts import download_artifacts
 
     path = download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=str(folder), tracking_uri=tracking_uri)
-    return Path(path) / CHECKPOINT
+    return Path(path) / CHECKPOINT_FILE

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import (
-    FENCE,
+    FENCING,
     SET_ATTRS,
     SET_VALUES,
     encode_value,
@@ -34,7 +34,7 @@ _UNOWNED_GUARD = """
 """
 _OWNER_GUARD = f"""
     WITH trial AS (SELECT t.trial_id, t.number, t.state
-                     FROM hpsearch_attempts a, trials t WHERE {FENCE} FOR {{lock}}),
+                     FROM hpsearch_attempts a, trials t WHERE {FENCING} FOR {{lock}}),
          mine AS (SELECT trial_id, state FROM trial)
 """  # noqa: S608 the parts are constants
 

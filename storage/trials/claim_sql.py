@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import EARLY_TERMINATION, LAST_PROGRESS, SPEC, STOPPED
 from hpsearch.storage.database.locks import IDLE_TIMEOUT
-from hpsearch.storage.database.trial_rows import FENCE, NEXT_NUMBER
+from hpsearch.storage.database.trial_rows import FENCING, NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
 
 # Locks the study's row, as Optuna does to number a trial, and the spec's row, so that a claim that waited for a change
@@ -118,7 +118,7 @@ CLAIM_NEW_TRIAL = sa.text(f"""
     SELECT trial_id, number FROM mine
 """)  # noqa: S608 the parts are constants
 
-CHECK_OWNERSHIP = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {FENCE}")
+CHECK_OWNERSHIP = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {FENCING}")
 
 
 COUNT_FAILURES = sa.text(f"SELECT {_COUNT_FAILURES.format(trial=':trial')} AS failures")

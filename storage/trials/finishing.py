@@ -11,7 +11,7 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from hpsearch.storage.database.trial_rows import (
-    FENCE,
+    FENCING,
     SET_ATTRS,
     SET_VALUES,
     make_attr_parameters,
@@ -138,7 +138,7 @@ def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome
 # A released trial has no start time until the next claim, which distinguishes it from trials that wait at rungs.
 _FINISH_ATTEMPT = sa.text(f"""
     WITH mine AS (
-        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {FENCE}
+        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {FENCING}
         RETURNING a.trial_id
     ), ended AS (
         UPDATE trials SET state = CAST(:state AS trialstate),

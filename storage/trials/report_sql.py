@@ -5,12 +5,12 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from hpsearch.storage.attributes import LAST_PROGRESS, STOPPED
-from hpsearch.storage.database.trial_rows import FENCE
+from hpsearch.storage.database.trial_rows import FENCING
 
 _RENEW_OWN_LEASE = f"""
     mine AS (
         UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
-          FROM trials t WHERE {FENCE}
+          FROM trials t WHERE {FENCING}
         RETURNING a.trial_id, a.attempt
     )
 """  # noqa: S608 the part is a constant
@@ -85,7 +85,7 @@ def _report_within_budget(others: str) -> sa.TextClause:
         UPDATE hpsearch_attempts a
            SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
           FROM trials t, hpsearch_attempts was
-         WHERE {FENCE} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
+         WHERE {FENCING} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
         RETURNING a.trial_id, a.attempt,
                   extract(epoch FROM a.reported_at - coalesce(was.reported_at, was.started_at)) AS seconds
     ), known AS (

@@ -13,7 +13,7 @@ import pytest
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
-from hpsearch.search.cli.services import NAMES
+from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
 
 
@@ -221,9 +221,9 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
     for _ in range(2):
         assert run_command(["secrets"]) == 0
         printed.append(dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines()))
-    assert tuple(printed[0]) == NAMES
+    assert tuple(printed[0]) == SECRET_NAMES
     values = [*printed[0].values(), *printed[1].values()]
-    assert len(set(values)) == 2 * len(NAMES)
+    assert len(set(values)) == 2 * len(SECRET_NAMES)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{20,}", value) for value in values)
 
 

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from hpsearch.search.finalists.winner import LEVEL, ExpectedScore, RunScore, estimate_test_score, select_winner
+from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore, RunScore, estimate_test_score, select_winner
 
 SIZES = (600, 200, 200)
 
@@ -97,4 +97,4 @@ def test_the_prediction_interval_has_its_nominal_coverage() -> None:
         assert winner is not None
         test = worth[winner] + 0.02 * rng.normal() + 0.03 * rng.normal()
         inside += found.low <= test <= found.high
-    assert LEVEL - 0.03 < inside / studies < LEVEL + 0.04
+    assert COVERAGE - 0.03 < inside / studies < COVERAGE + 0.04

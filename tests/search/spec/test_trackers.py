@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import choose
 from hpsearch.search.spec.spec import FinalistsOf, StudySpec, _resolve_folder, parse_spec
-from hpsearch.search.tracking.tracker import TRACKERS, check_trackers
+from hpsearch.search.tracking.tracker import OPTIONAL_TRACKERS, check_trackers
 from hpsearch.storage.errors import StorageError
 from tests.factories import BASE
 
@@ -80,7 +80,7 @@ def test_a_wrong_folder_is_named_by_its_setting() -> None:
 
 
 def test_every_tracker_has_a_setting_with_its_name() -> None:
-    assert {tracker.name for tracker in TRACKERS} <= StudySpec.model_fields.keys()
+    assert {tracker.name for tracker in OPTIONAL_TRACKERS} <= StudySpec.model_fields.keys()
 
 
 def test_without_tracker_settings_nothing_is_checked() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch.storage.journals import journal as journals
-from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Cursor, Journal
+from hpsearch.storage.journals.journal import JOURNAL_FILE, MLFLOW, Cursor, Journal
 from hpsearch.storage.journals.journal_records import (
     End,
     Epoch,
@@ -106,7 +106,7 @@ def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
 
 def test_an_empty_journal_is_removed(box: Outbox) -> None:
     (box.folder / "0001-1").mkdir(parents=True)
-    (box.folder / "0001-1" / JOURNAL).write_bytes(b'{"kind":"open","numb')
+    (box.folder / "0001-1" / JOURNAL_FILE).write_bytes(b'{"kind":"open","numb')
     assert list(box.take_orphaned()) == []
     assert box.count_journals() == 0
 
