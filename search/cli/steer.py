@@ -69,6 +69,7 @@ def extend(
 ) -> None:
     """Change a study's budget, also while it runs. A finished study is reopened."""
     from hpsearch.search.api.study import Study
+    from hpsearch.search.console import pluralize
 
     study = Study.open(name, **where)
     early_stop = study._stored.early_stop
@@ -78,11 +79,11 @@ def extend(
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
     if early_stop is not None:
         typer.echo(f"{name} resumes; it had stopped early: {early_stop.reason}. More trials may stop it again")
-    of = "of them" if done.unit == "trials" else "trials"
+    started = f"{pluralize(done.started, 'trial')} started so far"
     if done.before == done.after:
-        typer.echo(f"{name} already has a budget of {done.after:.12g} {done.unit}, {done.started} {of} are started")
+        typer.echo(f"{name} already has a budget of {done.after:.12g} {done.unit}, {started}")
         return
-    typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
+    typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {started}")
     typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
 
 
