@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.study.control.support import Say
+from tests.search.study.steering.support import Say
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import StoredStudy, load_study

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.study.control.support import Say, take
+from tests.search.study.steering.support import Say, take
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import list_studies

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import optuna
 import psycopg2
 import pytest
-from tests.search.study.control.support import Say, rows, take
+from tests.search.study.steering.support import Say, rows, take
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.control import extend_study

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.search.study.control.support import Say, take
+from tests.search.study.steering.support import Say, take
 
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.trials.claims import Claims

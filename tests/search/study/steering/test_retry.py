@@ -7,7 +7,7 @@ import math
 import optuna
 import pytest
 from optuna.trial import TrialState
-from tests.search.study.control.support import Say, rows, take
+from tests.search.study.steering.support import Say, rows, take
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.control import retry_trial

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
-from tests.search.study.control.support import Say, take
+from tests.search.study.steering.support import Say, take
 
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
 from hpsearch.search.pruners.study_pruner import make_rungs

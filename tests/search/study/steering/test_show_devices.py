@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.search.study.control.support import Say, take
+from tests.search.study.steering.support import Say, take
 
 from hpsearch.search.report import write_report
 from hpsearch.search.study.devices import summarize_throughput

@@ -6,7 +6,7 @@ import re
 
 import optuna
 from optuna.trial import create_trial
-from tests.search.study.control.support import Say, take
+from tests.search.study.steering.support import Say, take
 
 from hpsearch.storage.attributes import PRUNING, REASON
 from hpsearch.storage.study_storage.reading import get_rung_key

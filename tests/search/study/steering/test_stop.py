@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import optuna
-from tests.search.study.control.support import Say, take
+from tests.search.study.steering.support import Say, take
 
 from hpsearch.search.study.control import start_study, stop_study
 from hpsearch.storage.attributes import STOPPED

@@ -11,7 +11,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
-from tests.search.study.control.support import Say, rows, take
+from tests.search.study.steering.support import Say, rows, take
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import run_command
