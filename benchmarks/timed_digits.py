@@ -54,13 +54,13 @@ def watch() -> Laps:
         (RunDir, "run files"),
     ):
         laps.watch_all(owner, label)
-    work = hpsearch.search.worker.loop.Worker.work
+    work = hpsearch.search.worker.loop.Worker.run_trials
 
     def begin(worker: hpsearch.search.worker.loop.Worker) -> int:
         laps.begin()
         return work(worker)
 
-    hpsearch.search.worker.loop.Worker.work = begin
+    hpsearch.search.worker.loop.Worker.run_trials = begin
     return laps
 
 

@@ -79,7 +79,7 @@ class Production:
             epochs=self._problem.epochs,
             values=self._trials.values[trial],
         )
-        decision = self._pruner.judge(case, Others(self._trials.study, trial, self._rungs))
+        decision = self._pruner.decide(case, Others(self._trials.study, trial, self._rungs))
         if decision.prune:
             self._trials.prune(trial)
         return not decision.prune

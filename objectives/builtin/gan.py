@@ -109,7 +109,7 @@ def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
     generator = nn.Sequential(
         *(nn.Linear(config.noise, width), nn.BatchNorm1d(width), nn.ReLU()),
         *(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()),
-        *(nn.Linear(width, 64), nn.Unflatten(1, (1, 8, 8)), Pixels()),
+        *(nn.Linear(width, 64), nn.Unflatten(1, (1, 8, 8)), PixelActivation()),
     ).to(device)
     discriminator = nn.Sequential(
         *(nn.Flatten(), nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Dropout(config.dropout)),
@@ -124,7 +124,7 @@ def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-class Pixels(nn.Module):
+class PixelActivation(nn.Module):
     """Layer that maps any number to a pixel value from 0 to 16."""
 
     def forward(self, x: Tensor) -> Tensor:

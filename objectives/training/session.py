@@ -70,7 +70,7 @@ class Curve:
         self.values = dict(known or {})
 
     @property
-    def key(self) -> str:
+    def metric_key(self) -> str:
         """The name of the metric in a record."""
         return f"val_{self.metric}"
 
@@ -87,7 +87,7 @@ class Curve:
     def add(self, record: EpochRecord, weights: Callable[[], Any]) -> bool:
         """Add an epoch; return whether its weights were kept, as the best so far or by `keep_last`."""
         self._append(record)
-        value = record.metrics[self.key]
+        value = record.metrics[self.metric_key]
         if self.best and not self._keep_last and not self._is_better(value, self.best["value"]):
             return False
         self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
@@ -97,13 +97,13 @@ class Curve:
         """Return the record of the best epoch up to `epoch`; of several equal epochs, the earliest."""
         best = self.history[0]
         for record in self.history[1 : epoch + 1]:
-            if self._is_better(record.metrics[self.key], best.metrics[self.key]):
+            if self._is_better(record.metrics[self.metric_key], best.metrics[self.metric_key]):
                 best = record
         return best
 
     def _append(self, record: EpochRecord) -> None:
         self.history.append(record)
-        self.values.setdefault(record.epoch, record.metrics[self.key])
+        self.values.setdefault(record.epoch, record.metrics[self.metric_key])
 
     def _is_better(self, value: float, other: float) -> bool:
         return value > other if self.maximize else value < other

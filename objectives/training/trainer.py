@@ -304,7 +304,7 @@ class Trainer(BaseTrainer):
             )
             self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
-        return self._open(run.curve, resolved, run.changes, resumed_at=run.step if state else None)
+        return self._open(run.curve, resolved, run.git_diff, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
         with wrap_user_errors(f"{type(self.objective).__name__}.on_epoch"):
@@ -319,7 +319,7 @@ class Trainer(BaseTrainer):
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
         """Return the result; a run that will not be resumed also passes its files to the session."""
         result = self._result(run, verdict)
-        best = f"best epoch {result.best_epoch + 1}, {run.curve.key}={result.best_value:.6g}"
+        best = f"best epoch {result.best_epoch + 1}, {run.curve.metric_key}={result.best_value:.6g}"
         self.files.log.info("%s: %s", result.status, best if run.curve.best else "no complete epoch")
         if result.status != "stopped":
             names = list(dict.fromkeys(("loss", self.objective.metric)))

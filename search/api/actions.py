@@ -97,7 +97,7 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     return f"{inspect.getsourcefile(objective)}:{name}"  # with the path, workers may start in any folder
 
 
-def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
+def write_study_report(services: Services, study: StoredStudy, output: Path | None) -> Path:
     """Write a study's HTML report and return the path of the report.
 
     Args:
@@ -134,7 +134,9 @@ def log(services: Services, study: StoredStudy, report: Path) -> None:
         raise SearchError(f"the report is written, but MLflow was not updated ({describe_error(error)})") from None
 
 
-def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
+def choose_test_candidate(
+    study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False
+) -> Candidate:
     """Return the model to evaluate on the test set.
 
     Raises:
@@ -156,7 +158,7 @@ def evaluate_test_set(
         SearchError: `choose` rejects the trial, or the weights are unavailable.
         StorageError: MLflow does not answer.
     """
-    candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
+    candidate = choose_test_candidate(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     try:
         evaluation = evaluate_on_test_set(study, candidate, open_study_tracking(services, study))
     except AlreadyEvaluatedError as error:

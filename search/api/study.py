@@ -417,7 +417,7 @@ class Study:
         The configurations of `enqueue` (see `enqueue_trial`) are added in the same transaction.
 
         Example:
-            assert study.extend("+1").after == 4
+            assert study.extend("+1").new_budget == 4
         """
         from hpsearch.search.spec.settings import keys_in_errors
 
@@ -438,7 +438,7 @@ class Study:
         stored = self._stored
         rows = [] if enqueue is None else _rows(stored, enqueue)
         done = extend_study(stored, amount, rows, setting=setting)
-        if done.before != done.after:
+        if done.old_budget != done.new_budget:
             update_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
         return done
 
@@ -658,7 +658,7 @@ class Study:
         """
         from hpsearch.search.api import actions
 
-        report = actions.write(self._services, self._stored, None if path is None else Path(path))
+        report = actions.write_study_report(self._services, self._stored, None if path is None else Path(path))
         actions.log(self._services, self._stored, report)
         return report
 

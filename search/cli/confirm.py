@@ -90,9 +90,9 @@ def evaluate_test(
 
     study = Study.open(name, **where)
     trial = resolve_trial(study._stored, trial, prefer)
-    candidate = actions.choose(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+    candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
-    if not yes and not confirm(f"evaluate {candidate.subject}{mark} on the test set of {name}? It works only once."):
+    if not yes and not confirm(f"evaluate {candidate.label}{mark} on the test set of {name}? It works only once."):
         raise typer.Abort
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")

@@ -138,6 +138,6 @@ def report(
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    path = actions.write(study._services, study._stored, output)
+    path = actions.write_study_report(study._services, study._stored, output)
     typer.echo(str(path))
     actions.log(study._services, study._stored, path)

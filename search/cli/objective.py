@@ -34,10 +34,10 @@ def init(
     typer.echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
 
 
-Objective_ = Annotated[
+ObjectiveArgument = Annotated[
     str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py")
 ]
-Set = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -104,9 +104,9 @@ def _to_number(value: Any) -> Any:
 
 @register(OBJECTIVES_SECTION)
 def train(
-    objective: Objective_,
+    objective: ObjectiveArgument,
     *,
-    settings: Set = None,
+    settings: SetOption = None,
     epochs: Annotated[
         int | None, typer.Option("--epochs", min=1, help="Number of epochs  [default: the objective's]")
     ] = None,
@@ -139,7 +139,7 @@ def train(
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
 
-    class Printing(LocalSession):
+    class PrintingSession(LocalSession):
         def report(self, record: EpochRecord) -> Verdict:
             typer.echo(_format_epoch(record.epoch, record.metrics, found.metric))
             return super().report(record)
@@ -148,7 +148,7 @@ def train(
     found.set_reported_metrics([*found.directions, *found.constraints])
     config = make_config(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
+    session = PrintingSession(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
     plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if profile or tensorboard:
         require_model_objective(found, "--profile" if profile else "--tensorboard")
@@ -210,9 +210,9 @@ _MAX_LOSS_LINES = 20
 
 @register(OBJECTIVES_SECTION)
 def smoke(
-    objective: Objective_,
+    objective: ObjectiveArgument,
     *,
-    settings: Set = None,
+    settings: SetOption = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Samples in the batch")] = 32,
     steps: Annotated[int, typer.Option("--steps", min=25, help="Largest number of steps per learning rate")] = 1000,
     seed: RunSeed = 0,
@@ -249,9 +249,9 @@ def smoke(
 
 @register(OBJECTIVES_SECTION)
 def lr_range(
-    objective: Objective_,
+    objective: ObjectiveArgument,
     *,
-    settings: Set = None,
+    settings: SetOption = None,
     lowest: Annotated[float, typer.Option("--lowest", help="First learning rate")] = 1e-6,
     highest: Annotated[float, typer.Option("--highest", help="Last learning rate")] = 10.0,
     steps: Annotated[int, typer.Option("--steps", help="Steps from the first to the last learning rate")] = 200,
@@ -287,7 +287,7 @@ _objective = add_group("objective", OBJECTIVES_SECTION, "Show the settings and s
 
 
 @_objective.command()
-def show(objective: Objective_, settings: Set = None) -> None:
+def show(objective: ObjectiveArgument, settings: SetOption = None) -> None:
     """Show the settings and search space of an objective."""
     from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
     from hpsearch.objectives.loading import load_objective

@@ -90,7 +90,7 @@ def worker(
         from hpsearch.search.fleet.devices import join_study_on_devices
         from hpsearch.search.worker.lifecycle import join_study
 
-    join = join_study if options.world == 1 else join_study_on_devices
+    join = join_study if options.world_size == 1 else join_study_on_devices
     if final_exit_code is None:
         return join(study, options)
     code = report_errors(lambda: join(study, options))
@@ -101,7 +101,7 @@ _fleet = add_group("fleet", SEARCH_SECTION, "Run workers under Slurm, Kubernetes
 
 
 @_fleet.command("print")
-def print_(
+def print_job_file(
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="slurm, kubernetes, ray or systemd")],
     study: o.StudyName,
     *,

@@ -76,14 +76,14 @@ def extend(
     budgets = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
     done = study._extend(budgets, enqueue)
     if enqueue is not None:
-        typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
+        typer.echo(f"{name}: {done.enqueued_trials} of the configurations of {enqueue} enqueued")
     if early_stop is not None:
         typer.echo(f"{name} resumes; it had stopped early: {early_stop.reason}. More trials may stop it again")
-    started = f"{pluralize(done.started, 'trial')} started so far"
-    if done.before == done.after:
-        typer.echo(f"{name} already has a budget of {done.after:.12g} {done.unit}, {started}")
+    started = f"{pluralize(done.started_trials, 'trial')} started so far"
+    if done.old_budget == done.new_budget:
+        typer.echo(f"{name} already has a budget of {done.new_budget:.12g} {done.unit}, {started}")
         return
-    typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {started}")
+    typer.echo(f"{name}: {done.old_budget:.12g} -> {done.new_budget:.12g} {done.unit}, {started}")
     typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
 
 
@@ -196,7 +196,7 @@ def gc(
     for problem in failures:
         typer.echo(f"hpsearch: {problem}", err=True)
     console.print(f"freed {decimal(freed)}")
-    if any(item.where == "MLflow" for item in found):
+    if any(item.location == "MLflow" for item in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")
 
 
@@ -207,7 +207,7 @@ def _make_table(found: list[Garbage]) -> Table:
 
     table = plain_table("study", "files", "trials", "where", "size", right=("size",))
     for item in found:
-        table.add_row(item.study, item.kind, _format_numbers(item.trials), item.where, decimal(item.size))
+        table.add_row(item.study, item.kind, _format_numbers(item.trials), item.location, decimal(item.size))
     return table
 
 

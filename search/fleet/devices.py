@@ -192,7 +192,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
                 rank, failure = error.get_first_failure()
                 code = failure.exitcode
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                why = f"rank {rank} of {options.world} ended by {how}"
+                why = f"rank {rank} of {options.world_size} ended by {how}"
             sys.stderr.write(f"{why}; all ranks were ended\n")
             return EXIT_UNAVAILABLE
     return int(next(iter(codes.values())))  # all ranks return the code of rank 0
@@ -205,7 +205,7 @@ def check_devices(options: WorkerOptions) -> None:
         SearchError: `--device` selects a single device, or the machine has fewer devices than requested.
     """
     device, count = options.device or get_default_device(), options.devices
-    if options.world == 1:
+    if options.world_size == 1:
         return
     if ":" in device:
         raise SearchError(f"--device {device} selects one device, but --devices is {count}; remove --device")

@@ -104,7 +104,7 @@ class Space:
             if isinstance(d, Numeric) and d.step is not None and not d.single():
                 rounded[:, j] = _round_to_step(d, rows[:, j])
         for j, rule in self._rules.items():
-            rounded[~rule.holds(rounded), j] = math.nan
+            rounded[~rule.is_satisfied(rounded), j] = math.nan
         return rounded
 
 
@@ -123,7 +123,7 @@ class _Rule:
     high: float
     but: tuple[float, ...] = ()
 
-    def holds(self, rows: np.ndarray) -> np.ndarray:
+    def is_satisfied(self, rows: np.ndarray) -> np.ndarray:
         """Return for each of `rows` [n, parameters] whether the condition holds; False without the other parameter."""
         column = rows[:, self.by]
         return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.but)
@@ -143,7 +143,7 @@ def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
             continue
         for by in sorted(set(range(rows.shape[1])) - {j}, key=lambda by: -counts[by]):
             rule = _infer_rule(rows[:, by], present[:, j], by, categorical=choices[by] > 0)
-            if rule is not None and np.array_equal(rule.holds(rows), present[:, j]):
+            if rule is not None and np.array_equal(rule.is_satisfied(rows), present[:, j]):
                 found[j] = rule
                 break
     return found

@@ -27,16 +27,16 @@ class Condition:
     """Bound on a metric in a preference: ``accuracy >= 0.98``."""
 
     metric: str
-    sign: str
+    operator: str
     limit: float
 
-    def holds(self, values: Mapping[str, float]) -> bool:
+    def is_satisfied(self, values: Mapping[str, float]) -> bool:
         """Return whether `values`, by metric, satisfy the condition."""
-        return bool(_OPERATORS[self.sign](values[self.metric], self.limit))
+        return bool(_OPERATORS[self.operator](values[self.metric], self.limit))
 
     def violation(self, values: Mapping[str, float]) -> float:
         """Return the amount by which `values` violate the condition; 0 if the values satisfy the condition."""
-        return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
+        return 0.0 if self.is_satisfied(values) else abs(values[self.metric] - self.limit)
 
 
 def parse_preference(text: str, metrics: Sequence[str]) -> tuple[list[Condition], list[str]]:
@@ -104,7 +104,7 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     found = read_front(study, read_finalists(study), infeasible=infeasible)
     if not found:
         raise SearchError(f"study {spec.name!r} has no trial to select: {describe_no_candidate(study)}")
-    kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
+    kept = {trial: values for trial, values in found.items() if all(each.is_satisfied(values) for each in conditions)}
     if not kept:
         raise SearchError(f"--prefer {text!r}: no trial of the front matches; {_describe_nearest(found, conditions)}")
     signs = {name: -1 if direction == "maximize" else 1 for name, direction in spec.direction_by_metric.items()}

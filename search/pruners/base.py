@@ -100,7 +100,7 @@ class PruningContext:
         return max(self.values)
 
     @property
-    def last(self) -> float:
+    def value(self) -> float:
         """The value of the last reported epoch."""
         return self.values[self.step]
 
@@ -178,7 +178,7 @@ class Halving:
         epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
         return epochs
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Return the decision on a trial at the rungs that its last epoch reaches.
 
         If the decision is repeated for the same epoch after the death of a worker, the trial is compared at the same
@@ -206,7 +206,7 @@ class Halving:
 
         Trials are compared by the last value; in multi-objective studies, by Pareto fronts (Schmucker et al. 2021).
         """
-        value, several = case.last, case.is_multi_objective
+        value, several = case.value, case.is_multi_objective
         details: DecisionDetails = {"value": value, "rung": rung, "bracket": self.bracket}
         if math.isnan(value) and not several:
             return case.prune(f"{case.metric} is NaN", **details)
@@ -291,14 +291,14 @@ class PrunerSpec(RegisteredOptions):
     def build(self) -> BasePruner:
         """Return the pruner object for the Optuna study.
 
-        It makes no decisions: `judge` does. Optuna's samplers use it to find the Hyperband bracket of a trial.
+        It makes no decisions: `decide` does. Optuna's samplers use it to find the Hyperband bracket of a trial.
         """
         from optuna.pruners import NopPruner
 
         return NopPruner()
 
     @abstractmethod
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         """Return the decision on a trial after its last reported epoch; safe to repeat."""
 
     def get_halving(self, study: str, number: int) -> Halving | None:

@@ -39,8 +39,8 @@ class SuccessiveHalving(PrunerSpec):
     def get_halving(self, study: str, number: int) -> Halving:
         return Halving(**self.options)
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        return self.get_halving(case.study, case.number).judge(case, peers)
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
+        return self.get_halving(case.study, case.number).decide(case, peers)
 
 
 class Hyperband(PrunerSpec):
@@ -66,7 +66,7 @@ class Hyperband(PrunerSpec):
         from optuna.pruners import HyperbandPruner
 
         pruner = HyperbandPruner(**self.options)
-        # Optuna's pruner creates its brackets at its first decision, and here `judge` makes the decisions. Without
+        # Optuna's pruner creates its brackets at its first decision, and here `decide` makes the decisions. Without
         # brackets, the sampler would mix the trials of all brackets.
         pruner._try_initialization(study=None)  # type: ignore[arg-type]  # the study is not used
         return pruner
@@ -83,9 +83,9 @@ class Hyperband(PrunerSpec):
 
         return Halving(self.min_resource, self.reduction_factor, own, self.bootstrap_count, own, is_peer)
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         halving = self.get_halving(case.study, case.number)
-        return case.keep() if halving is None else halving.judge(case, peers)
+        return case.keep() if halving is None else halving.decide(case, peers)
 
 
 @cache
@@ -132,7 +132,7 @@ class ASHA(PrunerSpec):
             )
         return self
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return case.keep()  # trials are compared at rungs only, where they are paused
 
     def get_rung_schedule(self, epochs: int) -> RungSchedule | None:

@@ -43,7 +43,7 @@ class Median(_Stopping):
 
     name: Literal["median"] = "median"
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return _compare(case, self, peers, keep=50.0)
 
 
@@ -56,7 +56,7 @@ class Percentile(_Stopping):
     name: Literal["percentile"] = "percentile"
     percentile: Number = Field(default=25.0, ge=0.0, le=100.0)
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return _compare(case, self, peers, keep=self.percentile)
 
 
@@ -119,12 +119,12 @@ class Threshold(PrunerSpec):
     def get_metric_name(self) -> str | None:
         return self.metric
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         if case.step < self.n_warmup_steps or not is_first_of_interval(
             case.values, case.step, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps
         ):
             return case.keep()
-        metric, value = self.metric or case.metric, case.last if self.metric is None else case.reported[self.metric]
+        metric, value = self.metric or case.metric, case.value if self.metric is None else case.reported[self.metric]
         if math.isnan(value):
             return case.prune(f"{metric} is NaN", value=value)
         low, high = (-math.inf if self.lower is None else self.lower), (math.inf if self.upper is None else self.upper)
@@ -164,7 +164,7 @@ class Patient(PrunerSpec):
     def get_halving(self, study: str, number: int) -> Halving | None:
         return None if self.wrapped is None else self.wrapped.get_halving(study, number)
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         steps = sorted(case.values)
         before, after = steps[: -self.patience - 1], steps[-self.patience - 1 :]
         if not before:
@@ -176,7 +176,7 @@ class Patient(PrunerSpec):
         why = f"{case.format_comparison(since, cutoff, best=True)} since epoch {after[0] + 1}, after {prior:.6g} before"
         if self.wrapped is None:
             return case.prune(why, value=since, cutoff=cutoff)
-        decision = self.wrapped.judge(replace(case, pruner=self.wrapped.name), peers)
+        decision = self.wrapped.decide(replace(case, pruner=self.wrapped.name), peers)
         return replace(decision, reason=f"{decision.reason}; {why}") if decision.prune else decision
 
 
@@ -195,5 +195,5 @@ class NoPruning(PrunerSpec):
 
     can_prune: ClassVar[bool] = False
 
-    def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+    def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
         return case.keep()

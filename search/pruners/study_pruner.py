@@ -80,8 +80,8 @@ class StudyPruner:
             maximized=spec.maximized if spec.is_multi_objective else (),
         )
         if spec.pruner.can_prune and (lines := self._find_final_violations(case.reported)):
-            return case.prune(f"out of bounds: {', '.join(lines)}, which training does not change", value=case.last)
-        return spec.pruner.judge(case, self._make_peers(trial))
+            return case.prune(f"out of bounds: {', '.join(lines)}, which training does not change", value=case.value)
+        return spec.pruner.decide(case, self._make_peers(trial))
 
     def _find_final_violations(self, reported: Mapping[str, float]) -> list[str]:
         """Return the violated constraints on metrics that training does not change, such as model size and speed."""

@@ -160,7 +160,7 @@ def estimate_epoch_ends(
         end = trial.datetime_complete or datetime.now()
         times.append((trial.datetime_start.timestamp(), end.timestamp()))
     for place, each in enumerate(intervals):
-        times.append((each.started_at.timestamp(), each.until.timestamp()))
+        times.append((each.started_at.timestamp(), each.ended_at.timestamp()))
         if each.rung is not None and place < len(intervals) - 1:
             ran = [step for step in steps if step < rungs[each.rung]]
             yield from _spread_epochs(times, ran)

@@ -26,21 +26,21 @@ class Bound:
 
     Attributes:
         metric: name of the metric.
-        sign: ``<=`` or ``>=``.
+        operator: ``<=`` or ``>=``.
         limit: the bound, a finite number.
     """
 
     metric: str
-    sign: str
+    operator: str
     limit: float
 
     def __str__(self) -> str:
         """Return the bound as text: ``model_mb <= 10``."""
-        return f"{self.metric} {self.sign} {self.limit:g}"
+        return f"{self.metric} {self.operator} {self.limit:g}"
 
     def format_violation(self, value: float) -> str:
         """Return a text for a value that violates the bound: ``model_mb 12.5, not <= 10``."""
-        return f"{self.metric} {value:.6g}, not {self.sign} {self.limit:g}"
+        return f"{self.metric} {value:.6g}, not {self.operator} {self.limit:g}"
 
     def violation(self, value: float) -> float:
         """Return the amount by which a value violates the bound, as in Optuna; it is infinite for NaN.
@@ -49,7 +49,7 @@ class Bound:
         """
         if math.isnan(value):
             return math.inf
-        return value - self.limit if self.sign == "<=" else self.limit - value
+        return value - self.limit if self.operator == "<=" else self.limit - value
 
 
 def make_bounds(constraints: Mapping[str, str]) -> tuple[Bound, ...]:

@@ -42,7 +42,7 @@ class Garbage:
         kind: description of the files.
         trials: numbers of the trials to which the files belong, in ascending order.
         size: size of all files in bytes.
-        where: location of the files: "MLflow", "checkpoint store" or "this machine".
+        location: location of the files: "MLflow", "checkpoint store" or "this machine".
         remove: function that removes the files and returns the freed bytes. It keeps files that have become needed
             since the search for garbage.
     """
@@ -51,7 +51,7 @@ class Garbage:
     kind: str
     trials: tuple[int, ...]
     size: int
-    where: str
+    location: str
     remove: Callable[[], int]
 
 
@@ -112,7 +112,7 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
         if trial.user_attrs[RUN_ID] in runs and trial.number not in needed
     }
     registered = {version.run_id for version in registry.list_versions_of_runs(list(candidates))}
-    files = {run_id: storage.inspect(runs[run_id]) for run_id in candidates if run_id not in registered}
+    files = {run_id: storage.get_disk_usage(runs[run_id]) for run_id in candidates if run_id not in registered}
     files = {run_id: of_run for run_id, of_run in files.items() if of_run.model_id or of_run.checkpoint_bytes}
     if not files:
         return []

@@ -83,17 +83,17 @@ class BudgetChange:
     """A change of a study's budget.
 
     Attributes:
-        before, after: the budget before and after the change, in `unit`.
-        started: number of trials that had already started.
+        old_budget, new_budget: the budget before and after the change, in `unit`.
+        started_trials: number of trials that had already started.
         unit: unit of the budget: trials, epochs or seconds.
-        enqueued: number of trials that were enqueued with the change.
+        enqueued_trials: number of trials that were enqueued with the change.
     """
 
-    before: float
-    after: float
-    started: int
+    old_budget: float
+    new_budget: float
+    started_trials: int
     unit: str = "trials"
-    enqueued: int = 0
+    enqueued_trials: int = 0
 
 
 _UNITS = {"n_trials": "trials", "budget_epochs": "epochs", "budget_seconds": "seconds"}
@@ -125,7 +125,7 @@ def extend_study(
         raise SearchError(f"{flag} {more!r} is invalid; give +N for N more {unit}, or the new budget as a number")
     changed: list[BudgetChange] = []
 
-    def change(spec: dict[str, Any], started: int) -> dict[str, Any]:
+    def change_budget(spec: dict[str, Any], started: int) -> dict[str, Any]:
         before = spec.get(setting)
         if before is None:
             raise SearchError(
@@ -142,10 +142,10 @@ def extend_study(
         changed.append(BudgetChange(before, after, started, unit))
         return parse_stored_spec({**spec, setting: after}).model_dump()
 
-    def then(connection: sa.Connection, values: dict[str, Any]) -> None:
+    def requeue_trials(connection: sa.Connection, values: dict[str, Any]) -> None:
         spec = parse_stored_spec(values)
         cancel_early_stop(connection, study.study_id)
-        changed.append(replace(changed[-1], enqueued=enqueue_in(connection, study.study_id, spec, enqueued)))
+        changed.append(replace(changed[-1], enqueued_trials=enqueue_in(connection, study.study_id, spec, enqueued)))
         if (rungs := make_rungs(spec)) is not None:
             requeue_pruned_at_rungs(connection, study.study_id, rungs, n_trials=spec.n_trials)
         if not spec.has_epoch_or_time_budget:
@@ -160,7 +160,7 @@ def extend_study(
             )
         requeue_cut_trials(connection, study.study_id)
 
-    change_spec(study.engine, study.study_id, change, then=then)
+    change_spec(study.engine, study.study_id, change_budget, then=requeue_trials)
     return changed[-1]
 
 

@@ -34,7 +34,7 @@ def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
     # A trial that was pruned while it was paused at a rung has only Optuna's constraint values.
     violations = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}
     return [
-        bound.format_violation(bound.limit + excess if bound.sign == "<=" else bound.limit - excess)
+        bound.format_violation(bound.limit + excess if bound.operator == "<=" else bound.limit - excess)
         for bound, excess in violations.items()
         if excess > 0
     ]

@@ -292,7 +292,7 @@ class TrialTracking:
         at = int(time.time() * 1000) if at is None else at
         self._close(journal_records.End(outcome, reason, at, kept))
 
-    def leave(self) -> None:
+    def leave_open(self) -> None:
         """Close the journal, and leave the run open for the trial's next attempt."""
         self._close(journal_records.Released())
 
@@ -316,7 +316,7 @@ class TrialTracking:
         if ended:
             self.finish(Outcome.CANCELLED, reason)
         else:
-            self.leave()
+            self.leave_open()
 
 
 _VERSIONS = ("python", "torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer")

@@ -76,7 +76,7 @@ class Attempt:
             return None
         except RankLostError:  # handled like the death of this process: another worker resumes, and the attempt counts
             context.claims.expire_lease(self._claim)
-            self._tracked.leave()
+            self._tracked.leave_open()
             raise
         finally:
             context.watchdog.stop_watching()
@@ -100,7 +100,7 @@ class Attempt:
         if result.status != "stopped":
             return self._finish(result)
         if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
-            self._tracked.leave()
+            self._tracked.leave_open()
             place = (rank.rung, rank.rank, rank.reached)
             log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
             return None
@@ -187,7 +187,7 @@ class Attempt:
 
     def _release(self, outcome: Outcome, attrs: dict[str, object] | None = None) -> None:
         self._context.claims.finish_attempt(self._claim, outcome, retry=True, attrs=attrs)
-        self._tracked.leave()
+        self._tracked.leave_open()
 
     def _end(
         self,

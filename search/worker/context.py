@@ -111,7 +111,7 @@ class WorkerContext:
         )
         self.lease = LeaseKeeper(self.claims)
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)
-        identity = worker_identity(options.device, options.world)
+        identity = worker_identity(options.device, options.world_size)
         self.registration = WorkerRegistration(study.engine, study.study_id, identity)
         self.watchdog = Watchdog(
             Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor

@@ -72,7 +72,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         current_ranks().on_stop_request = context.shutdown.begin  # called if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
-        exit_code = Worker(context).work()
+        exit_code = Worker(context).run_trials()
         _deliver_records(context, is_done=exit_code == EXIT_DONE)
         code = exit_code
     except SERVICE_ERRORS as error:

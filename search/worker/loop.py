@@ -35,7 +35,7 @@ class Worker:
         self._idle_since = math.inf
         self._failed_before = context.failed_at_start  # failed trials at the start of the worker or its fleet
 
-    def work(self) -> int:
+    def run_trials(self) -> int:
         """Run trials until none is left, the worker is stopped, or all trials fail.
 
         Returns:
@@ -93,7 +93,7 @@ class Worker:
         """
         log.info("trial %d: PRUNED, %s", pruned.number, pruned.reason)
         self._context.tracker.end_run_without_worker(pruned)
-        if not pruned.is_cut:
+        if not pruned.is_out_of_budget:
             self._context.checkpoints.delete_trial(pruned.number)
         return TrialEnd(Outcome.PRUNED, pruned.reason)
 

@@ -128,7 +128,7 @@ class WorkerOptions(Options):
             raise SearchError(format_validation_error(format_flag(str(first["loc"][0])), first)) from None
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of processes that train a trial together."""
         return self.devices * self.nodes
 

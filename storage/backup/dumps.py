@@ -27,7 +27,7 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     """
     connection, environment = _make_connection_arguments(url) if url is not None else ([], dict(os.environ))
     result = subprocess.run(
-        [binaries.bin / name, *connection, *arguments],
+        [binaries.bin_folder / name, *connection, *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -54,7 +54,7 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
     """
     found = {}
     for binaries in find_installations("pg_dump", "pg_restore", "psql"):
-        if int(binaries.major) >= at_least:
+        if int(binaries.major_version) >= at_least:
             return binaries
         found[binaries.version] = binaries
     installed = f"only Postgres {' and '.join(found)} is installed" if found else "none is installed"

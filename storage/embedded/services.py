@@ -194,7 +194,7 @@ class EmbeddedStack:
             progress(f"the Postgres data is in {server.folder}")
         port = server.attach()
         if port is None:
-            progress("starting Postgres" if server.data.exists() else "setting up Postgres")
+            progress("starting Postgres" if server.data_folder.exists() else "setting up Postgres")
             port = server.start(self.state.postgres.port)
         self.state.postgres.port = port
         self.state.postgres.process = server.read_identity()

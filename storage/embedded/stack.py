@@ -129,7 +129,7 @@ def read_status(home: Path) -> list[ServiceStatus]:
 def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     if (server := stack.server) is None:
         return ServiceStatus("Postgres", "stopped", None, None, "not set up yet")
-    record, detail = stack.state.postgres, f"data in {server.data}"
+    record, detail = stack.state.postgres, f"data in {server.data_folder}"
     url = f"postgresql://{ports.LOOPBACK}:{record.port}" if record.port else None
     if (process := server.find_process()) is None:
         return _make_stopped_status("Postgres", url, record, server.log, detail)

@@ -50,7 +50,7 @@ class RunStorage:
             runs = list(iterate_pages(self._client.search_runs, [self._tracking.experiment_id], query))
         return {str(run.info.run_id): run for run in runs if tag_names.REMOVED not in run.data.tags}
 
-    def inspect(self, run: Run) -> RunDiskUsage:
+    def get_disk_usage(self, run: Run) -> RunDiskUsage:
         """Return the disk usage of a run, which requires a request per folder."""
         run_id = str(run.info.run_id)
         model_id = next(iter(list_model_ids(run)), None)

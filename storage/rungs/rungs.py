@@ -19,7 +19,7 @@ class Rungs:
     Attributes:
         pruner: name of the pruner.
         epochs: per rung, the number of epochs after which a trial reaches the rung.
-        total: number of epochs of a full trial.
+        max_epochs: number of epochs of a full trial.
         factor: reduction factor; one in `factor` trials at a rung is promoted.
         maximize: whether higher values of the metric are better; of the first metric in a multi-objective study.
         min_complete: minimum number of trials that train to completion.
@@ -29,7 +29,7 @@ class Rungs:
 
     pruner: str
     epochs: tuple[int, ...]
-    total: int
+    max_epochs: int
     factor: int
     maximize: bool
     min_complete: int = 1
@@ -83,7 +83,7 @@ class PrunedTrial:
         attempt: number of the trial's last attempt.
         reason: reason of the pruning, as text for users.
         decision: fields of the pruner's `Decision`; empty if the trial was pruned because the budget was spent.
-        is_cut: whether the budget was spent while the trial ran; if the budget grows, the trial resumes.
+        is_out_of_budget: whether the budget was spent while the trial ran; if the budget grows, the trial resumes.
     """
 
     trial_id: int
@@ -91,7 +91,7 @@ class PrunedTrial:
     attempt: int
     reason: str
     decision: dict[str, Any]
-    is_cut: bool = False
+    is_out_of_budget: bool = False
 
 
 # Only for messages; no decision uses it.
@@ -288,8 +288,8 @@ def find_next_to_prune(
         promoted = sum(at.promoted for at in counts if at.rung == row.rung)
         verdict = f"promoted: {promoted}, by earlier ranks" if promoted else "promoted: none"
     reason = (
-        f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached}{by_fronts} "
-        f"at rung {row.rung}, {verdict}"
+        f"{rungs.pruner} pruner at epoch {epochs} of {rungs.max_epochs}: rank {row.better + 1} of {row.reached}"
+        f"{by_fronts} at rung {row.rung}, {verdict}"
     )
     if rungs.maximize_each:
         compared = {"value": fronts.to_values(row.losses, rungs.maximize_each)[0]}

@@ -148,7 +148,7 @@ class Claims:
         self._candidates = claim_sql.SELECT_CANDIDATES if rungs is None else claim_sql.SELECT_CANDIDATES_EXCEPT_PAUSED
         self._back_at = -math.inf  # time at which the database became available again after the last outage
 
-    def note_outage(self) -> None:
+    def record_outage(self) -> None:
         """Record the end of a database outage, during which no worker could renew a lease.
 
         This process then treats a lease as expired only after a whole lease period from now.
@@ -176,7 +176,7 @@ class Claims:
 
         def take(connection: sa.Connection, repeated: bool) -> ClaimResult:
             if repeated:  # the first try may have been committed, with its reply lost
-                self.note_outage()
+                self.record_outage()
                 claimed = connection.execute(claim_sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
                 if claimed is not None:
                     return Claim(claimed.trial_id, claimed.number, claimed.attempt)
@@ -269,7 +269,7 @@ class Claims:
         epochs = 0 if at.step is None else at.step + 1
         reason = f"after epoch {epochs} of {self._metered_epochs}: {spending.exhausted_reason}"
         finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, BUDGET_CUT: True})
-        return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, is_cut=True)
+        return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, is_out_of_budget=True)
 
     def _prune_at_rung(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> PrunedTrial | None:
         """Prune one trial that waits at a rung and cannot be promoted any more; None if there is no such trial."""

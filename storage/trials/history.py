@@ -58,19 +58,19 @@ class RunInterval:
 
     Attributes:
         number: number of the trial.
-        started_at, until: begin and end of the period; the end is the current time for a live attempt without a report.
+        started_at, ended_at: begin and end of the period; now is the end for a live attempt without a report.
         rung: rung at which the trial was paused at the end of the period; None if the trial was not paused.
     """
 
     number: int
     started_at: datetime
-    until: datetime
+    ended_at: datetime
     rung: int | None
 
 
 # `max(r.rung)`: an attempt that was promoted at a rung without a pause may have reached several rungs.
 _RUN_INTERVALS = sa.text("""
-    SELECT t.number, a.started_at, coalesce(a.reported_at, a.ended_at, clock_timestamp()) AS until,
+    SELECT t.number, a.started_at, coalesce(a.reported_at, a.ended_at, clock_timestamp()) AS ended_at,
            CASE WHEN a.outcome = 'paused' THEN (SELECT max(r.rung) FROM hpsearch_rungs r
              WHERE r.trial_id = a.trial_id AND r.reached_at <= a.ended_at) END AS rung
       FROM trials t JOIN hpsearch_attempts a USING (trial_id)

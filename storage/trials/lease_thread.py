@@ -59,7 +59,7 @@ class LeaseKeeper:
                 away = True
                 continue
             if away or time.monotonic() - began > self._claims.lease / 2:
-                self._claims.note_outage()
+                self._claims.record_outage()
             away = False
             if beats % _BEATS == 0:
                 with suppress(SQLAlchemyError):  # if the database is unavailable, the next renewal logs this

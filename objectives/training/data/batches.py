@@ -27,13 +27,13 @@ class LazyBatch(NamedTuple):
     Attributes:
         size: number of samples over all ranks.
         get: loads this rank's samples onto the device.
-        counts: False if this rank has no sample of the micro-batch. The rank then gets one sample with weight 0,
+        has_samples: False if this rank has no sample of the micro-batch. The rank then gets one sample with weight 0,
             because all ranks must take part in a step.
     """
 
     size: int
     get: Callable[[], Batch]
-    counts: bool = True
+    has_samples: bool = True
 
 
 MicroBatches = tuple[LazyBatch, ...]

@@ -119,7 +119,7 @@ def build(
             "split_hash": split_hash,
         },
         environment=describe_environment(device, source, ranks.world_size),
-        changes=read_git_diff(source.parent if source else Path.cwd()),
+        git_diff=read_git_diff(source.parent if source else Path.cwd()),
         config=config,
         plan=plan,
         device=device,

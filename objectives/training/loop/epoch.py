@@ -152,7 +152,7 @@ def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, runn
     """
     run.optimizer.zero_grad(set_to_none=True)
     size = sum(batch.size for batch in batches)
-    counts = [batch.counts for batch in batches]
+    counts = [batch.has_samples for batch in batches]
     if run.sam is None:
         loss, weight = _add_gradient(run, (batch.get() for batch in batches), counts, size, running)
     else:

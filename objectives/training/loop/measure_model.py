@@ -221,8 +221,8 @@ class ModelMeasurer:
         call: function that calls the model.
         val: the validation split; latency is measured on its first samples.
         names: required metrics in `MODEL_METRICS`; set by `sanity_check`.
-        known: constant metrics that are already measured.
-        peak: peak bytes of a device's memory in all attempts at the trial.
+        constants: constant metrics that are already measured.
+        peak_bytes: peak of a device's memory in all attempts at the trial.
     """
 
     objective: Objective
@@ -233,8 +233,8 @@ class ModelMeasurer:
     ranks: Ranks
     strategy: Strategy
     names: tuple[str, ...] = ()
-    known: dict[str, float] = field(default_factory=dict)
-    peak: int = 0
+    constants: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
 
     def sanity_check(self, model: nn.Module, scores: Mapping[str, float]) -> None:
         """Check before training that all required metrics can be measured.
@@ -273,25 +273,25 @@ class ModelMeasurer:
         """
         found = {}
         if "peak_memory_mb" in self.names:  # read first, because the memory of other measurements would count
-            self.peak = max(self.peak, *self.ranks.all_gather_object(get_peak_memory(self.device) or 0))
-            found["peak_memory_mb"] = self.peak / 1e6
-        missing = {*self.names} - {*self.known, "peak_memory_mb"}
+            self.peak_bytes = max(self.peak_bytes, *self.ranks.all_gather_object(get_peak_memory(self.device) or 0))
+            found["peak_memory_mb"] = self.peak_bytes / 1e6
+        missing = {*self.names} - {*self.constants, "peak_memory_mb"}
         if missing & {"model_mb", "parameters"}:
-            self.known.update({name: value for name, value in measure_size(model).items() if name in missing})
+            self.constants.update({name: value for name, value in measure_size(model).items() if name in missing})
         if "latency_ms" in missing:
-            self.known.update(self.ranks.run_on_rank_zero(lambda: self._measure_latency(model)))
-        return {**self.known, **found, **self._measure_objective(model, scores)}
+            self.constants.update(self.ranks.run_on_rank_zero(lambda: self._measure_latency(model)))
+        return {**self.constants, **found, **self._measure_objective(model, scores)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics measured so far as plain values; empty if the study requires no model metrics."""
         if not self.names:
             return {}
         held = get_peak_memory(self.device) if "peak_memory_mb" in self.names else None  # with unfinished epochs
-        return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
+        return {"known": dict(self.constants), "peak": max(self.peak_bytes, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
+        self.constants, self.peak_bytes = dict(state.get("known", {})), state.get("peak", 0)
 
     def _measure_latency(self, model: nn.Module) -> dict[str, float]:
         with temporarily_unwrapped(model, self.config), evaluation_mode(model, self.device, "measures"):

@@ -41,7 +41,7 @@ class Run:
     Attributes:
         identity: objective, configuration, epochs, seeds and data hash, as plain values.
         environment: versions and hardware, as plain values.
-        changes: the git diff of the objective's source.
+        git_diff: the git diff of the objective's source.
         splits: the objective's data, on the CPU.
         val: the validation split, on the device unless loader processes load it.
         resplit: the evaluation of a run on a new split; None for a run on the study's split.
@@ -64,7 +64,7 @@ class Run:
 
     identity: dict[str, Any]
     environment: dict[str, Any]
-    changes: str
+    git_diff: str
     config: TrainConfig
     plan: RunPlan
     device: torch.device

@@ -118,7 +118,7 @@ def list_config_warnings(run: Run) -> list[str]:
             "differently from one"
         )
     share = compute_majority_share(run.splits.train)
-    if run.curve.key == "val_accuracy" and share is not None and share >= _IMBALANCED_SHARE:
+    if run.curve.metric_key == "val_accuracy" and share is not None and share >= _IMBALANCED_SHARE:
         found.append(
             f"{share:.0%} of the training samples have one class, and a constant prediction reaches this accuracy; "
             "use macro_f1, or auroc with average_precision"

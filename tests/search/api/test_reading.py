@@ -96,7 +96,7 @@ def test_changes_of_a_study_are_visible_at_once(study: Study) -> None:
     assert study.stop() is None
     assert study.stop() is not None
     assert study.start() is not None
-    assert (study.extend("+2").after, study.spec.n_trials) == (6, 6)
+    assert (study.extend("+2").new_budget, study.spec.n_trials) == (6, 6)
     with pytest.raises(SearchError, match="'s' has already started 3 trials"):
         study.extend(2)
 

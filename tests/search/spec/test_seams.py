@@ -40,7 +40,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     class Second(PrunerSpec):
         name: Literal["toy_second"] = "toy_second"
 
-        def judge(self, case: PruningContext, peers: OtherTrials) -> Decision:
+        def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
             before = len(peers.get_finished_trials())
             return case.prune(f"trial {case.number} comes after {before}", peers=before) if before else case.keep()
 

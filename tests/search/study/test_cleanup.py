@@ -30,7 +30,7 @@ def find(tracked: Tracked, home: Path, *, keep_top: int = 1) -> list[Garbage]:
 
 
 def on_server(found: list[Garbage]) -> list[int]:
-    return [number for garbage in found if garbage.where == "MLflow" for number in garbage.trials]
+    return [number for garbage in found if garbage.location == "MLflow" for number in garbage.trials]
 
 
 def has_model(tracked: Tracked, trial: int) -> bool:
@@ -131,7 +131,7 @@ def left(runs: Path) -> list[str]:
 
 def test_run_dirs_of_an_ended_study_are_removed(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
     (garbage,) = find(tracked, tmp_path, keep_top=9)
-    assert (garbage.where, garbage.trials, garbage.size) == ("this machine", (0, 1, 2), 30)
+    assert (garbage.location, garbage.trials, garbage.size) == ("this machine", (0, 1, 2), 30)
     assert garbage.remove() == 30
     assert left(runs) == ["notes"]
 
@@ -169,7 +169,7 @@ def test_leftover_checkpoints_are_removed(tracked: Tracked, tmp_path: Path) -> N
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x" * 7)
     (garbage,) = find(tracked, tmp_path, keep_top=9)
-    assert (garbage.where, garbage.trials, garbage.size) == ("checkpoint store", (0,), 7)
+    assert (garbage.location, garbage.trials, garbage.size) == ("checkpoint store", (0,), 7)
     assert garbage.remove() == 7
     assert [path.parent.name for path in store.rglob("*.pt")] == ["0004"], "what a running trial needs stays"
 
@@ -179,7 +179,7 @@ def test_an_unreachable_store_is_reported_and_other_files_are_found(
 ) -> None:
     tracked.stored.set_attr(CHECKPOINT_URL, "nosuch://x")
     found, problems = find_garbage(tracked.stored, home=tmp_path, tracking=None)
-    assert [garbage.where for garbage in found] == ["this machine"]
+    assert [garbage.location for garbage in found] == ["this machine"]
     (problem,) = problems
     assert "unknown protocol 'nosuch'" in problem
 

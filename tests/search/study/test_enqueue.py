@@ -193,7 +193,7 @@ def test_enqueue_writes_nothing_if_the_budget_is_too_small(database_url: str, tm
     assert study.trials() == []
     assert study.budget == 2
     done = extend_study(study, "+1", given)
-    assert (done.after, done.enqueued, study.budget) == (3, 3, 3)
+    assert (done.new_budget, done.enqueued_trials, study.budget) == (3, 3, 3)
     assert len(study.trials()) == 3
 
 

@@ -155,7 +155,7 @@ def test_a_read_only_replica_is_an_error(fresh_home: Path) -> None:
     server = EmbeddedPostgres(make_postgres_folder(fresh_home), fresh_home / "logs" / "postgres.log")
     server.start(None)
     server.stop()
-    (server.data / "standby.signal").touch(0o644)
+    (server.data_folder / "standby.signal").touch(0o644)
     port = server.start(None)
     url = f"postgresql://{SUPERUSER}:{server.password}@127.0.0.1:{port}/postgres"
     assert "read-only replica" in _refused(url)

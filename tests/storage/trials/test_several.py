@@ -20,7 +20,7 @@ from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials
 from tests.storage.trials.support import budget, kill, rows, take
 
-RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, maximize_each=(True, False))
+RUNGS = Rungs("asha", epochs=(1, 2), max_epochs=4, factor=2, maximize=True, maximize_each=(True, False))
 
 
 @pytest.fixture

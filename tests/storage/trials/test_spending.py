@@ -69,7 +69,7 @@ def test_a_trial_is_pruned_when_the_budget_is_spent_with_that_reason(
     assert not run(claims, take(claims))
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
-    assert retired.is_cut
+    assert retired.is_out_of_budget
     assert retired.reason == "after epoch 2 of 4: the budget of 6 epochs was spent"
     assert claims.claim() == NoTrialAvailable(running=0)
     assert not claims.has_trials_left()
@@ -206,7 +206,7 @@ def test_trials_waiting_at_a_rung_are_pruned_when_the_budget_is_spent(
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
     assert reasons[1].endswith("rank 1 of 2 at rung 0, and the budget of 2 epochs was spent")
-    assert not any(each.is_cut for each in ended if isinstance(each, PrunedTrial))
+    assert not any(each.is_out_of_budget for each in ended if isinstance(each, PrunedTrial))
     assert spent(engine, study_id) == 2
 
 

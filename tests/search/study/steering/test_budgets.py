@@ -129,7 +129,7 @@ def test_creating_a_study_writes_its_budget_row_once(storage: PostgresStorage) -
     assert _create(storage).spec == made.spec
     with pytest.raises(SearchError, match="extend made --budget-epochs 200"):
         _create(storage, budget_epochs=200)
-    assert extend_study(made, "+0.75", setting="budget_seconds").after == 6.25
+    assert extend_study(made, "+0.75", setting="budget_seconds").new_budget == 6.25
 
 
 def test_a_budget_below_one_full_trial_is_rejected(storage: PostgresStorage) -> None:
