@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.study.steering.support import Say
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -12,6 +11,7 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from tests.factories import spec_of
+from tests.search.study.steering.support import Say
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.study.steering.support import Say, take
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import list_studies
@@ -22,6 +21,7 @@ from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
+from tests.search.study.steering.support import Say, take
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import optuna
 import psycopg2
 import pytest
-from tests.search.study.steering.support import Say, rows, take
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.control import extend_study
@@ -20,6 +19,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
+from tests.search.study.steering.support import Say, rows, take
 
 
 @pytest.mark.parametrize(("trials", "budget"), [("+2", 5), ("10", 10), ("2", 2)])

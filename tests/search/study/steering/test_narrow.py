@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.search.study.steering.support import Say, take
 
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
+from tests.search.study.steering.support import Say, take
 
 
 def test_studies_and_a_trial_fit_80_columns(say: Say, stored, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import math
 import optuna
 import pytest
 from optuna.trial import TrialState
-from tests.search.study.steering.support import Say, rows, take
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.control import retry_trial
@@ -19,6 +18,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import current_process
+from tests.search.study.steering.support import Say, rows, take
 
 
 def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, state: str = "FAIL") -> Claim:

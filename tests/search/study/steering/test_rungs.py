@@ -13,7 +13,6 @@ import pytest
 import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
-from tests.search.study.steering.support import Say, take
 
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
 from hpsearch.search.pruners.study_pruner import make_rungs
@@ -28,6 +27,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.history import RunInterval
 from tests.factories import spec_of
+from tests.search.study.steering.support import Say, take
 
 
 @pytest.fixture

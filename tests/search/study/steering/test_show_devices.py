@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.search.study.steering.support import Say, take
 
 from hpsearch.search.report import write_report
 from hpsearch.search.study.devices import summarize_throughput
@@ -15,6 +14,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.worker_registry import WorkerIdentity, WorkerRegistration
+from tests.search.study.steering.support import Say, take
 
 HOST = "ip-172-31-22-11.eu-central-1"
 

@@ -6,13 +6,13 @@ import re
 
 import optuna
 from optuna.trial import create_trial
-from tests.search.study.steering.support import Say, take
 
 from hpsearch.storage.attributes import PRUNING, REASON
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
+from tests.search.study.steering.support import Say, take
 
 
 def test_show_trial_prints_all_about_a_trial(say: Say, claims: Claims, storage: PostgresStorage) -> None:

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import optuna
-from tests.search.study.steering.support import Say, take
 
 from hpsearch.search.study.control import start_study, stop_study
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.trials.claims import Claims, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
+from tests.search.study.steering.support import Say, take
 
 
 def test_a_stopped_study_has_no_claims_and_stops_running_trials(say: Say, claims: Claims, stored) -> None:

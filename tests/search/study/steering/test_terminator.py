@@ -11,7 +11,6 @@ import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
-from tests.search.study.steering.support import Say, rows, take
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import run_command
@@ -36,6 +35,7 @@ from hpsearch.storage.trials.claim_sql import LOCK_STUDY
 from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import X, spec_of
+from tests.search.study.steering.support import Say, rows, take
 
 
 @pytest.fixture
