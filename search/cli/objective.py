@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")],
 ) -> None:
-    """Write a small working objective, as a template for a new objective."""
+    """Write a small working objective as a template."""
     from hpsearch.objectives.template import write_template
 
     write_template(path)
