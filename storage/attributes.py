@@ -1,4 +1,4 @@
-"""Keys of the user attributes that hpsearch stores in Optuna's tables; the dashboard and notebooks show them too."""
+"""Keys of the user attributes that hpsearch stores in Optuna's tables, and that the Optuna dashboard displays."""
 
 # Attributes of a study.
 SPEC = "hpsearch:spec"  # the fields of hpsearch.search.spec.StudySpec, as JSON

@@ -25,7 +25,7 @@ class ClaimLostError(Exception):
 
 
 class StoredCheckpointError(Exception):
-    """Stored checkpoint that is missing, truncated or changed; the worker resumes from the previous one."""
+    """Stored checkpoint that is missing, truncated or changed; the worker resumes from the previous checkpoint."""
 
 
 class CheckpointStoreError(StorageError):

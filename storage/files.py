@@ -41,7 +41,7 @@ def link_or_copy_durably(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    # The temporary name starts with the name of the target, so that a pattern that matches the target matches both.
+    # The temporary name starts with the name of the target, so that a cleanup by a prefix of the target finds it too.
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with source.open("rb") as reader, temporary.open("xb") as writer:

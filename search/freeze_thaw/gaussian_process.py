@@ -63,7 +63,7 @@ class Points:
         return cls(_to_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
 
     def concat(self, other: Points) -> Points:
-        """Return these points followed by `other`."""
+        """Return the concatenation of these points and the points of `other`."""
         return Points(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def select(self, rows: Tensor | list[int]) -> Points:

@@ -129,7 +129,7 @@ class GPDataset:
         )
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:
-        """Fit the hyperparameters on a subset of the points, starting from those of `process`."""
+        """Fit the hyperparameters on a subset of the points, with those of `process` as initial values."""
         part = _select_fit_points(len(self.observations.log_epoch), len(self.scores))
         return process.fit(self.points.select(part), self.scores[part])
 

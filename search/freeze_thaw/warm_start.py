@@ -139,7 +139,7 @@ def _select_shared_params(
 def _contains(distribution: BaseDistribution, value: Any) -> bool:
     if isinstance(distribution, CategoricalDistribution):
         return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
-    # A value between two steps is fine, because no trial runs with it.
+    # A value between two steps is allowed, because the value is only an observation, and no trial runs with it.
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
 

@@ -127,7 +127,7 @@ class ArchiveWriter:
         return True
 
     def add_index_entry(self, name: str, size: int, sha256: str | None) -> None:
-        """Add a file to the index without its content."""
+        """Add an index entry for a file whose content is not in the archive."""
         self._index.append(IndexEntry(name, size, sha256, held=False))
 
     def write_index(self) -> None:
@@ -278,7 +278,7 @@ class ArchiveReader:
 
 
 def _copy(content: BinaryIO, target: Path) -> str:
-    """Copy the content to `target` and return its SHA-256."""
+    """Copy the content of an archive member to `target`, and return the SHA-256 of the content."""
     hashed = hashlib.sha256()
     with target.open("xb") as file:
         while chunk := content.read(_CHUNK):

@@ -296,7 +296,7 @@ def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple
                 try:
                     link_or_copy(each, link)
                 except FileNotFoundError:
-                    continue  # deleted meanwhile, or stored at another checkpoint URL
+                    continue  # deleted after the query, or stored at another checkpoint URL
                 found.append((each.relative_to(locations.checkpoints).as_posix(), link))
         yield found
 
@@ -335,7 +335,7 @@ def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files
             continue
         try:
             writer.add_index_entry(name, path.stat().st_size, compute_sha256(path))
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # the file was deleted after it was listed
             continue
 
 

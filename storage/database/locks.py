@@ -158,7 +158,7 @@ def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5
 def _close(connection: sa.Connection) -> None:
     try:
         connection.rollback()
-    except DBAPIError:  # the server ended it before
+    except DBAPIError:  # the server has already ended the transaction
         connection.invalidate()
     finally:
         connection.close()

@@ -113,7 +113,10 @@ def _alembic_config(scripts: Path) -> Config:
 
 @contextmanager
 def _root_handler() -> Iterator[None]:
-    """Add a handler to the root logger; without one, Optuna's migrations configure logging and disable all loggers."""
+    """Add a handler to the root logger within the context.
+
+    If the root logger has no handler, Optuna's migrations configure logging, which disables all existing loggers.
+    """
     handler = logging.NullHandler()
     logging.getLogger().addHandler(handler)
     try:

@@ -73,7 +73,7 @@ def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | No
 
     return tenacity.Retrying(
         retry=should_retry,
-        # At least two attempts: the time may be over when a process resumes that was frozen in its first attempt.
+        # At least two attempts: if a process was frozen in its first attempt, the time may be over when it resumes.
         stop=tenacity.stop_all(tenacity.stop_after_delay(retry_seconds), tenacity.stop_after_attempt(2)),
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT),
         before_sleep=log_first_wait,

@@ -223,7 +223,7 @@ class EmbeddedPostgres:
         return process.ProcessIdentity(server.pid, server.create_time(), tuple(server.cmdline()))
 
     def read_port(self) -> int | None:
-        """Return the port of the running server from its pid file; None if unknown."""
+        """Return the port of the running server, which is in the pid file; None if unknown."""
         try:
             return int((self.data_folder / "postmaster.pid").read_text().splitlines()[3])
         except (OSError, ValueError, IndexError):

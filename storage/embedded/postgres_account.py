@@ -110,7 +110,7 @@ def make_postgres_folder(home: Path) -> Path:
     _make_passable(inside)
     if find_account().can_enter(inside):
         return inside
-    with contextlib.suppress(OSError):  # it is not empty
+    with contextlib.suppress(OSError):  # the folder is not empty
         inside.rmdir()
     outside.parent.mkdir(parents=True, exist_ok=True)
     outside.parent.chmod(0o711)

@@ -123,7 +123,7 @@ def send_signal(processes: Sequence[psutil.Process], signal_number: signal.Signa
 def wait_for_exit(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
     """Wait until all processes have exited; return False if a process still runs after `timeout` seconds.
 
-    A zombie counts as exited: in a container without an init, no parent may ever reap it.
+    A zombie is treated as exited, because a container without an init process may never reap it.
     """
     return wait_until(lambda: not any(map(is_running, processes)), timeout=timeout)
 
@@ -139,7 +139,7 @@ def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
 
 
 def read_tail(log: Path, *, lines: int = 1) -> str:
-    """Return the last lines of a log, joined to one line."""
+    """Return the last lines of a log file, joined to one line."""
     try:
         text = log.read_text(errors="replace")
     except OSError:

@@ -161,7 +161,7 @@ class EmbeddedStack:
         if not self.mlflow.find():
             progress("starting MLflow (about 10 s)")
         self.mlflow.ensure_started(port)
-        # MLflow needs the most time, so the study tables and the dashboard are prepared meanwhile.
+        # MLflow needs the most time to start, so the study tables and the dashboard are prepared at the same time.
         from hpsearch.storage.database.migrate import migrate
 
         migrate(self.info.owner_url, setting="the embedded Postgres")

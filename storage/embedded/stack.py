@@ -63,7 +63,7 @@ def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: N
         return running
     require_server_packages()
     with _lock_stack(prepare_home(str(home)), progress, dashboard) as stack:
-        if not stack.is_up():  # another command may have started it meanwhile
+        if not stack.is_up():  # another command may have started the stack while this one waited for the lock
             stack.start(progress)
         return stack.info
 

@@ -74,7 +74,7 @@ class WebService:
         return False
 
     def is_listening(self) -> bool:
-        """Return whether the service has bound its port; a service that has done so and does not answer hangs."""
+        """Return whether the service has bound its port; a service that then does not answer is considered to hang."""
         return process.is_listening(self._find_processes(), self.record.port or 0)
 
     def ensure_started(self, database_port: int, tracking_port: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The thread that sends journals to one consumer, at that consumer's pace."""
+"""The thread that sends journals to one consumer, independently of the other consumers."""
 
 from __future__ import annotations
 

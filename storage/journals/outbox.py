@@ -80,7 +80,7 @@ class Outbox:
         raise AssertionError
 
     def take_orphaned(self) -> Iterator[Journal]:
-        """Lock and yield, one by one, the journals that no process holds."""
+        """Lock and yield, one by one, the journals whose locks no process holds."""
         for folder in self._folders():
             if (descriptor := _lock_journal(folder / JOURNAL_FILE)) is None:
                 continue

@@ -153,7 +153,7 @@ class MlflowConsumer(Consumer):
         self._stored_epochs.pop(cursor.journal.name, None)
 
     def _send_record(self, cursor: Cursor, record: journal_records.Record) -> None:
-        """Send a record that needs requests of its own."""
+        """Send a record that is not sent in a batch."""
         match record:
             case journal_records.Header():
                 self._open_run(cursor)

@@ -61,7 +61,7 @@ def previous_alias(alias: str) -> str:
 
 
 def is_previous(alias: str) -> bool:
-    """Return whether an alias is one that `previous_alias` returns."""
+    """Return whether an alias has the form of the aliases that `previous_alias` returns."""
     return alias == "previous" or alias.startswith("previous-")
 
 

@@ -1,1 +1,1 @@
-"""Rungs: pause trials, and promote the best ones, by one metric or by Pareto fronts."""
+"""Rungs: pause trials, and promote the best trials, by one metric or by Pareto fronts."""

@@ -199,7 +199,7 @@ def record_rung_values(
 
 
 def rerank_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool]) -> None:
-    """Recompute the ranks at all rungs of a multi-objective study, after a trial has left its rungs.
+    """Recompute the ranks at all rungs of a multi-objective study, after a trial was removed from its rungs.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.

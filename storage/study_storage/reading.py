@@ -325,7 +325,7 @@ def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[st
 
 @contextmanager
 def _paused_gc() -> Iterator[None]:
-    """Disable garbage collection within the context; for the creation of many objects, which it would slow down."""
+    """Disable garbage collection within the context, because it would slow down the creation of many objects."""
     was_on = gc.isenabled()
     gc.disable()
     try:

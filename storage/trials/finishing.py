@@ -67,7 +67,7 @@ class Outcome(Enum):
 
     @classmethod
     def from_trial_state(cls, state: str, *, infeasible: bool) -> Outcome:
-        """Return the outcome of a finished trial, given Optuna's name of its state."""
+        """Return the outcome of a finished trial, given Optuna's name of the trial's state."""
         return cls.INFEASIBLE if infeasible else cls.from_run_state(state)
 
 
