@@ -28,7 +28,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
-from hpsearch.objectives.training.reproducibility.seeds import reproducible
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible
 
 TEXTS, WORDS, LONGEST, BATCH, EPOCHS = 6_000, 500, 40, 64, 1000
 IMAGES, SIDE = 2_000, 32
@@ -168,7 +168,7 @@ def ratio(name, objective, rounds, **settings):
         epoch()
         return clock() - started
 
-    with reproducible(deterministic=False):
+    with make_reproducible(deterministic=False):
         mine, theirs = ours(objective, settings), bare(objective, settings)
         for epoch in (mine, theirs):
             epoch()

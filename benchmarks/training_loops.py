@@ -24,7 +24,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
-from hpsearch.objectives.training.reproducibility.seeds import reproducible
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible
 
 ROWS, BATCH, EPOCHS = 8_000, 64, 1000
 ROUNDS = {"mlp": 41, "cnn": 15}
@@ -190,7 +190,7 @@ def _timed(epoch, device):
 
 def ratio(net, other, device, **settings):
     """Return the ratio of samples per second to another loop, both alternating: median over rounds."""
-    with reproducible(deterministic=False):
+    with make_reproducible(deterministic=False):
         mine, theirs = ours(net, device, settings), other(net, device, settings)
         for epoch in (mine, theirs):
             _timed(epoch, device)

@@ -202,10 +202,10 @@ class RestoredLoop:
         """Return the scores of the objective's `test` on the test set. Call this method only once per study."""
         import torch
 
-        from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+        from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 
         objective, owner = self.objective, type(self.objective).__name__
-        with wrap_user_errors(f"{owner}.test"), reproducible(deterministic=False):
+        with wrap_user_errors(f"{owner}.test"), make_reproducible(deterministic=False):
             set_seed(self.seed, "test")
             found = objective.test(self.best, self.config, torch.device("cpu"), self.split_seed)
             scores = {str(name): float(value) for name, value in found.items()}

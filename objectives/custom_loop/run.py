@@ -34,7 +34,7 @@ from hpsearch.objectives.training.reproducibility.environment import (
     read_git_diff,
 )
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel, RunResult
 from hpsearch.objectives.training.session import Verdict
 
@@ -172,7 +172,7 @@ class LoopRun(BaseLoopRun):
         """
         owner = type(self.objective).__name__
         reset_distributed_state()
-        with reproducible(deterministic=False), self.files.logging():
+        with make_reproducible(deterministic=False), self.files.logging():
             try:
                 verdict = self._train()
             except BaseException:

@@ -28,7 +28,7 @@ from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reports.report import write_report
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.reproducibility.seeds import enable_repeatable_cublas, reproducible, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import enable_repeatable_cublas, make_reproducible, set_seed
 from hpsearch.objectives.training.result import FitResult, derive_status
 from hpsearch.objectives.training.session import Curve, LocalSession, MidEpochAction, Session, Verdict
 
@@ -161,7 +161,9 @@ class Trainer(BaseTrainer):
             NonFiniteError: the loss, its gradient or a validation metric is NaN or infinite.
             DeviceMemoryError: the configuration does not fit in the device's memory.
         """
-        switches = reproducible(deterministic=self.config.deterministic, matmul_precision=self.config.matmul_precision)
+        switches = make_reproducible(
+            deterministic=self.config.deterministic, matmul_precision=self.config.matmul_precision
+        )
         with switches, self.files.logging(), translate_torch_errors(self.config, self.device):
             run = self._build()
             verdict = self._start(run)

@@ -30,10 +30,10 @@ def update_mlflow(services: Services, study: StoredStudy, update: Callable[[Trac
     try:
         update(open_study_tracking(services, study))
     except Exception as error:  # an unavailable server must not hide that the study has already changed
-        warn(f"MLflow was not updated ({describe_error(error)}); workers update it when they run trials")
+        print_warning(f"MLflow was not updated ({describe_error(error)}); workers update it when they run trials")
 
 
-def warn(message: str) -> None:
+def print_warning(message: str) -> None:
     """Print a warning on stderr."""
     PlainConsole(stderr=True).print(f"warning: {message}")
 

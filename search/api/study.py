@@ -460,7 +460,7 @@ class Study:
             assert study.enqueue_trial([{"lr": 0.003, "batch_size": 16}, {"lr": 0.01}]) == 2
             assert study.enqueue_trial({"lr": 0.01}) == 0
         """
-        from hpsearch.search.api.opening import warn
+        from hpsearch.search.api.opening import print_warning
         from hpsearch.search.spec.settings import keys_in_errors
         from hpsearch.search.study.enqueue import enqueue, find_stopped_warning
 
@@ -468,7 +468,7 @@ class Study:
         with keys_in_errors():
             made = enqueue(stored, _rows(stored, params))
         if warning := find_stopped_warning(stored):
-            warn(warning)
+            print_warning(warning)
         return made
 
     def retry(self, trial: int, *, from_start: bool = False) -> int | None:
@@ -683,14 +683,14 @@ class Study:
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
         """
-        from hpsearch.search.api.opening import warn
+        from hpsearch.search.api.opening import print_warning
         from hpsearch.search.study.cleanup import remove_garbage
 
         found, problems = self._garbage(keep_top)
         if not dry_run:
             problems += remove_garbage(found)[1]
         for problem in problems:
-            warn(problem)
+            print_warning(problem)
         return found
 
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:

@@ -33,8 +33,8 @@ __all__ = ["Addresses", "FleetWorkerOptions", "WorkerOptions"]
 class Settings(NamedTuple):
     """The given settings of a study, and the names of the settings that come from a file."""
 
-    given: dict[str, Any]
-    in_file: set[str]
+    values: dict[str, Any]
+    file_keys: set[str]
 
 
 def worker_option(name: str) -> Any:

@@ -35,8 +35,8 @@ def run(
     from hpsearch.search.spec.resolve import check_settings
     from hpsearch.search.spec.settings import keys_in_errors
 
-    with keys_in_errors(settings.in_file):
-        check_settings(settings.given)
+    with keys_in_errors(settings.file_keys):
+        check_settings(settings.values)
     check_pair(where)  # before the slow imports
 
     if workers_per_gpu is not None:
@@ -51,9 +51,9 @@ def run(
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     console = PlainConsole()
-    with keys_in_errors(settings.in_file):
+    with keys_in_errors(settings.file_keys):
         services, study, created = begin_search(
-            settings.given, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
+            settings.values, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
         )
     ran = run_search(services, study, options, workers=workers, created=created, console=console)
     if ran.is_interrupted:

@@ -26,7 +26,7 @@ _OUTAGE_GRACE_SECONDS = 5.0  # period after an outage in which a worker's exit i
 
 
 @dataclass
-class Slot:
+class WorkerSlot:
     """One worker of the fleet: its current process, log and exit code. A restart replaces the process."""
 
     index: int
@@ -85,7 +85,7 @@ class Fleet:
         self._locks = ExitStack()
         logs = ((index, log_dir / f"worker-{index}.log") for index in itertools.count())
         free = ((index, log) for index, log in logs if self._lock_log(log))
-        self.slots = [Slot(index, log) for index, log in itertools.islice(free, workers)]
+        self.slots = [WorkerSlot(index, log) for index, log in itertools.islice(free, workers)]
         self._study, self._options, self._command = study, options, ["worker", "--study", study]
         self._workers = workers
         self._can_fork = can_fork()
@@ -114,7 +114,7 @@ class Fleet:
         for slot in self.slots:
             self._spawn(slot)
 
-    def _spawn(self, slot: Slot) -> None:
+    def _spawn(self, slot: WorkerSlot) -> None:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(assign_gpus(slot.index, self._gpus, self._options.devices))
@@ -159,7 +159,7 @@ class Fleet:
                 self._spawn(slot)
         return any(slot.exit_code is None for slot in self.slots)
 
-    def _record_exit(self, slot: Slot, code: int, *, is_outage: bool) -> None:
+    def _record_exit(self, slot: WorkerSlot, code: int, *, is_outage: bool) -> None:
         slot.process = None
         is_final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not is_outage)
         slot.deaths += not is_final and not is_outage

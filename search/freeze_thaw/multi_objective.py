@@ -267,12 +267,12 @@ class MultiObjectiveSuggester:
             worst = np.maximum(worst, best.max(0) + _REFERENCE_MARGIN * np.ptp(best, axis=0))
         scales = [_extrapolate_score_table(metric.dataset.observations) for metric in metrics]
 
-        def in_units(rows: np.ndarray) -> np.ndarray:
+        def normalize(rows: np.ndarray) -> np.ndarray:
             columns = zip(rows.T, scales, strict=True)
             return np.column_stack([np.interp(column, scores, seen) for column, (scores, seen) in columns])
 
-        low, high = in_units(lowest[None])[0], in_units(worst[None])[0]
-        drawn, weights = sample_non_dominated(self._random, in_units(best), low, high, SAMPLED_VECTORS)
+        low, high = normalize(lowest[None])[0], normalize(worst[None])[0]
+        drawn, weights = sample_non_dominated(self._random, normalize(best), low, high, SAMPLED_VECTORS)
         columns = zip(drawn.T, scales, strict=True)
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 

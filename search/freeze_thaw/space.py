@@ -113,20 +113,20 @@ class _Rule:
     """Condition under which a configuration has a parameter: the choice or the range of another parameter.
 
     Attributes:
-        by: index of the other parameter.
+        parameter: index of the other parameter.
         low, high: inclusive range of the other parameter's number.
-        but: choices of the other parameter with which the configuration does not have the parameter.
+        excluded: choices of the other parameter with which the configuration does not have the parameter.
     """
 
-    by: int
+    parameter: int
     low: float
     high: float
-    but: tuple[float, ...] = ()
+    excluded: tuple[float, ...] = ()
 
     def is_satisfied(self, rows: np.ndarray) -> np.ndarray:
         """Return for each of `rows` [n, parameters] whether the condition holds; False without the other parameter."""
-        column = rows[:, self.by]
-        return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.but)
+        column = rows[:, self.parameter]
+        return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.excluded)
 
 
 def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:

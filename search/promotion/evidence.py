@@ -122,7 +122,7 @@ class Confirmation:
             return self.evaluation.refit == self.study.spec.name and self.refit.selected_trial == trial
         return self.evaluation.refit is None and self.evaluation.trial_number == trial
 
-    def why_unconfirmed(self, trial: int) -> str:
+    def explain_unconfirmed(self, trial: int) -> str:
         """Return why the choice of a trial is not confirmed; an empty text if the choice is confirmed.
 
         A trial is confirmed if it won among finalists on new seeds and was evaluated on the test set. Both are
@@ -190,7 +190,7 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         data_sha256=resolved.get("split_hash"),
         finalists=None if found.finalists is None else to_record(found.finalists),
         test=_make_record(found.evaluation) if found.evaluation and found.is_evaluated(trial.number) else None,
-        unconfirmed=found.why_unconfirmed(trial.number),
+        unconfirmed=found.explain_unconfirmed(trial.number),
         weights_only=read_export_failure(client, Registry(client).find_registrable_model(run_id)),
         refit=None if refit is None else {"search": found.search.spec.name, **to_record(refit)},
     )

@@ -158,7 +158,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
     changed: list[tuple[Promotion, StoredStudy]] = []
     for each in list_current_promotions(study):
         of = study if each.study_id == study.study_id else load_study(study.storage, str(each.evidence["study"]))
-        if Confirmation.read(of).why_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
+        if Confirmation.read(of).explain_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
             changed.append((each, of))
     if not changed:
         return

@@ -212,7 +212,7 @@ def stop_early(
         left, has enqueued trials, or was deleted.
     """
 
-    def once(connection: sa.Connection, _repeated: bool) -> EarlyStop | None:
+    def stop_once(connection: sa.Connection, _repeated: bool) -> EarlyStop | None:
         study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         if study is None:
             return None
@@ -224,7 +224,7 @@ def stop_early(
         set_attrs_in(connection, study_id, {EARLY_TERMINATION: asdict(stop), EXPECTED_GAIN: dict(estimate)})
         return stop
 
-    return Database(engine).run_transaction(once)
+    return Database(engine).run_transaction(stop_once)
 
 
 def cancel_early_stop(connection: sa.Connection, study_id: int) -> bool:

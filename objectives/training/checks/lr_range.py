@@ -22,7 +22,7 @@ from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reports.plots import plot_lr_range
-from hpsearch.objectives.training.reproducibility.seeds import reproducible, seeded_on_device, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, seed_device_temporarily, set_seed
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -91,7 +91,7 @@ def run_lr_range_test(
     flat = dataclasses.replace(
         config, lr=lowest, schedule="constant", warmup_fraction=0.0, warmup_steps=None, compile=False, log_every=None
     )
-    with reproducible(deterministic=config.deterministic), translate_torch_errors(flat, device):
+    with make_reproducible(deterministic=config.deterministic), translate_torch_errors(flat, device):
         run, _ = build(objective, flat, RunPlan(1, seed, seed), device=device)
         rates, losses = _increase_lr(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
     return _suggest_lr(rates, losses)
@@ -129,7 +129,7 @@ def _increase_lr(run: Run, lowest: float, factor: float, steps: int) -> tuple[li
 @torch.no_grad()
 def _evaluate_probe(run: Run, probe: Batch) -> float:
     """Return the training loss of the batch `probe`, with the same dropout mask at each call."""
-    with seeded_on_device(run.device, run.plan.seed, "probe"):
+    with seed_device_temporarily(run.device, run.plan.seed, "probe"):
         return float(run.step_function(run.model, probe, run.precision.autocast()).loss)
 
 

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.evaluation.step import ForwardCall, StepFuncti
 from hpsearch.objectives.training.exportable import build_example, make_exportable
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import build_step_function, get_forward_call
-from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RestoredModel:
         return build_step_function(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
 
     def _score(self, split: Dataset) -> dict[str, float]:
-        with reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
+        with make_reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
             return evaluate(
                 self.model,
                 split,
@@ -80,7 +80,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
     """
     config = TrainConfig.from_dict(best["config"])
     split_seed = best["split_seed"]
-    with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
+    with make_reproducible(deterministic=config.deterministic), torch.random.fork_rng():
         splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
             raise ObjectiveError(

@@ -21,7 +21,7 @@ from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reports.plots import plot_overfit
-from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -90,7 +90,7 @@ def run_smoke_test(
     result, deadline = None, time.monotonic() + seconds
     for factor in _LR_FACTORS:
         tried = _disable_regularization(config, config.lr * factor, samples)
-        with reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
+        with make_reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
             run, _ = build(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(run, samples, steps, deadline, objective.loss_floor)
         if found.passed:

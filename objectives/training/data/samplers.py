@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
-from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_temporarily
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
@@ -60,7 +60,7 @@ class EpochOrder:
         self._in_batches = sampler is not None and isinstance(self._first(sampler), (list, tuple))
 
     def _first(self, sampler: Sampler) -> object:
-        with wrap_user_errors("sampler"), seeded(self._seed, "order", 0):
+        with wrap_user_errors("sampler"), seed_temporarily(self._seed, "order", 0):
             first = next(iter(sampler), None)
             if first is None or not self._length:
                 raise ObjectiveError("sampler() returned a sampler without samples, or of length 0")
@@ -87,7 +87,7 @@ class EpochOrder:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             rows = torch.randperm(self._length, generator=generator)
         else:
-            with wrap_user_errors("sampler"), seeded(self._seed, "order", epoch):
+            with wrap_user_errors("sampler"), seed_temporarily(self._seed, "order", epoch):
                 found = list(self._sampler)
             if self._in_batches:
                 return [torch.as_tensor(batch).to(device) for batch in found]

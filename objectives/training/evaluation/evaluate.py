@@ -17,7 +17,7 @@ from hpsearch.objectives.training.data.tree import index_rows, to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
-from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded_on_device
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_device_temporarily
 
 _EVAL_BATCH_FACTOR = 4
 EVALUATION_SEED = derive_seed("evaluation")  # seed of the random numbers in an evaluation
@@ -41,7 +41,7 @@ def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Ite
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), seeded_on_device(device, purpose):
+        with torch.inference_mode(), seed_device_temporarily(device, purpose):
             yield
     finally:
         model.train(training)

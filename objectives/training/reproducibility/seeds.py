@@ -36,7 +36,7 @@ def seed_cpu_libraries(*parts: int | str) -> int:
 
 
 @contextmanager
-def seeded(*parts: int | str) -> Iterator[None]:
+def seed_temporarily(*parts: int | str) -> Iterator[None]:
     """Return a context in which the CPU's random generators are seeded by `parts`; its end restores their states."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     torch.default_generator.manual_seed(seed_cpu_libraries(*parts))  # a process that loads data must not use the GPU
@@ -49,10 +49,10 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 
 @contextmanager
-def seeded_on_device(device: torch.device, *parts: int | str) -> Iterator[None]:
+def seed_device_temporarily(device: torch.device, *parts: int | str) -> Iterator[None]:
     """Return a context like `seeded` that also seeds and restores the device's generator."""
     on_gpu = device.type == "cuda"
-    with seeded(*parts), torch.random.fork_rng(devices=[device] if on_gpu else [], enabled=on_gpu):
+    with seed_temporarily(*parts), torch.random.fork_rng(devices=[device] if on_gpu else [], enabled=on_gpu):
         if on_gpu:
             torch.cuda.manual_seed(derive_seed(*parts))
         yield
@@ -81,7 +81,7 @@ def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
+def make_reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
     """Return a context that sets determinism and matrix precision; its end restores them and all random generators."""
     deterministic_settings: Any = torch.utils.deterministic
     python, numpy = random.getstate(), np.random.get_state()

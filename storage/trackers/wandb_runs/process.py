@@ -21,7 +21,7 @@ _HEADER, _BLOCK = 7, 32768
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-def records(path: Path) -> Iterator[Any]:
+def read_records(path: Path) -> Iterator[Any]:
     """Yield the records of a `.wandb` file, up to the first truncated record; wandb has no Python reader for them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -50,7 +50,9 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 def read_offline_steps(folder: Path, run_id: str) -> set[int]:
     """Return the steps of a run that are in offline files, which `wandb sync` uploads later."""
     paths = folder.glob(f"offline-run-*/run-{run_id}.wandb")
-    histories = (record for path in paths for record in records(path) if record.WhichOneof("record_type") == "history")
+    histories = (
+        record for path in paths for record in read_records(path) if record.WhichOneof("record_type") == "history"
+    )
     return {record.history.step.num for record in histories}
 
 
@@ -59,7 +61,7 @@ _WRITE_SECONDS = 30.0  # time to complete the file of a run
 _INIT_SECONDS = 30.0  # time for the server to create or find a run
 
 
-class Runs:
+class WandbRuns:
     """The open runs of this process. Each public method except `finish_all` executes one command of the parent."""
 
     def __init__(self) -> None:
@@ -132,7 +134,7 @@ def _wait_until_written(file: Path) -> None:
     while time.monotonic() < deadline:
         if file.exists() and (now := file.stat().st_size) != size:
             size = now
-            if any(record.WhichOneof("record_type") == "exit" for record in records(file)):
+            if any(record.WhichOneof("record_type") == "exit" for record in read_records(file)):
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
                 return
@@ -146,7 +148,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     os.set_inheritable(pipe.fileno(), False)
-    runs = Runs()
+    runs = WandbRuns()
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "open": runs.open,
         "log_rows": runs.log_rows,

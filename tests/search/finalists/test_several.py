@@ -65,7 +65,7 @@ def numbers(study: StoredStudy, top: int = 9, *, infeasible: bool = False, remov
 
 
 def why(study: StoredStudy, trial: int) -> str:
-    return Confirmation.read(study).why_unconfirmed(trial)
+    return Confirmation.read(study).explain_unconfirmed(trial)
 
 
 def test_finalists_are_the_pareto_front_with_each_configuration_once(study: StoredStudy) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from hpsearch import ObjectiveError, Splits, TrainConfig
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
-from hpsearch.objectives.training.reproducibility.seeds import seeded, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import seed_temporarily, set_seed
 from tests.objectives.training.support import fit
 
 
@@ -133,8 +133,8 @@ def test_a_seeded_block_is_repeatable_and_does_not_affect_other_code(draw):
     expected = draw()
     set_seed(0)
     draw()
-    with seeded(7, "augment", 1):
+    with seed_temporarily(7, "augment", 1):
         first = draw()
     assert draw() == expected
-    with seeded(7, "augment", 1):
+    with seed_temporarily(7, "augment", 1):
         assert draw() == first

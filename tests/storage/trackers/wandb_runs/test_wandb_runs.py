@@ -24,7 +24,7 @@ from hpsearch.storage.journals.journal_records import Metrics, Tags
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
-from hpsearch.storage.trackers.wandb_runs.process import records
+from hpsearch.storage.trackers.wandb_runs.process import read_records
 from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.history import rows
@@ -78,7 +78,7 @@ def readers(post: Post, tmp_path: Path) -> Iterator[Readers]:
 
 
 def found(path: Path, kind: str) -> list[Any]:
-    return [getattr(each, kind) for each in records(path) if each.WhichOneof("record_type") == kind]
+    return [getattr(each, kind) for each in read_records(path) if each.WhichOneof("record_type") == kind]
 
 
 def values(path: Path, kind: str) -> dict[str, str]:
