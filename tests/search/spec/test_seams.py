@@ -109,7 +109,7 @@ def test_a_registered_setting_is_a_field_of_the_spec(monkeypatch: pytest.MonkeyP
     seen: list[dict[str, Any]] = []
 
     def toy(settings: options.Settings) -> int:
-        seen.append(settings.given)
+        seen.append(settings.values)
         return 0
 
     app = typer.Typer(rich_markup_mode=None)
