@@ -84,8 +84,7 @@ def suggest_names(name: str, known: list[str]) -> str:
     """Return a hint for an unknown name: the new name if it was renamed, similar names, or the list of known names."""
     if (renamed := RENAMED.get(name)) in known:
         return f"it is now {renamed!r}"
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
+    if close := get_close_matches(name, known, n=3, cutoff=0.5):
         return "did you mean " + " or ".join(repr(match) for match in close) + "?"
     return "known: " + ", ".join(sorted(known))
 

@@ -61,9 +61,7 @@ def restore_model(objective: BaseObjective, best: Mapping[str, Any]) -> Restored
     return restore_best(require_model_objective(objective, "a test"), best)
 
 
-def rebuild_result(
-    objective: BaseObjective, best: Mapping[str, Any], history: list[EpochRecord], path: Path
-) -> RunResult:
+def rebuild_result(objective: BaseObjective, best: dict[str, Any], history: list[EpochRecord], path: Path) -> RunResult:
     """Rebuild the result of a complete run from its last checkpoint.
 
     Args:

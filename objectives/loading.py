@@ -36,14 +36,12 @@ BUILTIN: dict[str, str] = {
 }
 
 
-_NAME_BY_FORMER_PATH = {
-    path.replace("hpsearch.objectives.builtin.", "objectives."): name for name, path in BUILTIN.items()
-}
+_FORMER_PATHS = {path.replace("hpsearch.objectives.builtin.", "objectives."): name for name, path in BUILTIN.items()}
 
 
 def normalize_reference(reference: str) -> str:
     """Replace the former module path of a built-in objective by its name; return other references unchanged."""
-    return _NAME_BY_FORMER_PATH.get(reference, reference)
+    return _FORMER_PATHS.get(reference, reference)
 
 
 def load_objective(reference: str) -> BaseObjective:
@@ -89,8 +87,7 @@ def source_hash(objective: BaseObjective) -> str:
     Raises:
         ObjectiveError: the class has no source file.
     """
-    path = find_source_file(type(objective))
-    if path is None:
+    if (path := find_source_file(type(objective))) is None:
         raise ObjectiveError(f"{type(objective).__name__} has no source file; define it in a module or a file")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -223,24 +220,19 @@ def _only_class(module: ModuleType, path: Path) -> type[BaseObjective]:
         raise ObjectiveError(f"{format_path(path)} defines no Objective; subclass hpsearch.Objective in it")
     if len(found) > 1:
         names, first = ", ".join(found), next(iter(found))
-        raise ObjectiveError(
-            f"{format_path(path)} defines {len(found)} objectives ({names}); select one, as in {path.name}:{first}"
-        )
+        raise ObjectiveError(f"{format_path(path)} defines objectives {names}; select one, as in {path.name}:{first}")
     return next(iter(found.values()))
 
 
 def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjective]:
-    value = getattr(module, name, None)
-    if value is None:
+    if (value := getattr(module, name, None)) is None:
         known = list(_objectives_in(module))
         hint = suggest_names(name, known) if known else "it defines no Objective"
         raise ObjectiveError(f"{where} has no {name!r}; {hint}")
     if inspect.isfunction(value):
         return wrap_function(value)
     if not (inspect.isclass(value) and issubclass(value, BaseObjective)):
-        raise ObjectiveError(
-            f"{where}:{name} is not an objective; it must be a function or a subclass of Objective or LoopObjective"
-        )
+        raise ObjectiveError(f"{where}:{name} is not an objective; it must be a function, Objective or LoopObjective")
     return value
 
 

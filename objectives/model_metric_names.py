@@ -25,9 +25,7 @@ class ModelMetric:
 
 
 MODEL_METRICS: dict[str, ModelMetric] = {
-    "latency_ms": ModelMetric(
-        "ms", "median time of a forward pass in evaluation mode with `latency_batch` samples (default: 1)"
-    ),
+    "latency_ms": ModelMetric("ms", "median forward time in evaluation mode with `latency_batch` samples (default: 1)"),
     "model_mb": ModelMetric("MB", "size of the weights and buffers that are served, in 10^6 bytes"),
     "parameters": ModelMetric("", "number of the model's parameters, including frozen ones"),
     "peak_memory_mb": ModelMetric(

@@ -153,11 +153,9 @@ def _set_metric_from_directions(cls: type[BaseObjective]) -> None:
     directions = cls.directions
     if not isinstance(directions, Mapping) or not all(isinstance(name, str) and name for name in directions):
         raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary of 'maximize' or 'minimize' by metric")
-    for name, direction in directions.items():
-        if direction not in ("maximize", "minimize"):
-            raise ObjectiveError(
-                f"{cls.__name__}.directions[{name!r}] must be 'maximize' or 'minimize', not {direction!r}"
-            )
+    for name, value in directions.items():
+        if value not in ("maximize", "minimize"):
+            raise ObjectiveError(f"{cls.__name__}.directions[{name!r}] must be 'maximize' or 'minimize', not {value!r}")
     first, direction = next(iter(directions.items()))
     for field, wanted in (("metric", first), ("direction", direction)):
         given = cls.__dict__.get(field, wanted)
@@ -375,7 +373,5 @@ class Objective(BaseObjective):
 
         config = self.suggest(trial)
         if not isinstance(config, TrainConfig):
-            raise ObjectiveError(
-                f"{type(self).__name__}.suggest must return a TrainConfig, not {type(config).__name__}"
-            )
+            raise ObjectiveError(f"{type(self).__name__}.suggest must return TrainConfig, not {type(config).__name__}")
         return config

@@ -171,11 +171,8 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # Lightning is not type
         """Start the trial's next epoch, which seeds the global random generators, and seed the loaders' generators."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
-            raise ObjectiveError(
-                f"fit() is in epoch {trainer.current_epoch + 1}, not {epoch + 1}; call fit() only once"
-            )
-        loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
-        for number, loader in enumerate(loaders):
+            raise ObjectiveError(f"fit() is in epoch {trainer.current_epoch + 1}, not {epoch + 1}; call fit() once")
+        for number, loader in enumerate(CombinedLoader(trainer.train_dataloader, "max_size").flattened):
             for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 if holder is not None and hasattr(holder, "generator"):
                     seed = derive_seed(self._trial.seed, "shuffle", epoch, number)

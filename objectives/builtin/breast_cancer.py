@@ -73,9 +73,8 @@ class BreastCancer(Objective):
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
         """Return a network [n, 30] -> [n, 1] from raw measurements to one logit."""
         settings = self._settings(config)
-        return nn.Sequential(
-            GroupedScaling.fit(train.x), build_mlp(settings["layers"], settings["width"], settings["dropout"])
-        )
+        net = build_mlp(settings["layers"], settings["width"], settings["dropout"])
+        return nn.Sequential(GroupedScaling.fit(train.x), net)
 
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
         """Return binary cross entropy; with `balance`, positives have the same total weight as negatives."""

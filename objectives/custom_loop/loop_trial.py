@@ -45,9 +45,8 @@ class BaseLoopRun(BaseTrainer):
     def __init__(self, objective: BaseObjective, config: Any, plan: RunPlan, **where: Any) -> None:
         super().__init__(config, plan, **where)
         self.objective, path = objective, self.files.path
-        self.folder, self.checkpoint = self.ranks.broadcast_object(
-            (path and path.resolve(), choose_checkpoint_folder(path))
-        )
+        folders = path and path.resolve(), choose_checkpoint_folder(path)
+        self.folder, self.checkpoint = self.ranks.broadcast_object(folders)
         self.curve = self.curve or Curve(objective.metric, maximize=objective.direction == "maximize")
         self.notes: list[str] = []
         self.logged: list[Path] = []
@@ -56,9 +55,8 @@ class BaseLoopRun(BaseTrainer):
         """Save the state and then report the epoch, so that a checkpoint exists for every reported epoch."""
         if self.session is not None:
             self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
-        self.files.log.info(
-            "epoch %d%s %s", record.epoch + 1, " (best)" if best else "", format_metrics(record.metrics)
-        )
+        mark = " (best)" if best else ""
+        self.files.log.info("epoch %d%s %s", record.epoch + 1, mark, format_metrics(record.metrics))
         return self._report(record)
 
 

@@ -76,10 +76,8 @@ def write_loop_report(
         f"- seed {identity['seed']}, split seed {identity['split_seed']}",
         *([f"- {result.resume_note}"] if result.resume_note else []),
     ]
-    rows = [
-        f"| `{setting.name}` | `{format_value(setting.value)}` |"
-        for setting in list_custom_settings(identity["config"])
-    ]
+    settings = list_custom_settings(identity["config"])
+    rows = [f"| `{setting.name}` | `{format_value(setting.value)}` |" for setting in settings]
     write_sections(
         path,
         {

@@ -67,9 +67,7 @@ class TrainConfig:
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
     base_optimizer: Annotated[str, one_of(BASE_OPTIMIZERS, "wrapped by lookahead and sam")] = "adamw"
     lr: Annotated[float, about("peak learning rate", gt=0)] = 1e-3
-    weight_decay: Annotated[
-        float, about("weight decay, decoupled if possible; not applied to biases and norm layers", ge=0)
-    ] = 0.01
+    weight_decay: Annotated[float, about("weight decay, decoupled if possible; not for biases and norms", ge=0)] = 0.01
     layer_decay: Annotated[float, about("learning rate of each layer, relative to the next layer's", gt=0, le=1)] = 1.0
     momentum: Annotated[float, about("momentum of SGD, RMSprop, Muon and LARS", ge=0, lt=1)] = 0.9
     nesterov: Annotated[bool, about("Nesterov momentum of SGD and LARS")] = False
@@ -92,40 +90,27 @@ class TrainConfig:
     warmup_steps: Annotated[int | None, about("warm-up in optimizer steps; None uses `warmup_fraction`", ge=0)] = None
     min_lr_fraction: Annotated[float, about("final learning rate of a decay, relative to the peak", ge=0, le=1)] = 0.0
     decay_factor: Annotated[float, about('factor of each reduction by "step" and "plateau"', gt=0, lt=1)] = 0.1
-    decay_epochs: Annotated[
-        int | None, about('with "step": epochs between reductions; None is a third of the run', ge=1)
-    ] = None
+    decay_epochs: Annotated[int | None, about('with "step": epochs per reduction; None is 1/3 of the run', ge=1)] = None
     plateau_patience: Annotated[int, about('with "plateau": epochs without improvement before a reduction', ge=0)] = 3
     cycles: Annotated[int, about('with "cosine_restarts": number of cycles', ge=1)] = 3
     power: Annotated[float, about('with "polynomial": exponent of the decay', gt=0)] = 1.0
     clip_grad_norm: Annotated[float | None, about("maximum gradient norm of a step; None does not clip", gt=0)] = 1.0
     clip_grad_value: Annotated[float | None, about("maximum absolute gradient value; None does not clip", gt=0)] = None
     label_smoothing: Annotated[float, about("label smoothing of the default loss", ge=0, lt=1)] = 0.0
-    ema_decay: Annotated[
-        float | None, about("decay of the evaluated moving average of weights (EMA); None for no average", ge=0, lt=1)
-    ] = None
-    swa_fraction: Annotated[
-        float | None,
-        about("share of last epochs in the evaluated weight average (SWA); None for no average", gt=0, le=1),
-    ] = None
-    patience: Annotated[
-        int | None, about("epochs without improvement after which the run ends; None for no limit", ge=1)
-    ] = None
+    ema_decay: Annotated[float | None, about("decay of the evaluated weight average (EMA), or None", ge=0, lt=1)] = None
+    swa_fraction: Annotated[float | None, about("share of last epochs to average (SWA), or None", gt=0, le=1)] = None
+    patience: Annotated[int | None, about("maximum epochs without improvement; None for no limit", ge=1)] = None
     precision: Annotated[str, one_of(PRECISIONS, "autocast type; fp16 uses loss scaling")] = "fp32"
     matmul_precision: Annotated[str, one_of(MATMUL_PRECISIONS, "precision of fp32 matrix products")] = "high"
     deterministic: Annotated[bool, about("use deterministic kernels only; an operation without one fails")] = True
     compile: Annotated[bool, about("use torch.compile; if it fails, log the reason and continue without it")] = False
     channels_last: Annotated[bool, about("use channels-last memory format for [n, c, h, w], faster on GPUs")] = False
     activation_checkpointing: Annotated[bool, about("recompute activations in backward passes to save memory")] = False
-    eval_batch_size: Annotated[
-        int | None, about("samples per evaluation batch; None is four times `batch_size`", ge=1)
-    ] = None
+    eval_batch_size: Annotated[int | None, about("samples per evaluation batch; None is 4 * `batch_size`", ge=1)] = None
     log_every: Annotated[
         int | None, about("steps between records of loss and gradient norms after step 20; None for no records", ge=1)
     ] = 50
-    validate_every: Annotated[int | None, about("steps between validations within an epoch; None for none", ge=1)] = (
-        None
-    )
+    validate_every: Annotated[int | None, about("steps between validations in an epoch; None for none", ge=1)] = None
     strategy: Annotated[str, one_of(STRATEGIES, "distribution of a model over several devices")] = "ddp"
     lr_scaling: Annotated[str, one_of(LR_SCALINGS, "scaling of `lr` by the number of devices")] = "none"
     cpu_offload: Annotated[bool, about('with "fsdp": keep weights, gradients and optimizer state on the CPU')] = False

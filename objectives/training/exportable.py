@@ -53,8 +53,7 @@ class PositionalInputsWrapper(nn.Module):
         self.model = model
 
         def forward(*parts: Tensor, **named: Tensor) -> object:
-            given = bound.bind(*parts, **named).args
-            return call(model, unflatten_like(x, iter(given)))
+            return call(model, unflatten_like(x, iter(bound.bind(*parts, **named).args)))
 
         names = [re.sub(r"\W", "_", f"_{name}" if name[0].isdigit() else name) for name, _ in tensors(x)]
         bound = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])

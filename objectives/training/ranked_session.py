@@ -25,9 +25,8 @@ class RankedSession:
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
         self._session, self._ranks = cast("Session", session), ranks  # only rank 0 uses it
         self.curve = None if session is None else session.curve
-        self.run_dir, self.shards = ranks.broadcast_object(
-            (None, None) if session is None else (session.run_dir, session.shards)
-        )
+        folders = (None, None) if session is None else (session.run_dir, session.shards)
+        self.run_dir, self.shards = ranks.broadcast_object(folders)
         self._steps_left = 0  # number of steps until the ranks agree again
         self._agreed_at = time.monotonic()
         self._interval_steps = 1  # steps between agreements

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from hpsearch.objectives.errors import ObjectiveError
@@ -120,9 +120,7 @@ class _ProcessGroup(Ranks):
     within `timeout` seconds.
     """
 
-    def __init__(
-        self, store: distributed_c10d.Store, rank: int, world_size: int, *, backend: str, timeout: float
-    ) -> None:
+    def __init__(self, store: c10d.Store, rank: int, world_size: int, *, backend: str, timeout: float) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._backend, self._timeout = store, backend, timedelta(seconds=timeout)
         self._generation = 0
@@ -137,7 +135,7 @@ class _ProcessGroup(Ranks):
             self._store.wait(here, max(self._timeout, _JOIN_TIMEOUT))
             dist.init_process_group(
                 self._backend,
-                store=distributed_c10d.PrefixStore(f"group/{self._generation}", self._store),
+                store=c10d.PrefixStore(f"group/{self._generation}", self._store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self._timeout,
@@ -243,9 +241,7 @@ class _ProcessGroup(Ranks):
 
 def _require_connections() -> None:
     if not dist.is_initialized():
-        raise ObjectiveError(
-            "the process group is closed, but the next trial needs it; remove the call of destroy_process_group()"
-        )
+        raise ObjectiveError("the process group is closed, but the next trial needs it; remove destroy_process_group()")
 
 
 def _release_references(error: BaseException) -> None:
@@ -273,7 +269,7 @@ def _cause_key(number: int) -> str:
 def _abort_collectives() -> None:
     """Abort the collectives for which this process waits."""
     with contextlib.suppress(RuntimeError, ValueError):  # no collective may be pending
-        distributed_c10d._abort_process_group()
+        c10d._abort_process_group()
 
 
 def _is_consequence(error: BaseException) -> bool:
@@ -328,7 +324,7 @@ def init_process_group(
     Raises:
         RankLostError: another rank does not join.
     """
-    store: distributed_c10d.Store
+    store: c10d.Store
     if store_path is None:
         store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT_SECONDS))))
     else:
@@ -336,9 +332,7 @@ def init_process_group(
         store = dist.FileStore(str(store_path), world_size)  # type: ignore[attr-defined]  # torch declares no export
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    group = _ProcessGroup(
-        distributed_c10d.PrefixStore("ranks", store), rank, world_size, backend=backend, timeout=timeout
-    )
+    group = _ProcessGroup(c10d.PrefixStore("ranks", store), rank, world_size, backend=backend, timeout=timeout)
     _CURRENT["ranks"] = group
     try:
         yield group

@@ -281,11 +281,9 @@ class Trainer(BaseTrainer):
         )
         run.measurer.require_device()
         run.shards = None if self.session is None else self.session.shards
-        where = (
-            str(self.device)
-            if self.ranks.is_single_process
-            else f"{self.ranks.world_size} devices ({self.device}, {run.strategy.name})"
-        )
+        where = str(self.device)
+        if not self.ranks.is_single_process:
+            where = f"{self.ranks.world_size} devices ({self.device}, {run.strategy.name})"
         self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, format_metrics(untrained))
         for note in [*run.notes, *list_config_warnings(run)]:
             self.files.log.warning("%s", note)
@@ -295,15 +293,12 @@ class Trainer(BaseTrainer):
         """Restore the last checkpoint, if there is one, and report its epochs again."""
         state = None if self.session is None else self.session.restore()
         if state is not None:
-            begun = len(state["history"]) + ("within" in state)
-            for epoch in range(begun):
+            for epoch in range(len(state["history"]) + ("within" in state)):
                 self._on_epoch(run, epoch)
             restore(run, state)
-            within = (
-                f" and {run.mid_epoch_state['sums']['steps']} of {run.batch_source.steps} steps"
-                if run.mid_epoch_state
-                else ""
-            )
+            within = ""
+            if run.mid_epoch_state:
+                within = f" and {run.mid_epoch_state['sums']['steps']} of {run.batch_source.steps} steps"
             self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
         return self._open(run.curve, resolved, run.git_diff, resumed_at=run.step if state else None)
@@ -357,9 +352,8 @@ class Trainer(BaseTrainer):
 def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
     for name, value in numbers.items():
         if not math.isfinite(value):
-            raise NonFiniteError(
-                f"{name} is {value}", epoch=epoch, step=run.step - 1, lr=float(run.optimizer.param_groups[0]["lr"])
-            )
+            lr = float(run.optimizer.param_groups[0]["lr"])
+            raise NonFiniteError(f"{name} is {value}", epoch=epoch, step=run.step - 1, lr=lr)
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

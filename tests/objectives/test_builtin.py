@@ -53,7 +53,7 @@ def test_a_fixed_trial_gives_the_same_configuration():
 
 
 def test_suggest_must_return_a_configuration(objective_with):
-    with pytest.raises(ObjectiveError, match=r"Changed\.suggest must return a TrainConfig, not dict"):
+    with pytest.raises(ObjectiveError, match=r"Changed\.suggest must return TrainConfig, not dict"):
         objective_with(suggest=lambda _self, _trial: {"lr": 0.1}).configure(None)
 
 

@@ -141,7 +141,7 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ),
         ("hpsearch.objectives.builtin.digits:nn.Module", "hpsearch.objectives.builtin.digits has no 'nn.Module'"),
         ("mine.py:Yours", "mine.py has no 'Yours'; known: Mine"),
-        ("two.py", "two.py defines 2 objectives (First, Second); select one, as in two.py:First"),
+        ("two.py", "two.py defines objectives First, Second; select one, as in two.py:First"),
         ("none.py", "none.py defines no Objective; subclass hpsearch.Objective in it"),
         ("none.py:Mine", "none.py has no 'Mine'; it defines no Objective"),
     ],

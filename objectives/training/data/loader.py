@@ -56,10 +56,8 @@ class _Batches(torch_data.Dataset[Batch]):
         self.is_stream = dataset.is_stream
 
     def __getitem__(self, index: int) -> Batch:
-        with (
-            wrap_user_errors("loading a batch"),
-            _seeded_generators(self._seed, index) if self.draws else nullcontext(),
-        ):
+        generators = _seeded_generators(self._seed, index) if self.draws else nullcontext()
+        with wrap_user_errors("loading a batch"), generators:
             batch = self._dataset.batch(self._batches[index])
             return batch if self._augment is None else batch._replace(x=self._augment(batch.x))
 

@@ -41,8 +41,7 @@ class LengthGroupedSampler(torch_data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         batches: list[Tensor] = []
         for rows in torch.split(torch.randperm(len(self._lengths)), self._size * self._pool):
-            ordered = rows[self._lengths[rows].argsort(stable=True)]
-            batches += torch.split(ordered, self._size)
+            batches += torch.split(rows[self._lengths[rows].argsort(stable=True)], self._size)
         for number in torch.randperm(len(batches)).tolist():
             yield batches[number].tolist()
 

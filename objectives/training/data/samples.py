@@ -31,20 +31,18 @@ def collate_rows(
         read = getattr(samples, "__getitems__", None)  # reads all rows in one call, as DataLoader does
         found = read(rows) if read is not None else [samples[row] for row in rows]
     except Exception as error:  # whatever the user's code raises
-        raise _make_read_error(samples, rows, names, error) from error
+        raise ObjectiveError(_explain_read_error(samples, rows, names, error)) from error
     return _split_targets(_collate(found, names, collate or torch_data.default_collate, own=collate is not None))
 
 
-def _make_read_error(
-    samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception
-) -> ObjectiveError:
-    """Return the error of the first sample of a batch that cannot be read."""
+def _explain_read_error(samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception) -> str:
+    """Return the message about the first sample of a batch that cannot be read."""
     for row, name in zip(rows, names, strict=True):
         try:
             samples[row]
         except Exception as cause:  # as above
-            return ObjectiveError(f"sample {name} cannot be read: {format_user_error(cause)}")
-    return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {format_user_error(error)}")
+            return f"sample {name} cannot be read: {format_user_error(cause)}"
+    return f"samples {names[0]} to {names[-1]} cannot be read: {format_user_error(error)}"
 
 
 def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: bool) -> Any:
@@ -53,17 +51,14 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
     except Exception as error:  # as above
         for count, name in enumerate(names, start=1):
             single, together = ("", [found[count - 1]]), (f" (position {count} in the batch)", found[:count])
-            for where, samples in (single, together) if own else (single,):
+            for at, samples in (single, together) if own else (single,):
                 try:
                     collate(samples)
-                except Exception as reason:  # as above
-                    raise ObjectiveError(
-                        f"collate fails at sample {name}{where}: {format_user_error(reason)}"
-                    ) from reason
+                except Exception as cause:  # as above
+                    raise ObjectiveError(f"collate fails at sample {name}{at}: {format_user_error(cause)}") from cause
         first = str(error).strip().splitlines()[0]
         raise ObjectiveError(
-            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, a function that makes a "
-            "batch from a list"
+            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, which batches a list"
         ) from error
 
 
@@ -71,8 +66,7 @@ def _split_targets(batch: Any) -> tuple[Tree, Tree]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
-        names = [name for name in TARGET_KEYS if name in batch]
-        if names:
+        if names := [name for name in TARGET_KEYS if name in batch]:
             return {key: value for key, value in batch.items() if key != names[0]}, batch[names[0]]
         raise ObjectiveError(
             f"a batch has the keys {', '.join(map(str, batch))}, but none for targets; name it labels, or pass a "
@@ -116,8 +110,7 @@ class MemmapRows:
         return len(self._rows)
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
-        wanted = self._rows[rows].numpy()
-        read = torch.from_numpy(np.array(self._array[wanted]))  # a copy, because the file may be read-only
+        read = torch.from_numpy(np.array(self._array[self._rows[rows].numpy()]))  # a copy: the file may be read-only
         return as_input(read)
 
     def take(self, rows: Tensor) -> MemmapRows:
@@ -189,9 +182,7 @@ def hash_samples(samples: Sequence[Any]) -> str:
         try:
             _update_hash(found, sample)
         except TypeError as error:
-            raise ObjectiveError(
-                f"sample {number} contains a {error}; pass fingerprint=, a text that identifies the data"
-            ) from error
+            raise ObjectiveError(f"sample {number} contains a {error}; pass fingerprint= of the data") from error
     return found.hexdigest()
 
 

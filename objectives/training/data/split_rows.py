@@ -119,14 +119,14 @@ def select_training_rows(train: Rows, val: Rows) -> Rows:
     return np.sort(np.concatenate([train, val]))
 
 
-def compute_val_window_shift(resplit_seed: int | None, val: float, test: float) -> float:
+def compute_val_window_shift(val: float, test: float) -> float:
     """Return the shift by which a new split by time moves the validation window back, as a share of the samples.
 
     The shift is random, from half of the window's length to its full length: the configuration was selected on the
     study's window, so the new window must differ from it. The shift is smaller if less than half of the training
     samples would remain.
     """
-    if resplit_seed is None:
+    if (resplit_seed := get_requested_split_seed()) is None:
         return 0.0
     return (1 + derive_seed(resplit_seed, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)
 

@@ -58,8 +58,7 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
     for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
         if _describe_shapes(tree) != _describe_shapes(model):
             raise ObjectiveError(
-                f"each sample of the {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} in the "
-                "train split"
+                f"each sample of {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} in training"
             )
         if not isinstance(tree, MemmapRows):
             _check_finite(f"the {name} {what}", tree)
@@ -70,9 +69,7 @@ def _check_finite(what: str, tree: Tree) -> None:
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
             name = f"{what} {where!r}" if where else what
-            remedy = (
-                "impute them in data(), with an indicator column" if what.endswith("inputs") else "remove these samples"
-            )
+            remedy = "impute them in data(), with an indicator" if what.endswith("inputs") else "remove these samples"
             raise ObjectiveError(f"{name} contain NaN or infinity in {bad} of {len(tensor)} samples; {remedy}")
 
 
@@ -148,9 +145,7 @@ class Splits:
         if times is not None:
             if groups is not None:
                 raise ObjectiveError("groups and times cannot be combined; remove one of them")
-            found = split_by_time(
-                times, len(data), val, test, back=compute_val_window_shift(get_requested_split_seed(), val, test)
-            )
+            found = split_by_time(times, len(data), val, test, back=compute_val_window_shift(val, test))
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
             return cls(*_take_splits(data, found), Blocks(moments, ordered=True))
         rows = np.arange(len(data))
@@ -216,8 +211,7 @@ class Splits:
         for name, y in counted.items():
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise ObjectiveError(
-                    f"the {name} labels range from {int(y.min())} to {int(y.max())}, "
-                    f"but the train split has classes 0 to {classes - 1}"
+                    f"the {name} labels are {int(y.min())} to {int(y.max())}, but training has 0 to {classes - 1}"
                 )
 
 
@@ -225,8 +219,7 @@ def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups:
     """Split rows into training, validation and test by `seed`; redraw the first two if a new split is requested."""
     rest, held_out = draw_split(rows, test, labels, groups, seed)
     train, valid = draw_split(rest, val / (1 - test), labels, groups, seed)
-    resplit_seed = get_requested_split_seed()
-    if resplit_seed is None:
+    if (resplit_seed := get_requested_split_seed()) is None:
         return [train, valid, held_out]
     share = min(val / (1 - val - test), _MAX_VAL_SHARE)
     for strata in (labels, None):
@@ -312,8 +305,7 @@ def merge_train_val(splits: Splits, *, by_make: bool) -> Splits:
     for what, one, other in (("x", train.x, val.x), ("y", train.y, val.y)):
         if describe_shapes(one) != describe_shapes(other):
             raise ObjectiveError(
-                f"a refit cannot join the train and validation splits: {what} is {describe_shapes(one)} and "
-                f"{describe_shapes(other)}"
+                f"a refit cannot join the splits: {what} is {describe_shapes(one)} and {describe_shapes(other)}"
             )
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
     x, y = concatenate([train.x, val.x]), concatenate([train.y, val.y])

@@ -81,8 +81,7 @@ class BinaryLogits(nn.Module):
         logits, labels = output.reshape(count, -1), target.reshape(count, -1)
         if labels.shape[1] != 1 or logits.shape[1] not in {1, 2}:
             raise ObjectiveError(
-                f"outputs {list(output.shape)} for targets {list(target.shape)}: "
-                "two classes need one or two logits per sample"
+                f"outputs {list(output.shape)} for targets {list(target.shape)}: two classes need 1 or 2 logits each"
             )
         score = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
         soft = labels[:, 0].to(score.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2
@@ -130,8 +129,7 @@ def as_additive_loss(loss: nn.Module, *targets: Any) -> nn.Module:
     if any(y.dtype.is_floating_point for y in known):  # class probabilities: PyTorch divides by the batch size
         return loss
     ignored = len(known) < len(targets) or any(bool((y == loss.ignore_index).any()) for y in known)
-    has_weights = loss.weight is not None or ignored
-    return CountedCrossEntropy(loss) if has_weights else loss
+    return CountedCrossEntropy(loss) if loss.weight is not None or ignored else loss
 
 
 def compute_loss_weight(loss: nn.Module, target: Any) -> Tensor | int:
@@ -184,11 +182,9 @@ def is_additive_loss(loss: nn.Module, output: Any, target: Any, size: int) -> bo
     if whole != again or not cut or rows != {size}:
         return True
     total = weight = 0.0
-    for part in (slice(None, cut), slice(cut, size)):
+    for part in (slice(0, cut), slice(cut, size)):
         outputs, targets = index_rows(output, part), index_rows(target, part)
         share = float(compute_loss_weight(loss, targets))
-        total += (
-            share * float(compute_mean_loss(loss, outputs, targets, part.stop - (part.start or 0))) if share else 0.0
-        )
+        total += share * float(compute_mean_loss(loss, outputs, targets, part.stop - part.start)) if share else 0.0
         weight += share
     return math.isclose(whole, total / (weight or 1.0), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

@@ -77,8 +77,7 @@ def _dump(value: Any, path: str, above: list[int]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return {"kind": "array", "of": torch.from_numpy(value.copy())}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = [_dump_item(item, path) for item in value]
-        return {"kind": type(value).__name__, "of": items}
+        return {"kind": type(value).__name__, "of": [_dump_item(item, path) for item in value]}
     if isinstance(value, dict):
         return {"kind": "dict", "of": [(_dump_item(key, path), _dump_item(item, path)) for key, item in value.items()]}
     if hasattr(value, "__dict__"):

@@ -60,9 +60,7 @@ def build_metrics(metric: str, train: Dataset) -> Metrics:
     if metric == "loss":
         if y is None:
             return NoMetrics()
-        return (
-            classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _RegressionIfShapesMatch(regression())
-        )
+        return classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _RegressionIfMatching(regression())
     if metric not in CLASSIFICATION:
         raise MetricError(metric, f"is not built in; {suggest_names(metric, list(DIRECTIONS))}; or override metrics()")
     if y is None:
@@ -104,12 +102,10 @@ def list_compatible_metrics(y: Tensor, output: Tensor | None = None) -> list[str
 def make_incompatible_metric_error(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
     """Return the error for an incompatible built-in metric; the message lists the compatible metrics."""
     labels = not y.dtype.is_floating_point and y.ndim == 1
-    targets = (
-        f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
-    )
+    given = f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
     outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} per sample for "
     compatible = ", ".join(list_compatible_metrics(y, output)) or "none of the built-in ones"
-    reason = f"is incompatible with {outputs}{targets}; compatible metrics: {compatible}; or override metrics()"
+    reason = f"is incompatible with {outputs}{given}; compatible metrics: {compatible}; or override metrics()"
     return MetricError(metric, reason)
 
 
@@ -125,11 +121,8 @@ def classification(classes: int) -> Metrics:
 def regression() -> Metrics:
     """Return the metrics `rmse`, `mae` and `r2` for predictions and targets with equal numbers of values."""
     library = _import_torchmetrics("regression")
-    return _FlatMetrics(
-        _build_collection(
-            rmse=library.MeanSquaredError(squared=False), mae=library.MeanAbsoluteError(), r2=library.R2Score()
-        )
-    )
+    rmse = library.MeanSquaredError(squared=False)
+    return _FlatMetrics(_build_collection(rmse=rmse, mae=library.MeanAbsoluteError(), r2=library.R2Score()))
 
 
 def binary() -> Metrics:
@@ -138,12 +131,9 @@ def binary() -> Metrics:
     The base rate, the share of positives, is the average precision of random scores.
     """
     library = _import_torchmetrics("classification")
-    return _BinaryMetrics(
-        _build_collection(
-            auroc=library.BinaryAUROC(validate_args=False),
-            average_precision=library.BinaryAveragePrecision(validate_args=False),
-        )
-    )
+    auroc = library.BinaryAUROC(validate_args=False)
+    average_precision = library.BinaryAveragePrecision(validate_args=False)
+    return _BinaryMetrics(_build_collection(auroc=auroc, average_precision=average_precision))
 
 
 class NoMetrics:
@@ -215,7 +205,7 @@ class _FlatMetrics:
         return self
 
 
-class _RegressionIfShapesMatch(_FlatMetrics):
+class _RegressionIfMatching(_FlatMetrics):
     """Regression metrics; empty if outputs and targets differ in size, for example for parameters of a density."""
 
     def __init__(self, inner: Metrics) -> None:

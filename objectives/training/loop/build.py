@@ -84,8 +84,7 @@ def build(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{owner}.model has no parameters to train")
     with wrap_user_errors(f"{owner}.augment"):
-        augment = objective.augment(config)
-        if augment is not None:
+        if (augment := objective.augment(config)) is not None:
             augment(splits.train.inputs(slice(0, 2)))
     val = splits.val if resplit is None or resplit.rows is None else splits.val.take(resplit.rows)
     val = val.to(device) if config.num_workers is None else val
@@ -97,10 +96,8 @@ def build(
     maximize = objective.direction == "maximize"
     apply_memory_format(model, config)
     ranks.broadcast_tensors(model.state_dict().values())  # the initialization may depend on more than seeds
-    average, steplog = (
-        build_average(model, config, plan.epochs),
-        StepLog(model, config.log_every, strategy.gradient_norms),
-    )
+    average = build_average(model, config, plan.epochs)
+    steplog = StepLog(model, config.log_every, strategy.gradient_norms)
     strategy.setup_model(model, *average.models)
     groups = _make_groups(objective, model, config)
     for group in groups:

@@ -101,8 +101,7 @@ class CrossFit:
 
     def add(self, step: Step, rows: range) -> None:
         """Add the result of a batch, whose samples at `rows` are all in the same half."""
-        number = int(rows.start >= self.first_half_size)
-        half = self._halves[number]
+        half = self._halves[int(rows.start >= self.first_half_size)]
         half.means.add(step, len(rows))
         if not rows or step.outputs is None:
             return
@@ -239,13 +238,11 @@ def bind_metric(metric: str, metrics: Metrics, step_function: StepFunction) -> C
         return None
 
     @torch.inference_mode()
-    def compute_metric(outputs: Outputs) -> float:
+    def compute_metric(kept: Outputs) -> float:
         if metric == "loss" and isinstance(step_function, LossStep):
-            return float(
-                compute_mean_loss(step_function.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"]))
-            )
+            return float(compute_mean_loss(step_function.loss, kept["outputs"], kept["targets"], len(kept["rows"])))
         metrics.reset()
-        metrics.update(outputs["outputs"], outputs["targets"])
+        metrics.update(kept["outputs"], kept["targets"])
         return float(metrics.compute()[metric])
 
     return compute_metric

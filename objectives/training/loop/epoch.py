@@ -164,8 +164,7 @@ def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, runn
     run.steplog.record_step(point, loss)
     norm = clip_gradients(run.strategy, run.optimizer, run.config)
     run.guard.check(point, loss, norm, scaled=run.precision.scaled)
-    stepped = run.precision.step(run.optimizer)
-    if stepped:
+    if stepped := run.precision.step(run.optimizer):
         run.schedule.step()
         run.average.after_step()
     run.guard.count(point, norm, stepped=stepped)
@@ -259,8 +258,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         detail = str(error).strip().splitlines()[0]
         raise ObjectiveError(f"the checkpoint does not fit the current code of the objective: {detail}") from error
-    changed = describe_differences(state["environment"], run.environment)
-    if changed:
+    if changed := describe_differences(state["environment"], run.environment):
         run.notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
 
 

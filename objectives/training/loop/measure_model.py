@@ -244,8 +244,7 @@ class ModelMeasurer:
             ObjectiveError: a metric cannot be measured, or a value of the objective's `measures` is not a number.
         """
         owner, required = type(self.objective).__name__, self.objective.reported
-        own = self._measure_objective(model, scores)
-        known = {*scores, *own, *MODEL_METRICS}
+        known = {*scores, *self._measure_objective(model, scores), *MODEL_METRICS}
         for name in required:
             if name not in known:
                 raise MetricError(name, f"is not a metric of {owner}; {suggest_names(name, sorted(known))}")
@@ -299,8 +298,7 @@ class ModelMeasurer:
             return {"latency_ms": measure_latency_ms(lambda: self.call(model, x), self.device), **get_machine_load()}
 
     def _make_inputs(self) -> Any:
-        rows = torch.arange(self.objective.latency_batch) % len(self.val)
-        return to_device(self.val.inputs(rows), self.device)
+        return to_device(self.val.inputs(torch.arange(self.objective.latency_batch) % len(self.val)), self.device)
 
     def _try_forward(self, model: nn.Module) -> None:
         owner, size = type(self.objective).__name__, self.objective.latency_batch
@@ -320,11 +318,8 @@ class ModelMeasurer:
         if not overrides(self.objective, "measures"):
             return {}
         owner = f"{type(self.objective).__name__}.measures"
-        with (
-            evaluation_mode(model, self.device, "measures"),
-            self.strategy.explain_sharding_errors(),
-            wrap_user_errors(owner),
-        ):
+        explained = self.strategy.explain_sharding_errors()
+        with evaluation_mode(model, self.device, "measures"), explained, wrap_user_errors(owner):
             found = self.objective.measures(model, self.config)
             return self.ranks.broadcast_object(_to_floats(found, owner, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
 

@@ -180,9 +180,8 @@ class Run:
         """
         mid_epoch: dict[str, Any] = {"sums": sums, "generators": rng_state(self.device)}
         if not self.ranks.is_single_process:
-            mid_epoch["ranks"] = self.ranks.all_gather_object(
-                {"running": sums["running"], "generators": mid_epoch["generators"]}
-            )
+            own = {"running": sums["running"], "generators": mid_epoch["generators"]}
+            mid_epoch["ranks"] = self.ranks.all_gather_object(own)
         return {**self.state_dict(), "format": MID_EPOCH_FORMAT, "within": mid_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -39,11 +39,8 @@ def check_ranks(owner: str, splits: Splits, split_hash: str, ranks: Ranks) -> No
         ObjectiveError: the ranks have different data, or there are fewer validation samples than ranks.
     """
     hashes = ranks.all_gather_object(split_hash)
-    other = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
-    if other:
-        raise ObjectiveError(
-            f"{owner}.data returns different data on rank {other[0]} than on rank 0; make it a function of the seed"
-        )
+    if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
+        raise ObjectiveError(f"{owner}.data differs between ranks 0 and {other[0]}; make it a function of the seed")
     if len(splits.val) < ranks.world_size:
         raise ObjectiveError(
             f"{owner}.data: {len(splits.val)} validation samples are too few for {ranks.world_size} devices"
@@ -86,9 +83,7 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
     owner, metric = type(objective).__name__, objective.metric
     better = DIRECTIONS.get(metric, objective.direction)
     if objective.direction != better:
-        raise ObjectiveError(
-            f"{owner}: direction = {objective.direction!r} does not fit {metric}; set direction = {better!r}"
-        )
+        raise ObjectiveError(f"{owner}: direction = {objective.direction!r} does not fit {metric}; set {better!r}")
     with wrap_user_errors(f"{owner} on the validation split"):
         if isinstance(run.step_function, LossStep):
             _check_outputs(objective, run, run.step_function.loss)
@@ -113,10 +108,7 @@ def list_config_warnings(run: Run) -> list[str]:
         found.append("schedule plateau follows validation samples that the refit trains on; the rate may fall later")
     norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not run.ranks.is_single_process and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
-        found.append(
-            f"batch norm uses each device's share of a batch, so {run.ranks.world_size} devices train "
-            "differently from one"
-        )
+        found.append(f"batch norm uses each device's share of a batch: {run.ranks.world_size} devices differ from one")
     share = compute_majority_share(run.splits.train)
     if run.curve.metric_key == "val_accuracy" and share is not None and share >= _IMBALANCED_SHARE:
         found.append(
@@ -142,9 +134,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
             )
         return
     if len(output) != batch.size and isinstance(batch.y, Tensor) and len(batch.y) == batch.size:
-        raise ObjectiveError(
-            f"the model returns {list(output.shape)} for {batch.size} inputs; keep the batch dimension first"
-        )
+        raise ObjectiveError(f"the model returns {list(output.shape)} for {batch.size} inputs; keep the batch first")
     known = y if isinstance(y, Tensor) else batch.y
     if not isinstance(known, Tensor):
         return
@@ -207,6 +197,5 @@ def _find_cross_entropy(step_function: StepFunction) -> nn.Module | None:
 
 def _get_ignore_index(loss: nn.Module | None) -> int | None:
     """Return the `ignore_index` of a loss; None if the loss has none."""
-    plain = loss.loss if isinstance(loss, CountedCrossEntropy) else loss
-    found = getattr(plain, "ignore_index", None)
+    found = getattr(loss.loss if isinstance(loss, CountedCrossEntropy) else loss, "ignore_index", None)
     return found if isinstance(found, int) else None

@@ -180,10 +180,8 @@ def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> 
         ObjectiveError: a setting exceeds the length of the run; the message has the setting.
     """
     epochs = total_steps // epoch_steps
-    if config.warmup_steps is not None and config.warmup_steps >= total_steps:
-        raise ObjectiveError(
-            f"warmup_steps {config.warmup_steps} must be below the run's {total_steps} steps; use warmup_fraction"
-        )
+    if (steps := config.warmup_steps) is not None and steps >= total_steps:
+        raise ObjectiveError(f"warmup_steps {steps} must be below the run's {total_steps} steps; use warmup_fraction")
     if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
         raise ObjectiveError(f"decay_epochs {config.decay_epochs} must be below the run's {epochs} epochs; lower it")
     if config.schedule == "cosine_restarts" and config.cycles > total_steps:

@@ -35,8 +35,7 @@ def describe_leakage(run: Run, result: FitResult) -> list[str]:
     if run.plan.refit is not None:
         return ["A refit trains on the validation samples too; their metrics check the model but estimate nothing."]
     found = []
-    shared = count_shared_inputs(run.splits.train, run.splits.val)
-    if shared:
+    if shared := count_shared_inputs(run.splits.train, run.splits.val):
         found.append(
             f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, bit for bit: "
             "split by group, or remove the duplicates"

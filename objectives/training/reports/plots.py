@@ -22,9 +22,7 @@ _NAMES = (0.005, 0.14, 0.37)  # x positions of the names of curves, as shares of
 _figures = threading.local()  # the figures of this thread, by their kind and panels
 
 
-def plot_curves(
-    history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None
-) -> Path:
+def plot_curves(history: list[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None) -> Path:
     """Draw a panel for each name, such as `loss`, with its training and validation values over epochs, as a PNG."""
     figure, all_axes = _get_figure("curves", 5.2, len(names))
     for axes, name in zip(all_axes, names, strict=True):

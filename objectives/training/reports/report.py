@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import FitResult
 
 
-def write_report(
-    path: Path, steps: Sequence[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective
-) -> None:
+def write_report(path: Path, steps: list[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective) -> None:
     """Write `report.md` for a run that has ended; `steps` are the records of its `StepLog`."""
     instabilities = list_instabilities(run, result, steps) or ["None found."]
     changed, defaults = _list_configuration(run, objective)

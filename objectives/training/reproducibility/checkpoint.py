@@ -9,6 +9,7 @@ import pickle
 import shutil
 import struct
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,16 +105,12 @@ def _digest(file: Any, size: int) -> bytes:
 
 def _sync_folder(folder: Path) -> None:
     """Make a rename in the folder durable, if the file system can sync folders."""
-    try:
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 SHARDS_FOLDER = "shards"  # folder in a run directory

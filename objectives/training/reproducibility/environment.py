@@ -41,10 +41,8 @@ def describe_environment(device: torch.device, source: Path | None, world: int =
 
 def describe_differences(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the differences of environments that make a resume inexact: `torch 2.12.0 -> 2.13.0, threads 4 -> 2`."""
-    before = {**_DEFAULTS, **then}
-    return ", ".join(
-        f"{key} {before.get(key)} -> {now.get(key)}" for key in EXACT_KEYS if before.get(key) != now.get(key)
-    )
+    old = {**_DEFAULTS, **then}
+    return ", ".join(f"{key} {old.get(key)} -> {now.get(key)}" for key in EXACT_KEYS if old.get(key) != now.get(key))
 
 
 @lru_cache

@@ -15,8 +15,7 @@ import torch
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed below 2**32 that depends only on `parts`, which identify its purpose."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big")
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
 
 
 def set_seed(*parts: int | str) -> None:

@@ -69,21 +69,19 @@ class Strategy:
         """Return a state for a checkpoint: with unsharded tensors, or with a manifest of shards in `shards_dir`."""
         return self.full_state_dict(parts)
 
-    def load_checkpoint_state(
-        self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None
-    ) -> dict[str, Any]:
+    def load_checkpoint_state(self, kept: dict[str, Any], like: Mapping[Any, Any], path: Path | None) -> dict[str, Any]:
         """Return this rank's part of the checkpoint state `kept`.
 
         Args:
             kept: result of `checkpoint_state`.
             like: as for `local_state_dict`.
-            folder: folder with shards; None without shards.
+            path: folder with shards; None without shards.
         """
-        if folder is None:
+        if path is None:
             return self.local_state_dict(kept, like)
         from hpsearch.objectives.training.strategies import shards  # a slow import that few runs need
 
-        return self.local_state_dict(shards.read_shards(kept, folder), like)
+        return self.local_state_dict(shards.read_shards(kept, path), like)
 
     def scaling_efficiency(self) -> float | None:
         """Return the share of recent step time that is not spent waiting for other ranks; None if unknown."""

@@ -52,9 +52,8 @@ class FSDPStrategy(Strategy):
         offload = self._config.cpu_offload
         # Training uses autocast, and evaluation fp32, as in a single process. With a `param_dtype` of bf16, evaluation
         # would use bf16 weights, and raw inputs would be cast before the model scales them.
-        policy = MixedPrecisionPolicy(
-            reduce_dtype=torch.float32 if self._config.precision == "bf16" else None, cast_forward_inputs=False
-        )
+        reduce_dtype = torch.float32 if self._config.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._device.type, (self._ranks.world_size,)),
             "reshard_after_forward": True,  # the root too: averages and checkpoints read it between steps
@@ -143,23 +142,19 @@ class FSDPStrategy(Strategy):
             if written is not None:
                 return written
             if self._ranks.is_rank_zero and not self._has_warned:
-                log.warning(
-                    "checkpoints are not sharded, because not all ranks see %s; rank 0 gathers them", shards_dir
-                )
+                log.warning("checkpoints are not sharded: not all ranks see %s; rank 0 gathers them", shards_dir)
             self._has_warned = True
         return self.full_state_dict(parts)
 
-    def load_checkpoint_state(
-        self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None
-    ) -> dict[str, Any]:
+    def load_checkpoint_state(self, kept: dict[str, Any], like: Mapping[Any, Any], path: Path | None) -> dict[str, Any]:
         """Return this rank's part of the checkpoint state `kept`; see `Strategy.load_checkpoint_state`."""
-        if folder is None:
+        if path is None:
             return self.local_state_dict(kept, like)
         from hpsearch.objectives.training.strategies import shards
 
-        if all(self._ranks.all_gather_object(folder.is_dir())):
-            return shards.read_shards(kept, folder, like, self._ranks)
-        return self.local_state_dict(shards.read_shards(kept, folder) if self._ranks.is_rank_zero else kept, like)
+        if all(self._ranks.all_gather_object(path.is_dir())):
+            return shards.read_shards(kept, path, like, self._ranks)
+        return self.local_state_dict(shards.read_shards(kept, path) if self._ranks.is_rank_zero else kept, like)
 
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of each gradient [n], over all ranks."""
@@ -185,18 +180,15 @@ class FSDPStrategy(Strategy):
             for key, parameter in module._parameters.items():
                 if parameter is not None:  # shared parameters stay shared
                     weight = state[f"{name}.{key}" if name else key]
-                    module._parameters[key] = parameters.setdefault(
-                        id(parameter), nn.Parameter(weight, requires_grad=parameter.requires_grad)
-                    )
+                    full = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                    module._parameters[key] = parameters.setdefault(id(parameter), full)
             module._buffers.update(live._buffers)
             # Attributes that the objective changed during the training.
-            vars(module).update(
-                {k: v for k, v in vars(live).items() if k in vars(module) and isinstance(v, _PLAIN_TYPES)}
-            )
+            vars(module).update({k: v for k, v in vars(live).items() if k in vars(module) and isinstance(v, _PLAIN)})
         return unsharded.cpu()
 
 
-_PLAIN_TYPES = (bool, int, float, str)
+_PLAIN = (bool, int, float, str)
 
 
 class _TensorSpec(NamedTuple):

@@ -138,9 +138,8 @@ class _Reader(FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _TYPES and not (
-            module == "torch" and isinstance(getattr(torch, name, None), _TORCH_TYPES)
-        ):
+        is_torch_type = module == "torch" and isinstance(getattr(torch, name, None), _TORCH_TYPES)
+        if (module, name) not in _TYPES and not is_torch_type:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of shards")
         return super().find_class(module, name)
 
