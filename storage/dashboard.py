@@ -131,9 +131,8 @@ class DashboardStorage(PostgresStorage):
     ) -> list[FrozenTrial]:
         trials = super().get_all_trials(study_id, deepcopy=False, states=states)
         lacking = [trial._trial_id for trial in trials if trial.state.is_finished() and not _has_artifact_list(trial)]
-        found = (
-            self._database.fetch_rows(_WITH_ARTIFACTS, {"trials": lacking, "prefix": ATTR_PREFIX}) if lacking else []
-        )
+        arguments = {"trials": lacking, "prefix": ATTR_PREFIX}
+        found = self._database.fetch_rows(_WITH_ARTIFACTS, arguments) if lacking else []
         for row in found:
             self.refresh_trial(row.trial_id)
         if found or deepcopy:

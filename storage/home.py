@@ -43,8 +43,7 @@ def check_writable(home: Path) -> None:
     state = home / "stack.json"
     if state.exists() and state.stat().st_uid != os.geteuid():
         raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} belongs to another user (uid {state.stat().st_uid}): "
-            f"run as that user, or {_REMEDY}"
+            f"{HOME_VARIABLE} {str(home)!r} belongs to uid {state.stat().st_uid}: run as that user, or {_REMEDY}"
         )
 
 
@@ -55,8 +54,7 @@ def make_private_folder(path: Path) -> Path:
 
 
 def _resolve_home(value: str | None) -> Path:
-    chosen = value or os.environ.get(HOME_VARIABLE)
-    if chosen:
+    if chosen := value or os.environ.get(HOME_VARIABLE):
         try:
             return Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user

@@ -58,8 +58,7 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     except (ArgumentError, ValueError):
         # `from None`: the text of the cause contains the password.
         raise StorageError(
-            f"{setting} {redact(url)!r} cannot be parsed: {example}, with @ : / % in the password written as %40 "
-            "and so on"
+            f"{setting} {redact(url)!r} cannot be parsed: {example}, with @ : / % in the password written as %40 etc."
         ) from None
     if not parsed.database and "dbname" not in parsed.query and "service" not in parsed.query:
         raise StorageError(f"{setting} {redact(url)!r} names no database: {example}")

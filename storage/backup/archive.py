@@ -147,8 +147,7 @@ class ArchiveWriter:
 @contextmanager
 def create_archive(path: Path) -> Iterator[ArchiveWriter]:
     """Yield a writer to the new file `path` (mode 0600), which is synced to disk at the end."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
             yield ArchiveWriter(tar)
         file.flush()
@@ -258,14 +257,12 @@ class ArchiveReader:
     def _check_path(self, member: tarfile.TarInfo) -> None:
         # Stricter than the filters of tarfile: only regular files in the expected folders.
         path = PurePosixPath(member.name)
-        kinds = (ARTIFACTS, CHECKPOINTS)
-        is_known = member.name in {STUDIES_DUMP, MLFLOW_DUMP} or member.name.startswith(kinds)
+        is_known = member.name in {STUDIES_DUMP, MLFLOW_DUMP} or member.name.startswith((ARTIFACTS, CHECKPOINTS))
         if not is_known or ".." in path.parts or "\\" in member.name or str(path) != member.name or not member.isreg():
             raise ValueError(f"{member.name!r} is not expected")
 
     def _content(self, member: tarfile.TarInfo) -> BinaryIO:
-        content = self._tar.extractfile(member)
-        if content is None:
+        if (content := self._tar.extractfile(member)) is None:
             raise ValueError(f"{member.name!r} is not a file")
         return content  # type: ignore[return-value]  # IO[bytes]
 

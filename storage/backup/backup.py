@@ -80,8 +80,7 @@ def find_own_locations(home: Path, owner_url: str, *, artifacts: str | None, stu
         return Locations(home, False, studies, None, None)
     if not (given := os.environ.get(MLFLOW_URL)):
         raise StorageError(
-            f"{MLFLOW_URL} is not set: set it to MLflow's database, as for 'serve mlflow', or exclude that with "
-            "--studies-only"
+            f"{MLFLOW_URL} is not set: set it to MLflow's database, as for 'serve mlflow', or use --studies-only"
         )
     mlflow = DatabaseLocation(normalise_url(given, setting=MLFLOW_URL), MLFLOW_URL)
     return Locations(home, False, studies, mlflow, artifacts)
@@ -172,9 +171,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     check_service_options(owner_url, artifacts)
     if owner_url is None:
         if not has_stack(folder):
-            raise StorageError(
-                f"{HOME_VARIABLE} {str(folder)!r} contains no services and nothing to back up: set it, or give --home"
-            )
+            raise StorageError(f"{HOME_VARIABLE} {str(folder)!r} has no services to back up: set it, or give --home")
         stack.up(folder, dashboard=dashboard, progress=progress)
         locations = find_embedded_locations(folder, studies_only=studies_only)
     else:
@@ -228,17 +225,13 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
         studies = opened.enter_context(open_snapshot(*locations.studies))
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
-            raise StorageError(
-                f"{locations.studies.setting}: the tables of hpsearch are missing: give the database of the studies"
-            )
+            raise StorageError(f"{locations.studies.setting}: no hpsearch tables; give the studies' database")
         kept = opened.enter_context(_link_checkpoints(studies.cursor, locations))
         dumps = {archive.STUDIES_DUMP: studies}
         if locations.mlflow is not None:
             mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(open_snapshot(*locations.mlflow))
             if (mlflow_schema := read_revision(mlflow.cursor, ALEMBIC_TABLE)) is None:
-                raise StorageError(
-                    f"{locations.mlflow.setting}: the tables of MLflow are missing: give the database of its server"
-                )
+                raise StorageError(f"{locations.mlflow.setting}: no MLflow tables; give its server's database")
             runs = count_rows(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
             models = count_rows(mlflow.cursor, "registered_models")
         dumped_by = []
@@ -308,13 +301,9 @@ def _check_artifacts(locations: Locations) -> None:
         StorageError: the location of the artifacts is missing, or is not a local folder.
     """
     if locations.artifacts is None:
-        raise StorageError(
-            "--artifacts is missing: give the folder of MLflow's artifacts, as for 'serve mlflow', or --no-artifacts"
-        )
+        raise StorageError("--artifacts is missing: give the folder, as for 'serve mlflow', or --no-artifacts")
     if locations.artifacts_folder is None or not (locations.artifacts_folder.is_dir() or locations.is_embedded):
-        raise StorageError(
-            f"--artifacts {locations.artifacts!r} is not a local folder: add --no-artifacts to store only their index"
-        )
+        raise StorageError(f"--artifacts {locations.artifacts!r} is not local: add --no-artifacts for their index only")
 
 
 def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files: bool, progress: Progress) -> None:

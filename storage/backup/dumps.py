@@ -133,10 +133,8 @@ def open_session(url: str, setting: str, *, application_name: str = "hpsearch-re
     Raises:
         StorageError: the database cannot be reached, or rejects a statement.
     """
-    with (
-        convert_statement_errors(url, setting),
-        open_cursor(url, application_name=application_name, setting=setting) as cursor,
-    ):
+    opened = open_cursor(url, application_name=application_name, setting=setting)
+    with convert_statement_errors(url, setting), opened as cursor:
         yield cursor
 
 

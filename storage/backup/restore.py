@@ -173,8 +173,7 @@ def _open_empty_services(
             locations = backup.find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
         if manifest.files and locations.artifacts is None:
             raise StorageError(
-                "--artifacts is missing: the backup contains artifact files; give the folder of MLflow's artifacts, as "
-                "for 'serve mlflow'"
+                "--artifacts is missing, but the backup has artifact files: give the folder, as for 'serve mlflow'"
             )
         if manifest.files and locations.artifacts_folder is None:
             raise StorageError(f"--artifacts {artifacts!r} is not a local folder: give one for the artifact files")

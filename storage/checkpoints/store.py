@@ -261,9 +261,8 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         known = "file, s3, gs, abfs, sftp or another protocol of fsspec"
         raise StorageError(f"{head}: unknown protocol {protocol!r}: use {known}") from None
     except Exception as error:  # the driver connected immediately, and failed
-        raise CheckpointStoreError(
-            f"{head} cannot be used ({redact_password(format_error(error, 300), url)})"
-        ) from None
+        reason = redact_password(format_error(error, 300), url)
+        raise CheckpointStoreError(f"{head} cannot be used ({reason})") from None
     return fs, str(root)
 
 

@@ -117,9 +117,7 @@ def _hold_lock(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -
 
 def _convert_error(error: DBAPIError) -> Exception:
     if getattr(error.orig, "pgcode", None) == _LOCK_NOT_AVAILABLE:
-        return LockHeldError(
-            "another process has held a lock of the database for long: it may be frozen; end it, or try again later"
-        )
+        return LockHeldError("another process has long held a database lock: it may be frozen; end it, or try again")
     if is_transient(error):
         return LockLostError("the database ended a transaction that took too long, or is unavailable: try again")
     return error

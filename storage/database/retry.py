@@ -65,7 +65,9 @@ def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | No
 
     def should_retry(state: tenacity.RetryCallState) -> bool:
         error = None if state.outcome is None else state.outcome.exception()
-        return _should_retry(state) or (also is not None and isinstance(error, also))
+        if error is None and state.attempt_number > 1:
+            log.warning("database available again after %.1f s", state.seconds_since_start)
+        return error is not None and (is_transient(error) or (also is not None and isinstance(error, also)))
 
     def log_first_wait(state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1:
@@ -79,13 +81,6 @@ def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | No
         before_sleep=log_first_wait,
         reraise=True,
     )
-
-
-def _should_retry(state: tenacity.RetryCallState) -> bool:
-    error = None if state.outcome is None else state.outcome.exception()
-    if error is None and state.attempt_number > 1:
-        log.warning("database available again after %.1f s", state.seconds_since_start)
-    return error is not None and is_transient(error)
 
 
 def _format_outcome(state: tenacity.RetryCallState) -> str:

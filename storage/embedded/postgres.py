@@ -76,9 +76,7 @@ def read_password(folder: Path) -> str:
     try:
         return path.read_text().strip()
     except FileNotFoundError:
-        raise StorageError(
-            f"{str(path)!r}, the password of the embedded Postgres, is missing: restore it, or {_REMEDY}"
-        ) from None
+        raise StorageError(f"{str(path)!r}, the password of Postgres, is missing: restore it, or {_REMEDY}") from None
 
 
 def read_major_version(data: Path) -> str | None:
@@ -92,9 +90,7 @@ def read_major_version(data: Path) -> str | None:
     except FileNotFoundError:
         if not data.exists():
             return None
-    raise StorageError(
-        f"{str(data)!r} is not a data directory of Postgres (it has no PG_VERSION): move it away, or {_REMEDY}"
-    )
+    raise StorageError(f"{str(data)!r} is not a data directory of Postgres (no PG_VERSION): move it away, or {_REMEDY}")
 
 
 def remove_stale_pid_file(data: Path) -> None:
@@ -137,8 +133,7 @@ def try_lock(folder: Path) -> int | None:
     except OSError as error:
         os.close(descriptor)
         raise StorageError(
-            f"{str(folder)!r} is on a file system without locks ({error.strerror}): "
-            "set HPSEARCH_HOME to a folder on a local disk"
+            f"{str(folder)!r} is on a file system without locks ({error.strerror}): set HPSEARCH_HOME to a local disk"
         ) from None
     return descriptor
 
@@ -217,8 +212,7 @@ class EmbeddedPostgres:
 
     def read_identity(self) -> process.ProcessIdentity | None:
         """Return the identity of the server process; None if no server runs."""
-        server = self.find_process()
-        if server is None:
+        if (server := self.find_process()) is None:
             return None
         return process.ProcessIdentity(server.pid, server.create_time(), tuple(server.cmdline()))
 
@@ -272,8 +266,7 @@ class EmbeddedPostgres:
 
     def stop(self) -> int | None:
         """Disconnect the clients and stop the server; return its process id, or None if no server was running."""
-        server = self.find_process()
-        if server is None:
+        if (server := self.find_process()) is None:
             return None
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):  # fast shutdown, immediate shutdown, kill
             process.send_signal([server], number)

@@ -64,8 +64,7 @@ def find_account(data: Path | None = None) -> Account:
     Raises:
         StorageError: the current user has no passwd entry, or is root and cannot run programs as an unprivileged user.
     """
-    uid = os.geteuid()
-    if uid != 0:
+    if (uid := os.geteuid()) != 0:
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:

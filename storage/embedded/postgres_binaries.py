@@ -92,9 +92,8 @@ def _read_version(folder: Path, programs: Sequence[str]) -> str | None:
     if not all((folder / name).is_file() for name in programs):
         return None
     try:
-        printed = subprocess.run(
-            [folder / programs[0], "--version"], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
+        command = [str(folder / programs[0]), "--version"]
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     match = re.search(r"\(PostgreSQL\) (\d+(?:\.\d+)?)", printed)

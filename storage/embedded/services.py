@@ -192,8 +192,7 @@ class EmbeddedStack:
         if not server.folder.is_relative_to(self.home):
             progress(f"Postgres cannot run as root, and another user has no access to {self.home}")
             progress(f"the Postgres data is in {server.folder}")
-        port = server.attach()
-        if port is None:
+        if (port := server.attach()) is None:
             progress("starting Postgres" if server.data_folder.exists() else "setting up Postgres")
             port = server.start(self.state.postgres.port)
         self.state.postgres.port = port

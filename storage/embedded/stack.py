@@ -168,9 +168,7 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
     try:
         state = load_state(home)
     except OSError as error:
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}): set it to a folder of yours"
-        ) from None
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}): choose another") from None
     return None if state is None else EmbeddedStack(home, state)
 
 
@@ -191,19 +189,14 @@ def _lock_stack(
             lock.acquire(timeout=_LOCK_TIMEOUT)
     except filelock.Timeout:
         raise StorageError(
-            f"another hpsearch command has held {str(home / 'stack.lock')!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: "
-            "end it and try again"
+            f"another command has held {str(home / 'stack.lock')!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: end it"
         ) from None
     except (OSError, NotImplementedError) as error:
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}): set it to a folder on a local disk"
-        ) from None
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}): use a local disk") from None
     try:
         make_private_folder(home / "logs")
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}): fix that, or set it to another folder"
-        ) from error
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}): choose another") from error
     finally:
         lock.release()

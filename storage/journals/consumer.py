@@ -68,8 +68,7 @@ class TrialOutcomes:
         """
         if not self.is_superseded(journal.header.trial, journal.header.attempt):
             return False
-        ended = self.read_outcome(journal.header.trial)
-        if ended is None:
+        if (ended := self.read_outcome(journal.header.trial)) is None:
             raise OutcomePendingError
         return ended.outcome is not Outcome.FAILED
 
@@ -135,9 +134,8 @@ class Consumer(ABC):
             if (ended := self._outcomes.read_outcome(journal.header.trial)) is not None:
                 at = int(journal.path.stat().st_mtime * 1000)
                 # The checkpoints of a failed trial are kept, because a user may retry the trial.
-                self.write_outcome(
-                    cursor, End(ended.outcome, ended.reason, at, kept=ended.outcome is not Outcome.FAILED)
-                )
+                kept = ended.outcome is not Outcome.FAILED
+                self.write_outcome(cursor, End(ended.outcome, ended.reason, at, kept))
             is_complete = True
         if is_complete:
             self.release(cursor)

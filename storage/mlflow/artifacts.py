@@ -80,8 +80,7 @@ class MlflowArtifactStore:
         Raises:
             ArtifactNotFound: MLflow does not have the artifact, or is unavailable.
         """
-        match = _ID.fullmatch(artifact_id)
-        if match is None:
+        if (match := _ID.fullmatch(artifact_id)) is None:
             raise ArtifactNotFound(f"no artifact {artifact_id!r}")
         try:
             path = bytes.fromhex(match["path"]).decode()

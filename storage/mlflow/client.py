@@ -281,20 +281,18 @@ class Tracking:
         return str(run.info.run_id)
 
 
-def make_metrics(
-    epoch: int, timestamp: float, values: Mapping[str, float], model_id: str | None = None
-) -> list[Metric]:
+def make_metrics(epoch: int, seconds: float, values: Mapping[str, float], model_id: str | None = None) -> list[Metric]:
     """Return the metrics of an epoch as entities of MLflow, which stores each (key, time, step, value) once.
 
     Args:
         epoch: the epoch, which becomes the step of the metrics.
-        timestamp: the time of the metrics in unix seconds.
+        seconds: the time of the metrics in unix seconds.
         values: values by metric name.
         model_id: the id of the logged model that the metrics are linked to; None for no link.
     """
     from mlflow.entities import Metric
 
-    at = int(timestamp * 1000)
+    at = int(seconds * 1000)
     return [Metric(sanitize_name(key), float(value), at, epoch, model_id=model_id) for key, value in values.items()]
 
 

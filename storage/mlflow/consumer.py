@@ -162,7 +162,8 @@ class MlflowConsumer(Consumer):
             case journal_records.Artifacts():
                 self._upload_artifacts(cursor)
             case journal_records.Model():
-                self._create_model(cursor, record)
+                trial_id, folder = cursor.journal.header.trial, cursor.journal.model_folder
+                ensure_model(self._tracking, self._links, trial_id, self._run_id(cursor), record, folder)
             case journal_records.Problem(text):
                 self._tracking.log(self._run_id(cursor), tags={tag_names.TRACKING: text})
                 cursor.position.problem = cursor.position.problem or text
@@ -280,9 +281,7 @@ class MlflowConsumer(Consumer):
     def _log_dataset(self, cursor: Cursor, record: journal_records.Dataset) -> None:
         run_id = self._run_id(cursor)
         try:
-            self._tracking.log_dataset(
-                run_id, name=record.name, digest=record.digest, source=record.source, profile=record.profile
-            )
+            self._tracking.log_dataset(run_id, **vars(record))
         except Exception as error:  # a rejected dataset must not prevent the upload of the artifacts
             self._record_rejection(cursor, "data", error)
 
@@ -299,17 +298,11 @@ class MlflowConsumer(Consumer):
     def _upload(self, run_id: str, folder: Path) -> None:
         self._tracking.client.log_artifacts(run_id, str(folder))
 
-    def _create_model(self, cursor: Cursor, record: journal_records.Model) -> None:
-        trial_id, folder = cursor.journal.header.trial, cursor.journal.model_folder
-        ensure_model(self._tracking, self._links, trial_id, self._run_id(cursor), record, folder)
-
     def _end_run(self, cursor: Cursor, end: journal_records.End) -> None:
         self._tracking.end_trial_run(self._run_id(cursor), end.outcome, end.reason, end_ms=end.at)
         problem = cursor.position.problem
         if cursor.journal.lost_records:
-            problem = (
-                problem or f"incomplete: {cursor.journal.lost_records} records were lost, because the disk was full"
-            )
+            problem = problem or f"incomplete: {cursor.journal.lost_records} records were lost: the disk was full"
         self._links.record_delivery(cursor.journal.header.trial, problem)
         if end.kept and not (problem or "").startswith(PENDING):
             self._on_delivered(cursor.journal.header.number)

@@ -41,8 +41,7 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
         raise StorageError(f"{setting} {shown}: must be the http(s):// address of an MLflow tracking server")
     if "@" in parts.netloc:
         raise StorageError(
-            f"{setting} {shown}: must not contain a password; set MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD instead"
+            f"{setting} {shown}: must not contain a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
     remedy = "start the MLflow server, or correct the address"
     try:

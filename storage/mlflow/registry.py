@@ -88,8 +88,7 @@ def check_model_name(name: str) -> None:
     """
     if not name.strip() or len(name) > _MAX_MODEL_NAME or set(name) & set('/:"') or name in {".", ".."}:
         raise StorageError(
-            f'--model {name!r}: the name of a registered model has up to {_MAX_MODEL_NAME} characters, none of / : "; '
-            "choose another"
+            f'--model {name!r}: a model name has up to {_MAX_MODEL_NAME} characters, none of / : "; choose another'
         )
 
 
@@ -118,9 +117,8 @@ class Registry:
         """Return the version of a registered model with an alias; None if the model has no such alias."""
         with mlflow_request(f"look up {model}@{alias}"):
             # MLflow answers a request for a missing alias with INVALID_PARAMETER_VALUE.
-            found = get_or_none(
-                self._client.get_model_version_by_alias, model, alias, also_ignored="INVALID_PARAMETER_VALUE"
-            )
+            missing = "INVALID_PARAMETER_VALUE"
+            found = get_or_none(self._client.get_model_version_by_alias, model, alias, also_ignored=missing)
         return None if found is None else _to_version(found)
 
     def list_versions_of_runs(self, run_ids: list[str]) -> list[Version]:

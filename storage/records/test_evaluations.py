@@ -120,8 +120,7 @@ def record_test_evaluation(
         "refit": refit,
     }
     Database(engine).fetch_rows(_OPEN, arguments)
-    evaluation = read_test_evaluation(engine, study_id)
-    if evaluation is None:
+    if (evaluation := read_test_evaluation(engine, study_id)) is None:
         raise StorageError("the study was deleted")
     is_same = (evaluation.trial_number, evaluation.model_sha256) == (trial_number, model_sha256)
     if evaluation.scores is not None or not is_same:
@@ -143,8 +142,7 @@ def write_scores(engine: sa.Engine, study_id: int, made: TestEvaluation, scores:
         "scores": json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()}),
     }
     filled = Database(engine).fetch_rows(_FILL, arguments)
-    found = read_test_evaluation(engine, study_id)
-    if found is None:
+    if (found := read_test_evaluation(engine, study_id)) is None:
         raise StorageError("the study was deleted")
     if not filled:
         raise AlreadyEvaluatedError(found)

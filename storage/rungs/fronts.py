@@ -62,13 +62,11 @@ def compute_crowding_distances(losses: Losses) -> NDArray[np.float64]:
     """
     distances = np.zeros(len(losses))
     _, firsts = np.unique(losses, axis=0, return_index=True)
-    unique = losses[firsts]
-    for metric in unique.T:
+    for metric in losses[firsts].T:
         order = np.argsort(metric, kind="stable")
         ordered = metric[order]
         width = ordered[-1] - ordered[0]
-        ends = [order[0], order[-1]]
-        distances[firsts[ends]] = np.inf
+        distances[firsts[order[[0, -1]]]] = np.inf
         if np.isfinite(width) and width > 0:
             distances[firsts[order[1:-1]]] += (ordered[2:] - ordered[:-2]) / width
     return distances

@@ -202,9 +202,8 @@ def record_rung_value(
     connection.execute(_INSERT_CUTOFFS, {"study": study_id, "rung": rung})
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.to_loss(value)}
     if connection.execute(fronts.INSERT_RUNG_VALUE, {**arguments, "losses": None}).rowcount == 1:
-        connection.execute(
-            _UPDATE_CUTOFFS, {**arguments, "factor": rungs.factor, "places": rungs.get_promotion_quota(n_trials)}
-        )
+        places = rungs.get_promotion_quota(n_trials)
+        connection.execute(_UPDATE_CUTOFFS, {**arguments, "factor": rungs.factor, "places": places})
 
 
 def recompute_cutoffs(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:

@@ -102,9 +102,8 @@ class StudyCache:
 
     def _read_finished(self, database: Database) -> None:
         finished, others = read_newly_finished(database, self.study_id, self._known)
-        arrived = {row.trial_id: merge_row(row) for row in finished} | {
-            row.trial_id: make_bare_trial(row) for row in others
-        }
+        arrived = {row.trial_id: merge_row(row) for row in finished}
+        arrived |= {row.trial_id: make_bare_trial(row) for row in others}
         for trial_id in sorted(arrived):
             self._put(arrived[trial_id])
 

@@ -246,13 +246,12 @@ def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial
     steps = dict(known.intermediate_values) if known else {}
     for step, value, kind in zip(row.steps or (), row.step_values or (), row.step_kinds or (), strict=True):
         steps[step] = decode_value(value, kind)
+    results = zip(row.results or (), row.result_kinds or (), strict=True)
     return FrozenTrial(
         number=row.number,
         state=STATE_BY_NAME[row.state],
         value=None,
-        values=[decode_value(*pair) for pair in zip(row.results, row.result_kinds, strict=True)]
-        if row.results
-        else None,
+        values=[decode_value(*pair) for pair in results] or None,
         datetime_start=to_local(row.datetime_start),
         datetime_complete=to_local(row.datetime_complete),
         params=params,

@@ -205,8 +205,8 @@ class PostgresStorage(BaseStorage):
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         if template_trial is not None:
             return self.import_trials(study_id, [template_trial])[0]
-        start = utc_now()
-        trial_id, _ = creating.create_trial(self._database, study_id, start, self._cache(study_id).last_trial_id)
+        floor = self._cache(study_id).last_trial_id
+        trial_id, _ = creating.create_trial(self._database, study_id, utc_now(), floor)
         self._study_ids[trial_id] = study_id
         return trial_id
 
@@ -350,8 +350,7 @@ class PostgresStorage(BaseStorage):
 
         Use this method for trials that may have been reopened: the cache keeps their finished version.
         """
-        found = read_trial(self._database, trial_id)
-        if found is None:
+        if (found := read_trial(self._database, trial_id)) is None:
             raise KeyError(f"there is no trial with id {trial_id}")
         trial, self._study_ids[trial_id] = found
         return trial

@@ -79,16 +79,12 @@ def require_study(rows: Rows, study: int | str) -> Rows:
     return rows
 
 
-def _do_nothing(_connection: sa.Connection, _study_id: int) -> None:
-    pass
-
-
 def create_study(
     database: Database,
     name: str,
     directions: Sequence[StudyDirection],
     *,
-    fill: Callable[[sa.Connection, int], None] = _do_nothing,
+    fill: Callable[[sa.Connection, int], None] = lambda *_: None,
 ) -> int:
     """Create a study and return its id.
 
@@ -107,9 +103,8 @@ def create_study(
         # If the connection broke during the commit, the study may exist.
         if repeated and created and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == created[0]:
             return created[0]
-        created[:] = [
-            connection.execute(to_sql(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
-        ]
+        arguments = {"name": name, "directions": [direction.name for direction in directions]}
+        created[:] = [connection.execute(to_sql(_CREATE), arguments).scalar_one()]
         fill(connection, created[0])
         return created[0]
 
@@ -150,9 +145,7 @@ def set_attr(database: Database, kind: AttrKind, study_id: int, key: str, value:
     require_study(database.fetch_rows(_SET_ATTR.format(kind=kind), parameters), study_id)
 
 
-def set_attrs_in(
-    connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], *, kind: AttrKind = "user"
-) -> None:
+def set_attrs_in(connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], kind: AttrKind = "user") -> None:
     """Set attributes of a study in the transaction of the connection."""
     for key, value in attrs.items():
         parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}

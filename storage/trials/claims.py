@@ -186,8 +186,7 @@ class Claims:
 
     @kill_point("write claim")
     def _take(self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool) -> ClaimResult:
-        study = self._study(connection)
-        if study is None:
+        if (study := self._study(connection)) is None:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
             return StudyStopped(study.stopped)
@@ -207,12 +206,7 @@ class Claims:
         why = "the time was up" if spending is None or not spending.is_exhausted else spending.exhausted_reason
         may_open = open_new and room and row.total - row.enqueued < row.opens
         trial_id, rung = row.given_back, None
-        if (
-            trial_id is not None
-            and spending is not None
-            and not room
-            and not self._has_all_epochs(connection, trial_id)
-        ):
+        if trial_id is not None and spending is not None and not room and not self._is_trained(connection, trial_id):
             if row.running == 0:
                 return self._prune_cut(connection, trial_id, spending)
             trial_id = None  # the running trials may not use the whole rest of the budget
@@ -257,11 +251,10 @@ class Claims:
     def _spending(self, connection: sa.Connection) -> Spending | None:
         return None if self._metered_epochs is None else read_spending_in(connection, self._study_id)
 
-    def _has_all_epochs(self, connection: sa.Connection, trial_id: int) -> bool:
+    def _is_trained(self, connection: sa.Connection, trial_id: int) -> bool:
         """Return whether a trial has reported all epochs, so that only its outcome is missing."""
-        return bool(
-            connection.execute(report_sql.HAS_ALL_EPOCHS, {"trial": trial_id, "epochs": self._metered_epochs}).scalar()
-        )
+        arguments = {"trial": trial_id, "epochs": self._metered_epochs}
+        return bool(connection.execute(report_sql.HAS_ALL_EPOCHS, arguments).scalar())
 
     def _prune_cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
         """Prune a released trial because the budget is spent."""
@@ -276,14 +269,11 @@ class Claims:
         assert self._rungs is not None
         retired = find_next_to_prune(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
         if retired is not None:
-            finishing.prune_waiting_trial(
-                connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.decision}
-            )
+            attrs = {REASON: retired.reason, PRUNING: retired.decision}
+            finishing.prune_waiting_trial(connection, retired.trial_id, attrs=attrs)
         return retired
 
-    def _end_lost_attempts(
-        self, connection: sa.Connection, *, retries: int, fail: bool = True
-    ) -> RetriesExhausted | None:
+    def _end_lost_attempts(self, connection: sa.Connection, retries: int, fail: bool = True) -> RetriesExhausted | None:
         """End the attempts of dead workers.
 
         A trial with retries left waits for another worker. If `fail` is set, the first trial without retries left is
@@ -328,8 +318,7 @@ class Claims:
         Trials without retries left are not changed: `claim` sets them to FAIL, and its caller ends their MLflow runs.
         """
         with self._engine.begin() as connection:
-            study = self._study(connection)
-            if study is not None:
+            if (study := self._study(connection)) is not None:
                 self._end_lost_attempts(connection, retries=study.retries, fail=False)
 
     def renew(self, claim: Claim) -> bool:
@@ -377,11 +366,9 @@ class Claims:
             values["metrics"] = list(metrics)
         statement = report_sql.REPORT[self._metered_epochs is not None, metrics is not None]
         row = self._write(statement, claim, step, checkpoint, **values)
-        return (
-            ReportResult(row.stopped)
-            if self._metered_epochs is None
-            else ReportResult(row.stopped, row.counted, row.room)
-        )
+        if self._metered_epochs is None:
+            return ReportResult(row.stopped)
+        return ReportResult(row.stopped, row.counted, row.room)
 
     @kill_point("record mid-epoch checkpoint")
     def record_mid_epoch_checkpoint(self, claim: Claim, epoch: int, checkpoint: StoredFile) -> None:
@@ -445,8 +432,7 @@ class Claims:
                 finishing.finish_attempt(*place, Outcome.PAUSED, attrs={RUNG: paused}, system=system)
             return at
 
-        found = self._database.run_transaction(reached)
-        if found is None:
+        if (found := self._database.run_transaction(reached)) is None:
             raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
         return found
 

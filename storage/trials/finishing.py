@@ -131,8 +131,7 @@ def close_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcom
 
 def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> bool:
     """Return whether the attempt has ended with this outcome."""
-    found = connection.execute(_SELECT_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
-    return bool(found == outcome.value)
+    return bool(connection.execute(_SELECT_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar() == outcome.value)
 
 
 # A released trial has no start time until the next claim, which distinguishes it from trials that wait at rungs.

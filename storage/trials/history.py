@@ -214,9 +214,7 @@ _RUNNING = sa.text("""
 """)
 
 
-def read_progress(
-    engine: sa.Engine, study_id: int, direction: str, *, retry_seconds: float = RETRY_SECONDS
-) -> Progress:
+def read_progress(engine: sa.Engine, study_id: int, direction: str, retry_seconds: float = RETRY_SECONDS) -> Progress:
     """Return the progress of a study.
 
     Args:

@@ -50,10 +50,8 @@ def _is_hidden(pid: int) -> bool:
     """Return whether the process id belongs to a process of another user that the /proc option `hidepid` hides."""
     try:
         os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return False
 
 

@@ -139,9 +139,8 @@ def reopen_trial(
     with engine.begin() as connection:
         study = connection.execute(LOCK_STUDY, {"study": study_id}).one_or_none()
         row = connection.execute(_REOPEN, {"trial": trial_id, "from_start": from_start}).one_or_none()
-        if (
-            rungs is not None and study is not None and row is not None and row.epoch is None
-        ):  # it restarts below the first rung
+        # Without a checkpoint, the trial restarts below the first rung.
+        if rungs is not None and study is not None and row is not None and row.epoch is None:
             fronts.rerank_all(connection, study_id, rungs.maximize_each)
             recompute_cutoffs(connection, study_id, rungs, n_trials=study.n_trials)
     return row is not None, None if row is None else row.epoch

@@ -192,7 +192,6 @@ def read_attempt_ends(
     """Return the ends of the last `limit` attempts of a study, the newest first."""
     from hpsearch.storage.attributes import REASON
 
-    rows = Database(engine, retry_seconds).fetch_rows(
-        _SELECT_ATTEMPT_ENDS, {"study": study_id, "limit": limit, "reason": REASON}
-    )
+    arguments = {"study": study_id, "limit": limit, "reason": REASON}
+    rows = Database(engine, retry_seconds).fetch_rows(_SELECT_ATTEMPT_ENDS, arguments)
     return [AttemptEnd(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]

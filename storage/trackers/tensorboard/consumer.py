@@ -119,9 +119,8 @@ class TensorBoardConsumer(OptionalTracker):
                 tagged = {events.make_tag(name): float(value) for name, value in values.items()}
                 files.add(events.make_scalars(tagged), step=step, at=at)
             case journal_records.Tags(values):
-                files.add(
-                    events.make_text(", ".join(values), events.format_table(values)), step=header.attempt, at=started
-                )
+                text = events.make_text(", ".join(values), events.format_table(values))
+                files.add(text, step=header.attempt, at=started)
 
     def _write_end(self, files: EventFiles, cursor: Cursor, end: journal_records.End) -> None:
         at, text = end.at / 1000, f"{end.outcome.run_state}: {end.reason}"

@@ -51,8 +51,7 @@ class EventFiles:
             OSError: the folder is not usable.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = lock_file(self.folder / _LOCK)
-        if descriptor is None:
+        if (descriptor := lock_file(self.folder / _LOCK)) is None:
             raise LockHeldError(f"{self.folder}: another process writes to this folder")
         try:
             self._read_other_files()

@@ -71,8 +71,7 @@ class WandbRuns:
         """Create or resume a run; steps that the run already has are not logged again."""
         import wandb
 
-        lock = lock_file(Path(folder) / f".{run_id}.lock")
-        if lock is None:
+        if (lock := lock_file(Path(folder) / f".{run_id}.lock")) is None:
             return {"busy": True}
         quiet = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,

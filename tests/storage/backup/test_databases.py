@@ -240,14 +240,14 @@ def test_a_backup_of_newer_versions_is_rejected_before_any_change(
 
 def test_backup_and_restore_need_explicit_services(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
-    with pytest.raises(StorageError, match="contains no services and nothing to back up"):
+    with pytest.raises(StorageError, match="has no services to back up"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
     with pytest.raises(StorageError, match="--artifacts is missing"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not a local folder: add --no-artifacts"):
+    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not local: add --no-artifacts"):
         backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
     with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set without HPSEARCH_OWNER_URL"):
