@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -22,14 +23,7 @@ _JITTER = 1e-6
 
 # Prior of the logarithms of level, slope, configuration, decay, trial deviation and noise; then of length scales.
 _PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
-_INVARIANT_PRIOR_MEAN = (
-    0.0,
-    -0.7,
-    0.0,
-    0.0,
-    -5.0,
-    -5.0,
-)  # prior mean for metrics that depend on the configuration only
+_INVARIANT_PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -5.0, -5.0)  # for metrics that depend on the configuration only
 _PRIOR_DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
 _TASK_CORRELATION_LOGIT = (1.5, 1.5)  # mean and deviation of the logit
@@ -90,7 +84,7 @@ class GaussianProcess:
     @classmethod
     def from_prior(
         cls, feature_owner: np.ndarray, *, multi_study: bool = False, is_epoch_invariant: bool = False
-    ) -> GaussianProcess:
+    ) -> Self:
         """Return the process with the prior means of its hyperparameters.
 
         Args:
@@ -98,17 +92,13 @@ class GaussianProcess:
             multi_study: whether the points are from several studies.
             is_epoch_invariant: whether values depend only on the configuration, apart from a little noise.
         """
-        return cls(
-            torch.from_numpy(feature_owner),
-            _make_prior(feature_owner, multi_study=multi_study, is_epoch_invariant=is_epoch_invariant)[0],
-            is_epoch_invariant,
-        )
+        mean, _ = _make_prior(feature_owner, multi_study=multi_study, is_epoch_invariant=is_epoch_invariant)
+        return cls(torch.from_numpy(feature_owner), mean, is_epoch_invariant)
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
         """Return the process with the most probable hyperparameters, given the scores `y` [n] of the points."""
-        mean, deviation = _make_prior(
-            self.feature_owner.numpy(), multi_study=self._is_multi_study, is_epoch_invariant=self.is_epoch_invariant
-        )
+        owner, is_invariant = self.feature_owner.numpy(), self.is_epoch_invariant
+        mean, deviation = _make_prior(owner, multi_study=self._is_multi_study, is_epoch_invariant=is_invariant)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
@@ -122,11 +112,9 @@ class GaussianProcess:
             return value.item(), gradient.numpy()
 
         bounds = [(float(m - 6 * d), float(m + 6 * d)) for m, d in zip(mean, deviation, strict=True)]
-        start = self.theta.numpy()
+        start, options = self.theta.numpy(), {"maxiter": MAX_FIT_STEPS}
         with torch.enable_grad():
-            found = minimize(
-                loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": MAX_FIT_STEPS}
-            )
+            found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.is_epoch_invariant)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import optuna
 import torch
-from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from hpsearch.search.freeze_thaw.observations import (
     read_losses,
     select_observations,
 )
-from hpsearch.search.freeze_thaw.space import Space
+from hpsearch.search.freeze_thaw.space import SearchSpace, Space
 from hpsearch.search.freeze_thaw.warm_start import WarmStartData
 
 MAX_FIT_POINTS = 200  # maximum number of points on which the hyperparameters are fitted
@@ -32,9 +31,7 @@ def select_observed(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     return [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
 
 
-def merge_distributions(
-    trials: Iterable[FrozenTrial], warm_start: WarmStartData | None = None
-) -> dict[str, BaseDistribution]:
+def merge_distributions(trials: Iterable[FrozenTrial], warm_start: WarmStartData | None = None) -> SearchSpace:
     """Return the latest distribution of each parameter of the trials and of earlier studies.
 
     Distributions with a single value are omitted.
@@ -67,7 +64,7 @@ class GPDataset:
     def from_trials(  # noqa: PLR0913 the inputs of a dataset
         cls,
         trials: Sequence[FrozenTrial],
-        distributions: dict[str, BaseDistribution],
+        distributions: SearchSpace,
         *,
         maximize: bool,
         epochs: int,
@@ -122,11 +119,8 @@ class GPDataset:
     @property
     def prior_process(self) -> GaussianProcess:
         """The Gaussian process with the prior means of its hyperparameters."""
-        return GaussianProcess.from_prior(
-            self.space.feature_owner,
-            multi_study=bool(self.points.study.any()),
-            is_epoch_invariant=self.is_epoch_invariant,
-        )
+        owner, several = self.space.feature_owner, bool(self.points.study.any())
+        return GaussianProcess.from_prior(owner, multi_study=several, is_epoch_invariant=self.is_epoch_invariant)
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:
         """Fit the hyperparameters on a subset of the points, with those of `process` as initial values."""
@@ -182,9 +176,7 @@ def fit_posterior(
     """
     names, process = dataset.space.names, dataset.prior_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
-        process = GaussianProcess(
-            process.feature_owner, torch.tensor(kept["theta"], dtype=torch.float64), process.is_epoch_invariant
-        )
+        process = replace(process, theta=torch.tensor(kept["theta"], dtype=torch.float64))
     else:
         kept = {}
     if trials >= REFIT_GROWTH * kept.get("trials", 0):

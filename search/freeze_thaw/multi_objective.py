@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import optuna
 import torch
-from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -31,7 +30,7 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
     get_unreported_rows,
 )
 from hpsearch.search.freeze_thaw.observations import Observations, read_losses
-from hpsearch.search.freeze_thaw.space import TOP_TRIALS, Space, maximize_acquisition
+from hpsearch.search.freeze_thaw.space import TOP_TRIALS, SearchSpace, Space, maximize_acquisition
 from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
@@ -100,6 +99,11 @@ class MetricModel:
         mean, _ = self.posterior.predict(Points.at_final_epoch(space.to_features(space.rows), self.rows))
         return mean.numpy()
 
+    def predict_value(self, at: Points, *, maximize: bool) -> tuple[float, float, float]:
+        """Return the predicted value of a single point, and its values one deviation below and above."""
+        mean, deviation = self.posterior.predict(at)
+        return score_interval_to_metric(self.dataset.observations, mean.item(), deviation.item(), maximize=maximize)
+
 
 class MultiObjectiveSuggester:
     """Suggestions for multi-objective studies by expected hypervolume improvement.
@@ -112,9 +116,7 @@ class MultiObjectiveSuggester:
     def __init__(self, epochs: int, random: np.random.Generator) -> None:
         self._epochs, self._random = epochs, random
 
-    def suggest(
-        self, study: optuna.Study, trial: FrozenTrial, distributions: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    def suggest(self, study: optuna.Study, trial: FrozenTrial, distributions: SearchSpace) -> dict[str, Any]:
         """Return a configuration, and store the reason of the suggestion as an attribute of the trial.
 
         The configuration is empty while a metric has no observations.
@@ -159,12 +161,7 @@ class MultiObjectiveSuggester:
         given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
         if not given:
             at = Points.at_final_epoch(space.to_features(row[None]))
-            bands = [
-                score_interval_to_metric(
-                    m.dataset.observations, *(found.item() for found in m.posterior.predict(at)), maximize=higher
-                )
-                for m, higher in zip(metrics, maximize, strict=True)
-            ]
+            bands = [metric.predict_value(at, maximize=each) for metric, each in zip(metrics, maximize, strict=True)]
             near = None if top is None else observed[tops[top]].number
             note: Any = {"foreseen": [b[0] for b in bands], "band": [[*b[1:]] for b in bands], "near": near}
             study._storage.set_trial_system_attr(trial._trial_id, SUGGESTION_REASON_KEY, note)
@@ -174,7 +171,7 @@ class MultiObjectiveSuggester:
         self,
         study: optuna.Study,
         observed: Sequence[FrozenTrial],
-        distributions: dict[str, BaseDistribution],
+        distributions: SearchSpace,
         maximize: Sequence[bool],
     ) -> list[MetricModel]:
         """Return the model of each metric; an empty list if a metric has no observations."""
@@ -192,7 +189,7 @@ class MultiObjectiveSuggester:
         study: optuna.Study,
         kept: Mapping[str, Any],
         observed: Sequence[FrozenTrial],
-        distributions: dict[str, BaseDistribution],
+        distributions: SearchSpace,
         name: str,
         curves: Sequence[Mapping[int, float]] | None,
         *,
@@ -228,7 +225,7 @@ class MultiObjectiveSuggester:
         self,
         study: optuna.Study,
         observed: Sequence[FrozenTrial],
-        distributions: dict[str, BaseDistribution],
+        distributions: SearchSpace,
         broken: np.ndarray,
     ) -> tuple[Posterior, float] | None:
         """Return the posterior of the largest constraint violation, and the score of a violation of 0.

@@ -23,7 +23,7 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
     merge_distributions,
 )
 from hpsearch.search.freeze_thaw.multi_objective import MultiObjectiveSuggester
-from hpsearch.search.freeze_thaw.space import TOP_TRIALS, maximize_acquisition
+from hpsearch.search.freeze_thaw.space import TOP_TRIALS, SearchSpace, maximize_acquisition
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 
 
@@ -49,7 +49,7 @@ class FreezeThawSampler(BaseSampler):
         self._n_startup_trials = n_startup_trials
         self._is_random = self._random.random() < random_fraction
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> SearchSpace:
         """Return the distributions of all observed parameters; an empty dict if this trial is random."""
         trials = get_observed_trials(study, exclude=trial.number)
         self._kept = study._storage.get_study_system_attrs(study._study_id)
@@ -58,18 +58,14 @@ class FreezeThawSampler(BaseSampler):
             return {}
         return merge_distributions(trials, self._warm_start)
 
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: SearchSpace) -> dict[str, Any]:
         """Return the suggested configuration; conditional parameters whose condition does not hold are omitted."""
         if not search_space:
             return {}
         if len(study.directions) > 1:
             return MultiObjectiveSuggester(self._epochs, self._random).suggest(study, trial, search_space)
-        observed, maximize = (
-            get_observed_trials(study, exclude=trial.number),
-            study.direction == StudyDirection.MAXIMIZE,
-        )
+        observed = get_observed_trials(study, exclude=trial.number)
+        maximize = study.direction == StudyDirection.MAXIMIZE
         dataset = GPDataset.from_trials(
             observed,
             search_space,
@@ -83,11 +79,9 @@ class FreezeThawSampler(BaseSampler):
         posterior = fit_posterior(study, self._kept.get(HYPERPARAMETERS_KEY, {}), dataset, began + len(observed))
         predicted = posterior.predict(dataset.final_epoch_points)[0].numpy()
         incumbent = float(predicted[: len(observed)].min() if observed else predicted.min())
-        running = [i for i, t in enumerate(observed) if t.state == TrialState.RUNNING]
+        running = np.array([i for i, t in enumerate(observed) if t.state == TrialState.RUNNING], dtype=np.int64)
         unreported = get_unreported_rows(study, space, exclude=trial.number)
-        posterior = fantasize_running(
-            posterior, space, space.rows[running], np.array(running, dtype=np.int64), unreported
-        )
+        posterior = fantasize_running(posterior, space, space.rows[running], running, unreported)
 
         def acquisition(rows: np.ndarray) -> np.ndarray:
             at = Points.at_final_epoch(space.to_features(rows))

@@ -15,6 +15,7 @@ _STEP_EXPONENTS = (-2.5, -0.7)  # range of the decimal logarithm of a step's len
 _SWITCH_PROBABILITY = 0.1  # probability that a step changes the choice of a categorical parameter
 
 Numeric = FloatDistribution | IntDistribution
+SearchSpace = dict[str, BaseDistribution]
 
 
 class Space:

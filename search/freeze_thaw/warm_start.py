@@ -94,7 +94,7 @@ class WarmStartData:
             for trial in trials:
                 by_epoch = read_losses(trial, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs)
                 curve = {epoch: loss for epoch, loss in by_epoch.items() if epoch <= epochs}
-                if (params := _select_shared_params(trial.params, distributions)) and curve:
+                if (params := _select_shared(trial.params, distributions)) and curve:
                     kept.append((trial.number, params))
                     curves.append(curve)
             if not curves:
@@ -128,9 +128,7 @@ class WarmStartData:
         return cls(kept["studies"], distributions, kept["drawn"], trials)
 
 
-def _select_shared_params(
-    params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]
-) -> dict[str, Any] | None:
+def _select_shared(params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> dict[str, Any] | None:
     """Return the parameters that the new search space has too; None if a value is outside its range or choices."""
     shared = {name: value for name, value in params.items() if name in distributions}
     return shared if all(_contains(distributions[name], value) for name, value in shared.items()) else None
