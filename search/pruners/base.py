@@ -143,17 +143,16 @@ class OtherTrials(Protocol):
         ...
 
 
-def is_first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
-    """Return whether `step` is the first reported step of its interval, by Optuna's rule.
+def is_due(case: PruningContext, *, n_warmup_steps: int, interval_steps: int) -> bool:
+    """Return whether the last epoch is the first reported step of its interval after the warm-up, by Optuna's rule.
 
     Args:
-        values: values by step.
-        step: a step that is not one of the warm-up steps.
+        case: the trial with its values by step.
         n_warmup_steps: number of warm-up steps, after which the first interval starts.
         interval_steps: number of steps of an interval.
     """
-    start = (step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
-    return max((s for s in values if s != step), default=-1) < start
+    start = (case.step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
+    return case.step >= n_warmup_steps and max((s for s in case.values if s != case.step), default=-1) < start
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -16,12 +16,9 @@ from hpsearch.search.pruners.base import (
     OtherTrials,
     PrunerSpec,
     PruningContext,
-    is_first_of_interval,
+    is_due,
 )
 from hpsearch.search.spec.kinds import Number
-
-if TYPE_CHECKING:
-    pass
 
 
 class _Stopping(PrunerSpec):
@@ -67,9 +64,7 @@ def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, ke
     at epochs at which trials are compared.
     """
     step = case.step
-    if step < options.n_warmup_steps or not is_first_of_interval(
-        case.values, step, n_warmup_steps=options.n_warmup_steps, interval_steps=options.interval_steps
-    ):
+    if not is_due(case, n_warmup_steps=options.n_warmup_steps, interval_steps=options.interval_steps):
         return case.keep()
     trials = peers.get_finished_trials()
     if len(trials) < max(1, options.n_startup_trials):
@@ -120,9 +115,7 @@ class Threshold(PrunerSpec):
         return self.metric
 
     def decide(self, case: PruningContext, peers: OtherTrials) -> Decision:
-        if case.step < self.n_warmup_steps or not is_first_of_interval(
-            case.values, case.step, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps
-        ):
+        if not is_due(case, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps):
             return case.keep()
         metric, value = self.metric or case.metric, case.value if self.metric is None else case.reported[self.metric]
         if math.isnan(value):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.freeze_thaw.multi_objective import get_max_violation
+from hpsearch.search.freeze_thaw.space import SearchSpace
+from hpsearch.search.samplers.known_trials import States
 from hpsearch.storage.attributes import INFEASIBLE
 
 RANDOM_FRACTION = 0.3  # fraction of random trials
@@ -30,9 +30,7 @@ class BOHBSampler(TPESampler):
         super().__init__(seed=seed, **options)
         self._is_random = np.random.default_rng(seed).random() < RANDOM_FRACTION
 
-    def _sample(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    def _sample(self, study: optuna.Study, trial: FrozenTrial, search_space: SearchSpace) -> dict[str, Any]:
         if len(study.directions) == 1 or not study._get_trials(False, states=(TrialState.PRUNED,), use_cache=True):
             return super()._sample(study, trial, search_space)
         if self._is_random:
@@ -51,9 +49,7 @@ class _CompleteTrials:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._study, name)
 
-    def _get_trials(
-        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
-    ) -> list[FrozenTrial]:
+    def _get_trials(self, deepcopy: bool = True, states: States = None, use_cache: bool = False) -> list[FrozenTrial]:
         trials = self._study._get_trials(deepcopy, states, use_cache)
         if sum(t.state == TrialState.COMPLETE for t in trials) < MIN_COMPLETE:
             return trials

@@ -17,12 +17,11 @@ from hpsearch.search.errors import suggest_names
 from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
     from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.search.samplers.known_trials import States
 
 
 _MAX = 100_000  # configurations; a limit, because each one is checked when the study is created
@@ -51,9 +50,7 @@ class Grid(SamplerSpec):
             raise ValueError(f"{given!r} is not a table of lists: {{lr = [0.001, 0.01], width = [32, 64]}}")
         for name, value in ((name, value) for name, values in given.items() for value in values):
             if not isinstance(value, bool | int | float | str | None):
-                raise ValueError(
-                    f"{name} has {value!r}, not a value of a parameter: give numbers, text, true, false or none"
-                )
+                raise ValueError(f"{name} has {value!r}, not a parameter value: use numbers, text, true, false or none")
         return {name: [_to_number(value) for value in values] for name, values in given.items()}
 
     @field_validator("search_space")
@@ -87,11 +84,9 @@ class Grid(SamplerSpec):
                     f"give its values as {missing[0]} = [...]"
                 )
             used |= set(space.values)
-        for name in self.search_space:
-            if name not in used:
-                raise ValueError(
-                    f"sampler.search_space.{name}: not a parameter of {objective.name}{suggest_names(name, used)}"
-                )
+        if unused := [name for name in self.search_space if name not in used]:
+            hint = suggest_names(unused[0], used)
+            raise ValueError(f"sampler.search_space.{unused[0]}: not a parameter of {objective.name}{hint}")
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
@@ -185,9 +180,7 @@ def _make_brute_force_sampler(seed: int) -> BaseSampler:
         def __init__(self, study: Study) -> None:
             self._study_id, self._inner, self._storage = study._study_id, study._storage, self
 
-        def get_all_trials(
-            self, study_id: int, deepcopy: bool, states: Container[TrialState] | None
-        ) -> list[FrozenTrial]:
+        def get_all_trials(self, study_id: int, deepcopy: bool, states: States) -> list[FrozenTrial]:
             trials = self._inner.get_all_trials(study_id, deepcopy=deepcopy)
             return [trial for trial in trials if trial.state != TrialState.WAITING or trial.params]
 

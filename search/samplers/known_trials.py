@@ -16,6 +16,7 @@ from hpsearch.storage.attributes import RANK_CONSTRAINT, VALUES
 from hpsearch.storage.rungs.fronts import sort_by_front
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # values of all metrics, by trial id and step
+States = Container[TrialState] | None
 
 _RANK_STEP = 1e-300  # constraint violation that stands for one rank; smaller than any violation of a constraint
 
@@ -39,9 +40,7 @@ class SamplerStudyView(optuna.Study):
         # Pruned trials with their last steps, and their order.
         self._cached_order: tuple[list[tuple[int, int]], list[int]] = ([], [])
 
-    def _get_trials(
-        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
-    ) -> list[FrozenTrial]:
+    def _get_trials(self, deepcopy: bool = True, states: States = None, use_cache: bool = False) -> list[FrozenTrial]:
         if states is None or TrialState.PRUNED not in states:
             return super()._get_trials(deepcopy, states, use_cache)
         named = [state for state in TrialState if state in states]

@@ -12,9 +12,10 @@ from hpsearch.search.samplers.base import SamplerSpec
 from hpsearch.search.spec.kinds import Number
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
+
+    from hpsearch.search.freeze_thaw.space import SearchSpace
 
 
 class Random(SamplerSpec):
@@ -155,9 +156,7 @@ def _make_cmaes_sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
     class StudyCmaEsSampler(CmaEsSampler):
         """Optuna's sampler, adapted to studies with paused, diverged and enqueued trials."""
 
-        def sample_relative(
-            self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-        ) -> dict[str, Any]:
+        def sample_relative(self, study: Study, trial: FrozenTrial, search_space: SearchSpace) -> dict[str, Any]:
             if "fixed_params" in trial.system_attrs:  # an enqueued trial is not a sample of CMA-ES's distribution
                 return {}
             return super().sample_relative(study, trial, search_space)

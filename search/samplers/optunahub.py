@@ -57,9 +57,7 @@ class OptunaHub(SamplerSpec):
     @classmethod
     def _check_commit(cls, given: str) -> str:
         if not re.fullmatch(r"[0-9a-f]{40}", given):
-            raise ValueError(
-                f"{given!r} is not a commit of OptunaHub's registry: give all 40 digits, so that workers run the same"
-            )
+            raise ValueError(f"{given!r} is not a commit of OptunaHub's registry: give all 40 digits")
         return given
 
     def fit_to_objective(self, objective: BaseObjective) -> Self:
@@ -129,13 +127,9 @@ def _to_one_line(text: str) -> str:
 def _find_class(module: ModuleType, name: str | None) -> type[BaseSampler]:
     from optuna.samplers import BaseSampler
 
-    found = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isclass(value)
-        and issubclass(value, BaseSampler)
-        and value.__module__.startswith("optunahub_registry.")
-    }
+    own = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
+    own = {key: value for key, value in own.items() if value.__module__.startswith("optunahub_registry.")}
+    found = {key: value for key, value in own.items() if issubclass(value, BaseSampler)}
     if name is None and len(found) == 1:
         return next(iter(found.values()))
     if name is None or name not in found:

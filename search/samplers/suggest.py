@@ -46,9 +46,7 @@ def get_resplit_seed(spec: StudySpec, number: int) -> int | None:
     return derive_seed(spec.seed, "division", derive_training_seed(spec, number))
 
 
-def make_sampler(
-    spec: SamplerSpec, *, study_seed: int, trial_number: int, epochs: int, retry: int = 0
-) -> optuna.samplers.BaseSampler:
+def make_sampler(spec: SamplerSpec, *, study_seed: int, trial_number: int, epochs: int, retry: int = 0) -> BaseSampler:
     """Return the sampler for one trial.
 
     The sampler's seed depends on the trial's number, so that workers do not suggest the same startup points. The QMC
