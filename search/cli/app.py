@@ -81,9 +81,7 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-_Version = Annotated[
-    bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
-]
+_Version = Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)]
 
 
 @app.callback()

@@ -17,20 +17,14 @@ def finalists(
     *,
     top: Annotated[
         int | None,
-        typer.Option(
-            "--top", min=1, help="Number of best configurations  [default: 5; with several metrics the Pareto front]"
-        ),
+        typer.Option("--top", min=1, help="Number of finalists  [default: 5; with several metrics the Pareto front]"),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="Number of new seeds, common to all finalists  [default: 2]")
     ] = None,
     workers: Annotated[int, o.workers_option("; 0 only chooses and shows the finalists")] = 2,
     new_set: Annotated[
-        bool,
-        typer.Option(
-            "--new-set",
-            help="Choose a new set on other seeds; an earlier winner stays until the new set has one",
-        ),
+        bool, typer.Option("--new-set", help="Choose a new set on other seeds; its winner replaces an earlier one")
     ] = False,
     infeasible: o.Infeasible = False,
     how: o.FleetWorkerOptions,
@@ -72,13 +66,9 @@ def evaluate_test(
     ] = None,
     prefer: o.Prefer = None,
     unconfirmed: Annotated[
-        bool,
-        typer.Option("--unconfirmed", help="Use a trial that did not win among finalists; the result is marked"),
+        bool, typer.Option("--unconfirmed", help="Use a trial that did not win among finalists; the result is marked")
     ] = False,
-    refit: Annotated[
-        bool,
-        typer.Option("--refit", help="Use the winner's refit, trained by 'promote --refit'"),
-    ] = False,
+    refit: Annotated[bool, typer.Option("--refit", help="Use the winner's refit from 'promote --refit'")] = False,
     yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
@@ -104,18 +94,13 @@ def evaluate_test(
 def promote(
     name: o.StudyName,
     *,
-    trial: Annotated[
-        int | None, o.trial_option("the trial  [default: the finalists' winner, else the best trial]")
-    ] = None,
+    trial: Annotated[int | None, o.trial_option("the trial  [default: the finalists' winner, else the best]")] = None,
     prefer: o.Prefer = None,
     infeasible: o.Infeasible = False,
     alias: Annotated[
-        str,
-        typer.Option("--alias", help="Alias of this version; the version that had it gets 'previous' (previous-ALIAS)"),
+        str, typer.Option("--alias", help="Alias of the version; the former one gets 'previous' (previous-ALIAS)")
     ] = "champion",
-    model: Annotated[
-        str | None, typer.Option("--model", help="Name of the registered model  [default: the study's name]")
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Registered model  [default: the study's name]")] = None,
     refit: Annotated[
         bool,
         typer.Option(

@@ -68,9 +68,7 @@ def show(
     name: o.StudyName,
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
-    trial: Annotated[
-        int | None, o.trial_option("a trial to show: parameters, attempts, values, reason of its end")
-    ] = None,
+    trial: Annotated[int | None, o.trial_option("a trial: its parameters, attempts, values, reason of its end")] = None,
     where: o.Addresses,
 ) -> None:
     """Show a study: spec, counts and trials. With --trial, show one trial."""
@@ -128,8 +126,7 @@ def report(
     name: o.StudyName,
     *,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="HTML file to write  [default: reports/STUDY.html in --home]"),
+        Path | None, typer.Option("--output", "-o", help="HTML file to write  [default: reports/STUDY.html in --home]")
     ] = None,
     where: o.Addresses,
 ) -> None:

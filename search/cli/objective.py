@@ -16,6 +16,7 @@ import typer
 from hpsearch.search.cli.app import OBJECTIVES_SECTION, add_group, register
 from hpsearch.search.console import format_command
 from hpsearch.search.process import EXIT_INTERRUPTED
+from hpsearch.search.spec.spec import OBJECTIVE_HELP
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import BaseObjective
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
 
 @register(OBJECTIVES_SECTION)
-def init(
-    path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")],
-) -> None:
+def init(path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")]) -> None:
     """Write a small working objective as a template."""
     from hpsearch.objectives.template import write_template
 
@@ -34,9 +33,7 @@ def init(
     typer.echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
 
 
-ObjectiveArgument = Annotated[
-    str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py")
-]
+ObjectiveArgument = Annotated[str, typer.Argument(metavar="OBJECTIVE", help=OBJECTIVE_HELP)]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -107,14 +104,11 @@ def train(
     objective: ObjectiveArgument,
     *,
     settings: SetOption = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, help="Number of epochs  [default: the objective's]")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs  [default: the objective's]")] = None,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="Folder of the run; an existing one is resumed  [default: runs/NAME-TIME]"),
+        Path | None, typer.Option("--run-dir", help="Run folder; resumed if it exists  [default: runs/NAME-TIME]")
     ] = None,
     test: Annotated[bool, typer.Option("--test", help="Evaluate on the test split at the end")] = False,
     keep: Annotated[int, typer.Option("--keep", min=1, help="Number of checkpoints kept for resuming")] = 2,
@@ -195,9 +189,7 @@ def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, 
     report = folder / "report.md"
     typer.echo(f"{best}; {report if report.exists() else folder}")
     if result.best_metrics and objective.reported:
-        typer.echo(
-            "  ".join(f"{name} {get_metric_value(result.best_metrics, name):.6g}" for name in objective.reported)
-        )
+        typer.echo("  ".join(f"{key} {get_metric_value(result.best_metrics, key):.6g}" for key in objective.reported))
     if result.resume_note:
         typer.echo(result.resume_note)
     if test and result.best_path is not None:
@@ -332,10 +324,8 @@ def _format_range(values: Any) -> str:
 def _rows(item: Setting) -> list[tuple[str, str]]:
     """Return the lines of a setting as (name, text): one line, or one per entry of a dictionary, named as for --set."""
     if isinstance(item.value, dict) and item.value:
-        return [
-            (f"{item.name}.{name} = {json.dumps(value)}", "setting of the objective's model")
-            for name, value in item.value.items()
-        ]
+        text = "setting of the objective's model"
+        return [(f"{item.name}.{name} = {json.dumps(value)}", text) for name, value in item.value.items()]
     kind = f" ({item.type.replace(' | ', ' or ')})" if " | " in item.type else ""  # otherwise the value shows the type
     return [(_format_setting(item), f"{item.help}{kind}")]
 

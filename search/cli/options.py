@@ -81,8 +81,7 @@ Prefer = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt")]
 _Spec = Annotated[
-    Path | None,
-    typer.Option("--spec", help="TOML or YAML file of study settings; flags override it", rich_help_panel="Study"),
+    Path | None, typer.Option("--spec", help="Settings file, TOML or YAML; flags override it", rich_help_panel="Study")
 ]
 
 

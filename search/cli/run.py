@@ -20,9 +20,7 @@ def run(
     workers: Annotated[int, o.workers_option("; 0 only creates the study")] = 2,
     workers_per_gpu: Annotated[
         int | None,
-        typer.Option(
-            "--workers-per-gpu", min=1, max=64, help="Worker processes per GPU, for small models; replaces --workers"
-        ),
+        typer.Option("--workers-per-gpu", min=1, max=64, help="Workers per GPU, for small models; replaces --workers"),
     ] = None,
     enqueue: o.Enqueue = None,
     tracking_required: o.TrackingRequired = False,
@@ -106,25 +104,17 @@ def print_job_file(
     study: o.StudyName,
     *,
     workers: Annotated[int, typer.Option("--workers", help="Number of workers")],
-    gpus: Annotated[
-        float,
-        typer.Option("--gpus-per-worker", help="GPUs of each worker; a fraction such as 0.5 shares a GPU"),
-    ] = 0.0,
+    gpus: Annotated[float, typer.Option("--gpus-per-worker", help="GPUs per worker; a fraction shares a GPU")] = 0.0,
     cpus: Annotated[int, typer.Option("--cpus-per-worker", help="Cores and threads of each worker")] = 2,
     memory: Annotated[str, typer.Option("--memory", help="Memory of each worker, with M, G or T")] = "8G",
     time: Annotated[
-        str | None,
-        typer.Option("--time", help="Slurm time limit, [DAYS-]HOURS:MINUTES:SECONDS  [default: the partition's]"),
+        str | None, typer.Option("--time", help="Slurm time limit, [DAYS-]HH:MM:SS  [default: the partition's]")
     ] = None,
     grace: Annotated[int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL of a worker")] = 60,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Container image with hpsearch; required for Kubernetes")
-    ] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Image with hpsearch; required for Kubernetes")] = None,
     command: Annotated[
         str | None,
-        typer.Option(
-            "--command", help="Command that starts hpsearch on the node, for Slurm and systemd  [default: this Python]"
-        ),
+        typer.Option("--command", help="Command that starts hpsearch, for Slurm and systemd  [default: this Python]"),
     ] = None,
     storage_url: o.StorageUrl = None,
     home: o.Home = None,

@@ -93,23 +93,14 @@ def _owner_url(help_suffix: str) -> Any:
 
 
 OwnerUrl = Annotated[str | None, _owner_url("; MLflow's is MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
-Artifacts = Annotated[
-    str | None,
-    typer.Option(
-        "--artifacts",
-        help="Folder of MLflow's artifacts, for external services",
-    ),
-]
+Artifacts = Annotated[str | None, typer.Option("--artifacts", help="MLflow's artifact folder, for external services")]
 
 
 @register(SERVICES_SECTION)
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as backup.tar")],
     artifacts: Artifacts = None,
-    no_artifacts: Annotated[
-        bool,
-        typer.Option("--no-artifacts", help="Exclude artifact files; their index is included"),
-    ] = False,
+    no_artifacts: Annotated[bool, typer.Option("--no-artifacts", help="Exclude artifacts, not their index")] = False,
     studies_only: Annotated[bool, typer.Option("--studies-only", help="Exclude all data of MLflow")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file")] = False,
     storage_url: OwnerUrl = None,
@@ -178,9 +169,7 @@ def restore(
     for study, url in done.checkpoints:
         typer.echo(f"the backup has no checkpoints of {study}; they are at {url}")
     for study in done.unsent:
-        typer.echo(
-            f"{study}: some trials had not reached MLflow; rebuild them with: {format_command('sync', study, *at)}"
-        )
+        typer.echo(f"{study}: some trials are not in MLflow; rebuild them with: {format_command('sync', study, *at)}")
     if done.left_out:
         typer.echo(f"the backup lacks {done.left_out} artifact files, which MLflow needs in its artifact folder")
     typer.echo(f"list the studies with: {format_command('studies', *at)}")
@@ -260,8 +249,7 @@ def mlflow(
         ),
     ] = "artifacts",
     allowed_hosts: Annotated[
-        str | None,
-        typer.Option("--allowed-hosts", help="Accepted Host headers with ports, separated by commas"),
+        str | None, typer.Option("--allowed-hosts", help="Accepted Host headers with ports, separated by commas")
     ] = None,
 ) -> None:
     """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""

@@ -92,9 +92,7 @@ def retry(
     name: o.StudyName,
     trial: Annotated[list[int], o.trial_option("the trial; repeatable")],
     *,
-    from_start: Annotated[
-        bool, typer.Option("--from-start", help="Start from the first epoch, not from the last checkpoint")
-    ] = False,
+    from_start: Annotated[bool, typer.Option("--from-start", help="Restart at epoch 1, not at the checkpoint")] = False,
     where: o.Addresses,
 ) -> None:
     """Run failed or infeasible trials again.
@@ -136,12 +134,7 @@ def sync(
 
 
 @register(MONITOR_SECTION)
-def delete(
-    name: o.StudyName,
-    *,
-    yes: o.Yes = False,
-    where: o.Addresses,
-) -> None:
+def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     """Delete a study and its files. The runs of the study in MLflow stay.
 
     Deletes the trials, finalists, refits, checkpoints, and the study's files on this machine.
@@ -160,9 +153,7 @@ def delete(
 def gc(
     name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study name  [default: all studies]")] = None,
     *,
-    keep_top: Annotated[
-        int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")
-    ] = 5,
+    keep_top: Annotated[int, typer.Option("--keep-top", min=1, metavar="K", help="Best trials that keep a model")] = 5,
     yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:

@@ -69,13 +69,12 @@ def parse_constraints(given: Any) -> dict[str, str] | None:
 
 
 def _normalize_bound(metric: str, text: object) -> str:
-    match = _BOUND.fullmatch(str(text).strip())
+    given = str(text).strip()
+    match = _BOUND.fullmatch(given)
     with suppress(ValueError):
         if match and math.isfinite(limit := float(match[2])):
             return f"{match[1]} {limit!r}"
-    raise ValueError(
-        f"--constraints: {metric} {str(text).strip()!r} is not a bound; write <= or >= and a number, such as '<= 10'"
-    )
+    raise ValueError(f"--constraints: {metric} {given!r} is not a bound; write <= or >= and a number, such as '<= 10'")
 
 
 def parse_directions(given: Any) -> dict[str, Direction] | None:
@@ -137,12 +136,8 @@ def resolve_metrics(given: dict[str, Any]) -> dict[str, Any]:
     if named not in directions:
         raise ValueError(f"--metric {named!r} is not in --directions {', '.join(directions)}; remove --metric")
     if named != metric:
-        raise ValueError(
-            f"--metric {named!r} is not the first of --directions, which selects the best epoch; put it first"
-        )
-    if given.get("direction", direction) != direction:
-        raise ValueError(
-            f"--direction {given['direction']} contradicts --directions {metric}={direction}; remove --direction"
-        )
+        raise ValueError(f"--metric {named!r} is not first in --directions, which selects the best epoch; put it first")
+    if (other := given.get("direction", direction)) != direction:
+        raise ValueError(f"--direction {other} contradicts --directions {metric}={direction}; remove --direction")
     several = None if len(directions) == 1 else directions
     return {**given, "metric": metric, "direction": direction, "directions": several}

@@ -82,10 +82,9 @@ def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> 
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
     directions = given.get("directions", dict(objective.directions) if "metric" not in given else None)
+    named = {key: value for key, value in given.items() if key in {"metric", "direction"}}
     with as_search_error():
-        resolved = resolve_metrics(
-            {**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": directions}
-        )
+        resolved = resolve_metrics({**named, "directions": directions})
         constraints = parse_constraints(given.get("constraints", dict(objective.constraints)))
     metric = resolved.setdefault("metric", objective.metric)
     default = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)

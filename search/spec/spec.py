@@ -40,6 +40,7 @@ IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
 
 MAX_TRIALS = 1_000_000  # also `n_trials` of a study that has only a budget in epochs or seconds
 
+OBJECTIVE_HELP = "digits or another built-in, package.module:Class or my_file.py"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -136,9 +137,7 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: Annotated[str, BeforeValidator(normalize_reference)] = Field(
-        min_length=1, description="digits or another built-in, package.module:Class or my_file.py"
-    )
+    objective: Annotated[str, BeforeValidator(normalize_reference)] = Field(min_length=1, description=OBJECTIVE_HELP)
     metric: str = Field(min_length=1, description="Validation metric to optimize")
     direction: Direction = Field(description="maximize or minimize")
     directions: Annotated[dict[str, Direction] | None, BeforeValidator(parse_directions)] = Field(
@@ -158,9 +157,7 @@ class StudySpec(Options):
         "freeze_thaw",
     )
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
-    default_first: bool = Field(
-        default=True, description="Run the objective's default configuration, if it has one, as the first trial"
-    )
+    default_first: bool = Field(default=True, description="Run the objective's default configuration first, if any")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
         default=2,
@@ -244,11 +241,8 @@ class StudySpec(Options):
 
     def list_violations(self, values: Mapping[str, float]) -> list[str]:
         """Return a line for each constraint that `values` violate: ``model_mb 12.5, not <= 10``."""
-        return [
-            bound.format_violation(values[bound.metric])
-            for bound in self.bounds
-            if bound.violation(values[bound.metric]) > 0
-        ]
+        found = [(bound, values[bound.metric]) for bound in self.bounds]
+        return [bound.format_violation(value) for bound, value in found if bound.violation(value) > 0]
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
@@ -289,11 +283,9 @@ class StudySpec(Options):
         if not isinstance(given, dict):
             return given
         given = resolve_metrics(given)
-        names = (
-            MULTI_OBJECTIVE_DEFAULTS
-            if given.get("directions")
-            else {key: cls.model_fields[key].default.name for key in MULTI_OBJECTIVE_DEFAULTS}
-        )
+        names = MULTI_OBJECTIVE_DEFAULTS
+        if not given.get("directions"):
+            names = {key: cls.model_fields[key].default.name for key in names}
         kinds = {key: given.get(key, {}) for key in names}
         return {**given, **{key: {"name": names[key], **kinds[key]} for key in names if isinstance(kinds[key], dict)}}
 

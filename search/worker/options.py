@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self, TypedDict
+from typing import Any, Self, TypedDict, cast
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -85,9 +85,7 @@ class WorkerOptions(Options):
         description="Restart a worker and release its trial when a step takes N times as long as its "
         "longest step so far",
     )
-    heartbeat: str | None = Field(
-        default=None, description="File to touch while the worker makes progress, for a liveness probe"
-    )
+    heartbeat: str | None = Field(default=None, description="File to touch on progress, for a liveness probe")
     lease: Number = Field(
         default=LEASE,
         ge=1,
@@ -98,9 +96,7 @@ class WorkerOptions(Options):
         default=False,
         description="Exit if MLflow does not answer at the start; without this flag, log entries wait on disk",
     )
-    system_metrics: bool = Field(
-        default=False, description="Log the machine's load (CPU, memory, disk, network, GPU) to each trial's run"
-    )
+    system_metrics: bool = Field(default=False, description="Log load of CPU, memory, disk, network and GPU per trial")
     storage_url: str | None = Field(
         default=None,
         description="Postgres of the studies, postgresql://USER@HOST/DATABASE  [default: the embedded one]",
@@ -135,12 +131,7 @@ class WorkerOptions(Options):
     @property
     def addresses(self) -> Addresses:
         """The addresses of the services."""
-        return {
-            "storage_url": self.storage_url,
-            "tracking_uri": self.tracking_uri,
-            "checkpoint_url": self.checkpoint_url,
-            "home": self.home,
-        }
+        return cast(Addresses, self.model_dump(include=set(Addresses.__annotations__)))
 
     def environment(self) -> dict[str, str]:
         """Return the options as environment variables, which other users cannot read, unlike the command line."""
