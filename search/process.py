@@ -29,6 +29,8 @@ EXIT_GAVE_UP = 3  # worker: every trial of the objective fails
 EXIT_INTERRUPTED = 128 + 2  # Ctrl-C
 EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end a command
+
 
 def add_working_folder_to_path() -> None:
     """Make modules of the working folder importable, as `python -m` does."""
@@ -124,7 +126,7 @@ def stop_worker_on_signals() -> StopEvent:
 @contextmanager
 def restore_handlers() -> Iterator[None]:
     """Restore the current signal handlers at the end of this block; do nothing outside the main thread."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     try:
         yield
     finally:

@@ -176,11 +176,9 @@ class Study:
         from hpsearch.search.fleet.fork import start_fork_server
 
         start_fork_server(workers)
-        return self._worker_options(method, how)
+        return self._parse(method, how)
 
-    def _worker_options(
-        self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None
-    ) -> WorkerOptions:
+    def _parse(self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None) -> WorkerOptions:
         from hpsearch.search.spec.settings import keys_in_errors
         from hpsearch.search.worker import options
 
@@ -211,7 +209,7 @@ class Study:
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"run_worker(devices={devices}) is not available; use run(devices={devices})")
-        options = self._worker_options(self.run_worker, how, device)
+        options = self._parse(self.run_worker, how, device)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
@@ -543,18 +541,17 @@ class Study:
         seeds: int | None,
         *,
         workers: int,
-        new_set: bool = False,
-        infeasible: bool = False,
+        new_set: bool,
+        infeasible: bool,
         **how: Unpack[FleetWorkerOptions],
     ) -> RetrainResult[Finalists]:
         """Train the finalists; return their table, and whether the training was interrupted or workers gave up."""
         options = self._options(self.train_finalists, workers, how)
-        from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_finalists
 
         return run_finalists(
             self._services, self._stored, options,
-            top=top, seeds=seeds, new_set=new_set, infeasible=infeasible, workers=workers, console=PlainConsole(),
+            top=top, seeds=seeds, new_set=new_set, infeasible=infeasible, workers=workers,
         )  # fmt: skip
 
     def evaluate_test(
@@ -626,12 +623,9 @@ class Study:
     ) -> RetrainResult[Refit]:
         """Train the refit of the winner; return the refit, and whether training was interrupted or workers gave up."""
         options = self._options(self.promote, workers, how)
-        from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_refit
 
-        return run_refit(
-            self._services, self._stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
-        )
+        return run_refit(self._services, self._stored, options, trial=trial, seeds=seeds, workers=workers)
 
     def _promote(
         self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool

@@ -52,15 +52,12 @@ def create_finalist_study(study: StoredStudy, of: FinalistsOf, chosen: Mapping[i
         of: setting with the configurations to retrain and their seeds.
         chosen: trials of the search that have these configurations, by number.
     """
+    trials = _make_trials(of, chosen)
     for number in itertools.count(1):
         spec = _make_spec(study.spec, of, number)
+        directions, attrs = get_study_directions(spec), _make_attrs(study, spec)
         try:
-            made = study.storage.create_filled_study(
-                get_study_directions(spec),
-                spec.name,
-                user_attrs=_make_attrs(study, spec),
-                trials=_make_trials(of, chosen),
-            )
+            made = study.storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials)
         except DuplicatedStudyError:
             continue  # an earlier set, or an unrelated study
         set_metric_names(study.storage, spec)
@@ -197,22 +194,18 @@ def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists")
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
     for names in (read_finalist_studies, read_refit_studies):
         for name in names(study.engine, study.study_id):
-            of = load_study(study.storage, name).spec.finalists_of
-            taken.update(of.seeds if of is not None else [])
+            taken.update(load_study(study.storage, name).finalists_of.seeds)
     new: list[int] = []
-    for index in itertools.count():
-        if len(new) == count:
-            break
-        seed = derive_seed(study.spec.seed, purpose, index)
-        if seed not in taken:
-            taken.add(seed)
+    indices = itertools.count()
+    while len(new) < count:
+        seed = derive_seed(study.spec.seed, purpose, next(indices))
+        if seed not in taken and seed not in new:
             new.append(seed)
     return new
 
 
 def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
-    of = chosen.spec.finalists_of
-    assert of is not None
+    of = chosen.finalists_of
     pairs = (("--top", of.top, top), ("--seeds", len(of.seeds), seeds))
     differ = [f"{flag}: {before} -> {now}" for flag, before, now in pairs if now is not None and now != before]
     if differ:

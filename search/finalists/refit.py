@@ -82,11 +82,9 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
                 refit=epochs,
             )
             return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
-    of = _get_finalists_of(made)
+    of = made.finalists_of
     if seeds not in {None, len(of.seeds)}:
-        raise SearchError(
-            f"--refit-seeds {seeds}: {made.spec.name!r} was created with {len(of.seeds)}; remove it to continue"
-        )
+        raise SearchError(f"--refit-seeds {seeds}: {made.spec.name!r} has {len(of.seeds)}; remove it to continue")
     return made, False
 
 
@@ -108,7 +106,7 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
         chosen: the finalist study of the search.
         winner: number of the winner's trial in the search. The winner has a value for each seed.
     """
-    of = _get_finalists_of(chosen)
+    of = chosen.finalists_of
     runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.assignment(trial.number)[0] == winner]
     return statistics.median_high([epoch + 1 for run in runs for epoch in _get_chosen_epochs(run, study.spec.maximize)])
 
@@ -127,16 +125,10 @@ def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
 def _find_refit(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
     for name in reversed(read_refit_studies(study.engine, study.study_id)):
         made = load_study(study.storage, name)
-        of = _get_finalists_of(made)
+        of = made.finalists_of
         if (of.trials, of.refit) == ([winner], epochs):
             return made
     return None
-
-
-def _get_finalists_of(study: StoredStudy) -> FinalistsOf:
-    of = study.spec.finalists_of
-    assert of is not None
-    return of
 
 
 def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStudy, Refit]:
@@ -172,7 +164,7 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
 
 def tabulate_refit(made: StoredStudy) -> Refit:
     """Return the state of a refit."""
-    of = _get_finalists_of(made)
+    of = made.finalists_of
     assert of.refit is not None
     trials = [trial for trial in made.trials() if trial.number < made.spec.n_trials]
     ended = {t.number: float(t.user_attrs[REFIT]["train_loss"]) for t in trials if t.state == TrialState.COMPLETE}

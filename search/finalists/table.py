@@ -196,9 +196,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
 
 def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     """Return the table of the finalists of the search `study` from the results of the finalist study `chosen`."""
-    of = chosen.spec.finalists_of
-    assert of is not None
-    spec = study.spec
+    of, spec = chosen.finalists_of, study.spec
     search_values = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
     ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
     rows = tuple(

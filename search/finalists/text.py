@@ -53,10 +53,6 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     by_seed = f"val {study.spec.metric} per {'split' if found.is_resplit else 'seed'}"
     table = plain_table(*numbers, by_seed, "", right=numbers)
     for rank, row in enumerate(rank_finalists(study, found), 1):
-        values = [
-            f"{value:.4f}" if value is not None else str(reason)
-            for value, reason in zip(row.values, row.reasons, strict=True)
-        ]
         over = compute_optimism(study, row)
         table.add_row(
             str(rank) if row.is_complete else "-",
@@ -65,10 +61,15 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
             "-" if row.mean is None else f"{row.mean:.4f}",
             "unknown" if row.spread is None else f"{row.spread:.4f}",
             "-" if over is None else f"{over:+.4f}",
-            "  ".join(values),
+            "  ".join(format_run_values(row)),
             format_verdict(study, found, row),
         )
     return table
+
+
+def format_run_values(row: FinalistRow) -> list[str]:
+    """Return the value of each run of a finalist, or the reason why it has none."""
+    return [f"{v:.4f}" if v is not None else str(why) for v, why in zip(row.values, row.reasons, strict=True)]
 
 
 def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:

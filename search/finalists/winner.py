@@ -154,9 +154,8 @@ def estimate_test_score(
     """
     from scipy import stats
 
-    errors = [
-        e for row in runs.values() for run in row if (e := _get_run_error(run, metric, maximize=maximize)) is not None
-    ]
+    known = [_get_run_error(run, metric, maximize=maximize) for row in runs.values() for run in row]
+    errors = [error for error in known if error is not None]
     if choice.winner is None or not errors:
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])

@@ -149,10 +149,8 @@ class Confirmation:
         if found is None:
             return "no finalists were trained"
         if not found.is_decided:
-            reason = (
-                f"{found.pending} of their runs have not ended" if found.pending else "none has values for all seeds"
-            )
-            return f"the finalists have no winner: {reason}"
+            why = f"{found.pending} of their runs have not ended" if found.pending else "none has values for all seeds"
+            return f"the finalists have no winner: {why}"
         winner = found.winner if found.winner is not None else " or ".join(map(str, found.front))
         return "" if found.is_confirmed(trial) else f"the winner among the finalists is trial {winner}"
 

@@ -74,19 +74,17 @@ def _parse_limit(text: str, given: str) -> float:
     raise SearchError(f"--prefer {text!r}: {given!r} is not a number; write it as in 'accuracy >= 0.98'")
 
 
-def resolve_trial(
-    study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
-) -> int | None:
-    """Return `trial`, or the number of the trial that `preference` selects; None if both are None.
+def resolve_trial(study: StoredStudy, trial: int | None, prefer: str | None, *, infeasible: bool = False) -> int | None:
+    """Return `trial`, or the number of the trial that `prefer` selects; None if both are None.
 
     Raises:
-        SearchError: both `trial` and `preference` are given, or no trial satisfies the preference.
+        SearchError: both `trial` and `prefer` are given, or no trial satisfies the preference.
     """
-    if preference is None:
+    if prefer is None:
         return trial
     if trial is not None:
         raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one")
-    return select_preferred(study, preference, infeasible=infeasible)
+    return select_preferred(study, prefer, infeasible=infeasible)
 
 
 def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:

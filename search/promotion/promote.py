@@ -106,9 +106,7 @@ def promote(
     chosen = find_trial(study, number)
     _check_promotable(study, chosen)
     if not infeasible and (lines := chosen.user_attrs.get(VIOLATIONS)):
-        raise SearchError(
-            f"--trial {chosen.number} is infeasible ({', '.join(lines)}); promote another, or add --infeasible"
-        )
+        raise SearchError(f"--trial {number} is infeasible ({', '.join(lines)}); promote another, or add --infeasible")
     return register(found, chosen, tracking, alias=alias, name=name)
 
 

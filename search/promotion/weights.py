@@ -76,22 +76,20 @@ class BestWeights:
         Raises:
             SearchError: the file is damaged, or does not belong to the trial.
         """
+        spec, number = self.study.spec, self.trial.number
         try:
             best = checkpoint.read(path)
         except checkpoint.CheckpointError as error:
-            raise SearchError(
-                f"the weights of trial {self.trial.number} are unusable: {error}; {self.error_end}"
-            ) from None
-        spec = self.study.spec
+            raise SearchError(f"the weights of trial {number} are unusable: {error}; {self.error_end}") from None
         wanted = {
-            "seed": derive_training_seed(spec, self.trial.number),
+            "seed": derive_training_seed(spec, number),
             "split_seed": spec.seed,
             "value": get_first_value(self.trial),
         }
         differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
         if differ:
             raise SearchError(
-                f"checkpoints/best.pt in the run of trial {self.trial.number} belongs to another training "
+                f"checkpoints/best.pt in the run of trial {number} belongs to another training "
                 f"({', '.join(differ)}); {self.error_end}; restore the file that the trial logged"
             )
         return best

@@ -38,7 +38,7 @@ def make_figure_data(
     *,
     shares: list[tuple[str, float]] | str,
     finalists: Finalists | None,
-    epoch_usage: EpochUsage,
+    usage: EpochUsage,
     forecasts: Mapping[int, Forecast],
 ) -> dict[str, Any]:
     """Return the JSON data of all figures. Non-finite numbers are None."""
@@ -58,13 +58,13 @@ def make_figure_data(
                 "reason": reason,
                 "params": [to_json_value(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _thin_curve(trial, stride),
-                "pauses": epoch_usage.pauses.get(trial.number, []),
+                "pauses": usage.pauses.get(trial.number, []),
             }
             for trial, reason in ((t, _short_reason(t)) for t in sorted(shown, key=lambda t: t.number))
         ],
         "chosen": _find_best_number(study),
         "best": _find_improvements(study),
-        "epoch_usage": epoch_usage.figure,
+        "epoch_usage": usage.figure,
         "forecasts": [
             {
                 "trial": number,
@@ -128,11 +128,8 @@ def _short_reason(trial: FrozenTrial) -> str:
 
 def _thin_curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None]]:
     steps = sorted(trial.intermediate_values.items())
-    return [
-        (step + 1, round_for_json(value))
-        for index, (step, value) in enumerate(steps)
-        if index % stride == 0 or index == len(steps) - 1
-    ]
+    kept = [step for index, step in enumerate(steps) if index % stride == 0 or index == len(steps) - 1]
+    return [(step + 1, round_for_json(value)) for step, value in kept]
 
 
 def _find_best_number(study: StoredStudy) -> int | None:
@@ -145,12 +142,8 @@ def _find_improvements(study: StoredStudy) -> list[tuple[int, float]]:
     """Return number and value of each feasible trial that was better than all earlier feasible trials."""
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
-    for trial in study.trials():
-        value = (
-            round_for_json(get_first_value(trial))
-            if trial.state == TrialState.COMPLETE and is_feasible(trial)
-            else None
-        )
+    for trial in study.trials(TrialState.COMPLETE):
+        value = round_for_json(get_first_value(trial)) if is_feasible(trial) else None
         if value is not None and (not found or sign * value > sign * found[-1][1]):
             found.append((trial.number, value))
     return found
@@ -262,15 +255,13 @@ _MAX_FRONT_ROWS = 200
 
 def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
     """Return the JSON data of the Pareto front figure."""
-    names = list(study.spec.direction_by_metric)
+    spec, names = study.spec, list(study.spec.direction_by_metric)
     return {
-        "metrics": [
-            {"name": name, "maximize": way == "maximize"} for name, way in study.spec.direction_by_metric.items()
-        ],
+        "metrics": [{"name": name, "maximize": way == "maximize"} for name, way in spec.direction_by_metric.items()],
         "trials": [trial.number for trial in summary.front],
         "bounds": [
             {"metric": names.index(bound.metric), "limit": bound.limit, "text": str(bound)}
-            for bound in study.spec.bounds
+            for bound in spec.bounds
             if bound.metric in names
         ],
     }

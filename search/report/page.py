@@ -18,6 +18,7 @@ from hpsearch.search.finalists.text import (
     describe_resampling,
     format_finalists,
     format_interval,
+    format_run_values,
     format_test_result,
     format_verdict,
     rank_finalists,
@@ -97,9 +98,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     rows = make_trial_rows(study, shown, names, forecasts)
     by_number = sorted(rows, key=lambda row: row["number"])
     without_result = [row for row in by_number if row["state"] in {"failed", "infeasible"}]
-    figures = make_figure_data(
-        study, shown, names, shares=first, finalists=finalists, epoch_usage=usage, forecasts=forecasts
-    )
+    figures = make_figure_data(study, shown, names, shares=first, finalists=finalists, usage=usage, forecasts=forecasts)
     hypervolume = compute_hypervolume_history(study, usage.order) if several else None
     figures["front"] = make_front_figure(study, summary) if several else None
     figures["volume"] = hypervolume.figure if hypervolume else None
@@ -194,10 +193,8 @@ def _make_cards(
             )
     if study.spec.is_multi_objective:
         cards += make_front_cards(study, summary)
-    elif summary.best is not None:
-        cards.append(
-            (f"{get_first_value(summary.best):.4f}", f"best {metric} of the search, trial {summary.best.number}")
-        )
+    elif (best := summary.best) is not None:
+        cards.append((f"{get_first_value(best):.4f}", f"best {metric} of the search, trial {best.number}"))
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
@@ -264,9 +261,7 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
                 "mean": "" if row.mean is None else f"{row.mean:.4f}",
                 "spread": "" if row.spread is None else f"{row.spread:.4f}",
                 "optimism": "" if over is None else f"{over:+.4f}",
-                "values": [
-                    f"{v:.4f}" if v is not None else why for v, why in zip(row.values, row.reasons, strict=True)
-                ],
+                "values": format_run_values(row),
                 "others": [f"{mean:.4g}" for mean in row.means[1:]],
                 "verdict": format_verdict(study, found, row),
             }

@@ -242,10 +242,8 @@ def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
 
 
 def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
-    if last.outcome == "paused" and (rung := trial.user_attrs.get(RUNG)):
-        return (
-            f"paused at rung {rung['rung']}, epoch {rung['epoch'] + 1}: rank {rung['rank']} of {rung['reached']} then"
-        )
+    if last.outcome == "paused" and (at := trial.user_attrs.get(RUNG)):
+        return f"paused at rung {at['rung']}, epoch {at['epoch'] + 1}: rank {at['rank']} of {at['reached']} then"
     ended = _OUTCOMES.get(last.outcome or "", "must be repeated")
     why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
     return f"attempt {last.number} {ended}{why}; a free worker resumes the trial next"
@@ -266,9 +264,8 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     ]
     if trial.values:
         last = " (last epoch)" if trial.state == TrialState.PRUNED else ""
-        facts.append(
-            ("values" if study.spec.is_multi_objective else "value", f"{format_values(study.spec, trial)}{last}")
-        )
+        name = "values" if study.spec.is_multi_objective else "value"
+        facts.append((name, f"{format_values(study.spec, trial)}{last}"))
     facts += [("bounds", f"violated: {line}") for line in list_violations(study.spec, trial)]
     if trial.duration is not None:
         ran = format_seconds(compute_run_seconds(study, [trial])[trial._trial_id])
@@ -313,11 +310,8 @@ def _make_attempt_table(attempts: list[AttemptRecord]) -> Table:
         start, end = attempt.started_at, attempt.ended_at
         cells = [_format_time(start), _format_time(end) if end else ""]
         if has_device:
-            cells = [
-                attempt.device or "",
-                _format_time(start),
-                format_seconds((end - start).total_seconds()) if end else "",
-            ]
+            took = format_seconds((end - start).total_seconds()) if end else ""
+            cells = [attempt.device or "", _format_time(start), took]
         table.add_row(str(attempt.number), attempt.worker, *cells, attempt.outcome or "running")
     return table
 

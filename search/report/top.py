@@ -89,10 +89,8 @@ def read_status(study: StoredStudy) -> StudyStatus:
 
 
 def _list_front(study: StoredStudy) -> list[dict[str, Any]]:
-    return [
-        {"trial": trial.number, "values": dict(zip(study.spec.direction_by_metric, trial.values, strict=True))}
-        for trial in study.front()
-    ]
+    names = study.spec.direction_by_metric
+    return [{"trial": t.number, "values": dict(zip(names, t.values, strict=True))} for t in study.front()]
 
 
 _EPOCHS_PER_TRIAL = sa.text("""

@@ -116,11 +116,8 @@ def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
         pauses[trial.number] = [at_rungs[each.rung] for each in intervals if each.rung is not None]
         order += [(at, trial.number, step) for at, step in estimate_epoch_ends(trial, intervals, at_rungs)]
     best: list[tuple[int, float, int, int]] = []
-    trials, usable, ordered = (
-        study.trials(),
-        find_eligible_trials(study),
-        [(number, step) for _, number, step in sorted(order)],
-    )
+    trials, usable = study.trials(), find_eligible_trials(study)
+    ordered = [(number, step) for _, number, step in sorted(order)]
     for count, (number, step) in enumerate(ordered, start=1):
         value = trials[number].intermediate_values[step]
         if number in usable and abs(value) < float("inf") and (not best or sign * value > sign * best[-1][1]):
@@ -130,13 +127,8 @@ def compute_epoch_usage(study: StoredStudy) -> EpochUsage:
 
 def find_eligible_trials(study: StoredStudy) -> set[int]:
     """Return the numbers of the trials that did not fail, are not infeasible, and violate no constraint."""
-    return {
-        trial.number
-        for trial in study.trials()
-        if trial.state != TrialState.FAIL
-        and not trial.user_attrs.get(INFEASIBLE)
-        and not list_violations(study.spec, trial)
-    }
+    valid = [t for t in study.trials() if t.state != TrialState.FAIL and not t.user_attrs.get(INFEASIBLE)]
+    return {trial.number for trial in valid if not list_violations(study.spec, trial)}
 
 
 def estimate_epoch_ends(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.objectives.loading import load_objective
-from hpsearch.search.console import format_command, pluralize, show_steps
+from hpsearch.search.console import PlainConsole, format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
 from hpsearch.search.finalists.refit import Refit, format_refit, make_or_join_refit, tabulate_refit
@@ -139,7 +139,6 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     new_set: bool,
     infeasible: bool = False,
     workers: int,
-    console: Console,
 ) -> RetrainResult[Finalists]:
     """Choose finalists or continue the existing set, train the remaining trials, and print and return the results.
 
@@ -152,13 +151,13 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
         new_set: whether to choose a new set of finalists.
         infeasible: whether trials that violate a constraint may be chosen.
         workers: number of workers; 0 only chooses and shows the finalists.
-        console: console for the live view and the result.
 
     Raises:
         SearchError: the study has no trials to choose from, or the finalists were stopped.
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service is unusable.
     """
+    console = PlainConsole()
     make = partial(create_or_join, study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
     with show_steps(console) as show_step:
         show_step("choosing the finalists")
@@ -167,12 +166,9 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     _print_finalists(console, study, chosen, created=created)
     if (effective := read_finalists(study)) is not None and effective.study != chosen.spec.name:
         winner = f"trial {effective.winner}" if effective.winner is not None else f"trials {effective.front}"
-        console.print(
-            f"the winner of {effective.study} stays valid until the new finalists have one: {winner}", style="yellow"
-        )
-    interrupted, gave_up = train_companion_study(
-        console, companion, options, workers if tabulate(study, chosen).pending else 0
-    )
+        console.print(f"the winner of {effective.study} is valid until the new set has one: {winner}", style="yellow")
+    pending = tabulate(study, chosen).pending
+    interrupted, gave_up = train_companion_study(console, companion, options, workers if pending else 0)
     found = tabulate(study, chosen)
     if not found.pending:
         with warn_on_mlflow_error(console, "the finalists", format_command("finalists", study.spec.name)):
@@ -190,8 +186,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
 
 
 def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
-    of = chosen.spec.finalists_of
-    assert of is not None
+    of = chosen.finalists_of
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
     console.print(f"finalists of {study.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
     evaluation = read_test_evaluation(study.engine, study.study_id)
@@ -229,7 +224,6 @@ def run_refit(
     trial: int | None,
     seeds: int | None,
     workers: int,
-    console: Console,
 ) -> RetrainResult[Refit]:
     """Create or continue the refit of a study's winner, train its remaining trials, and return its state.
 
@@ -240,7 +234,6 @@ def run_refit(
         trial: number of the expected winner; None accepts any winner.
         seeds: number of seeds; None uses the number of the existing refit, or the default.
         workers: number of workers; 0 only creates and shows the refit.
-        console: console for the live view and the result.
 
     Raises:
         SearchError: there is no winner, the objective has a custom training loop, or the refit was stopped.
@@ -256,6 +249,7 @@ def run_refit(
             )
         return make_or_join_refit(study, seeds=seeds, trial=trial)
 
+    console = PlainConsole()
     with show_steps(console) as show_step:
         show_step("creating the refit")
         companion = open_companion_study(services, study, options, make)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.devices import check_devices
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.fork import visible_gpus
-from hpsearch.search.process import restore_handlers, stop_on_signals
+from hpsearch.search.process import ENDING_SIGNALS, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.services import DASHBOARD_COMMAND, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
@@ -111,11 +110,7 @@ def check_not_stopped(study: StoredStudy) -> None:
 
 
 def run_fleet(
-    console: Console,
-    services: Services,
-    study: StoredStudy,
-    workers: int,
-    options: WorkerOptions,
+    console: Console, services: Services, study: StoredStudy, workers: int, options: WorkerOptions
 ) -> tuple[bool, tuple[str, ...]]:
     """Run a fleet until no worker is left.
 
@@ -142,9 +137,7 @@ def run_fleet(
 
     supervisor = supervise_services(services.home) if services.is_embedded else nullcontext()
     with restore_handlers():
-        stop = stop_on_signals(
-            signal.SIGINT, signal.SIGTERM, signal.SIGHUP, kill=lambda: fleet.stop(kill=True), request=fleet.stop
-        )
+        stop = stop_on_signals(*ENDING_SIGNALS, kill=lambda: fleet.stop(kill=True), request=fleet.stop)
         try:
             fleet.start()
             with supervisor as is_down, LiveView(console, study.spec, fleet) as view:

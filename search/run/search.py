@@ -137,9 +137,7 @@ def _finish_search(
     except KeyError:
         raise SearchError(f"study {study.spec.name!r} was deleted while it ran") from None
     except (DBAPIError, StorageInternalError):
-        raise SearchError(
-            "the study's database is unavailable; start it, and run the same command again to continue"
-        ) from None
+        raise SearchError("the study's database is unavailable; start it, and run the command again") from None
     report: Path | None = None
     with warn_on_mlflow_error(console, "the end of the study", format_command("report", study.spec.name)):
         flush_outbox(console, services, study, interrupted=interrupted)

@@ -106,11 +106,8 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
     surplus = [trial for trial in ended if RUN_ID in trial.user_attrs and trial.number not in best]
     runs = storage.list_runs_with_files(str(study.attrs[RUN_ID])) if surplus else {}
     needed = _list_needed(study)
-    candidates = {
-        str(trial.user_attrs[RUN_ID]): trial
-        for trial in surplus
-        if trial.user_attrs[RUN_ID] in runs and trial.number not in needed
-    }
+    removable = [trial for trial in surplus if trial.user_attrs[RUN_ID] in runs and trial.number not in needed]
+    candidates = {str(trial.user_attrs[RUN_ID]): trial for trial in removable}
     registered = {version.run_id for version in registry.list_versions_of_runs(list(candidates))}
     files = {run_id: storage.get_disk_usage(runs[run_id]) for run_id in candidates if run_id not in registered}
     files = {run_id: of_run for run_id, of_run in files.items() if of_run.model_id or of_run.checkpoint_bytes}
@@ -177,9 +174,8 @@ def _find_checkpoints(study: StoredStudy, checkpoints: StudyCheckpoints, runs: P
     names = [Path(path).parent.name for path in [*stored, *map(str, local)]]
     numbers = tuple(sorted({int(name.partition("-")[0]) for name in names}))
     size = sum(stored.values()) + sum(local.values())
-    return [
-        Garbage(study.spec.name, "leftover checkpoints of finished trials", numbers, size, "checkpoint store", remove)
-    ]
+    kind = "leftover checkpoints of finished trials"
+    return [Garbage(study.spec.name, kind, numbers, size, "checkpoint store", remove)]
 
 
 def _find_run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:

@@ -117,9 +117,8 @@ def extend_study(
     """
     flag, unit = get_option_name(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
-        instead = (
-            f"; choose others with {format_command('finalists', of.study, '--new-set')}" if of.refit is None else ""
-        )
+        again = format_command("finalists", of.study, "--new-set")
+        instead = f"; choose others with {again}" if of.refit is None else ""
         raise SearchError(f"study {study.spec.name!r} holds {of.description} and cannot be extended{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r} is invalid; give +N for N more {unit}, or the new budget as a number")

@@ -120,9 +120,7 @@ def _list_warm_start_trials(study: StoredStudy) -> list[FrozenTrial]:
     trials = study.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     observed = [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
     if not observed:
-        raise SearchError(
-            f"--warm-start {study.spec.name}: none of its trials has a report; run it first, or remove it"
-        )
+        raise SearchError(f"--warm-start {study.spec.name}: no trial has reported a value; run it first, or remove it")
     return observed
 
 
@@ -372,8 +370,7 @@ def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     Raises:
         ObjectiveError: `suggest` raised an error; the message has the file and line.
     """
-    scratch = optuna.create_study(
-        sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
-    )
+    sampler = make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
+    scratch = optuna.create_study(sampler=sampler)
     with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         return objective.configure(scratch.ask())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,8 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
     try:
         validate_params(objective, space)
     except NotInSpaceError as error:
-        raise ObjectiveError(
-            f"{type(objective).__name__}.defaults: {error}; correct it, or run with --no-default-first"
-        ) from None
+        name = type(objective).__name__
+        raise ObjectiveError(f"{name}.defaults: {error}; correct it, or run with --no-default-first") from None
     return space.values
 
 
@@ -69,6 +68,7 @@ def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
     return create_trial(state=TrialState.WAITING, system_attrs=system, user_attrs=user)
 
 
+Rows = Iterator[tuple[int, FixedTrial]]  # with their line or place
 Configurations = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Path | str
 
 
@@ -99,9 +99,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
         raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
 
 
-def _make_trials(
-    source: str, unit: str, rows: Iterable[tuple[int, FixedTrial]], objective: BaseObjective
-) -> list[FrozenTrial]:
+def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -> list[FrozenTrial]:
     """Return one waiting trial per row. The trial's origin names the source and the row."""
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
@@ -118,7 +116,7 @@ def _make_trials(
     return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
-def _read_csv(path: Path) -> Iterator[tuple[int, FixedTrial]]:
+def _read_csv(path: Path) -> Rows:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         try:
@@ -137,7 +135,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, FixedTrial]]:
             raise _make_line_error(path, rows.line_num, str(error)) from None
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, FixedTrial]]:
+def _read_jsonl(path: Path) -> Rows:
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not text.strip():
             continue
@@ -186,9 +184,7 @@ def check_budget(spec: StudySpec, trials: int) -> None:
     if spec.sampler.is_indexed_by_trial:
         raise SearchError(f"--enqueue is not available with {spec.sampler.name}; add the values to its search_space")
     if trials > spec.n_trials:
-        raise SearchError(
-            f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise --trials, or remove some"
-        )
+        raise SearchError(f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise it, or remove some")
 
 
 def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:

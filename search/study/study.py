@@ -19,7 +19,7 @@ from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
-from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
+from hpsearch.search.spec.spec import FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
@@ -91,14 +91,18 @@ class StoredStudy:
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     @property
+    def finalists_of(self) -> FinalistsOf:
+        """The finalists or the refit that this study holds; a search has none."""
+        of = self.spec.finalists_of
+        assert of is not None
+        return of
+
+    @property
     def resume_command(self) -> str:
         """The command line that resumes the study."""
         if (of := self.spec.finalists_of) is not None:
-            return (
-                format_command("finalists", of.study)
-                if of.refit is None
-                else format_command("promote", of.study, "--refit")
-            )
+            again = ("finalists", of.study) if of.refit is None else ("promote", of.study, "--refit")
+            return format_command(*again)
         return format_command("run", self.spec.objective, "--name", self.spec.name)
 
     def require_search(self, remedy: str) -> None:
@@ -189,8 +193,7 @@ def list_finalist_trials(study: StoredStudy) -> set[int]:
     """Return the numbers of the trials in the current or an earlier set of finalists."""
     numbers: set[int] = set()
     for name in read_finalist_studies(study.engine, study.study_id):
-        of = load_study(study.storage, name).spec.finalists_of
-        numbers.update(of.trials if of is not None else ())
+        numbers.update(load_study(study.storage, name).finalists_of.trials)
     return numbers
 
 
@@ -200,8 +203,7 @@ def load_parent_study(chosen: StoredStudy) -> StoredStudy:
     Raises:
         SearchError: the search was deleted.
     """
-    of = chosen.spec.finalists_of
-    assert of is not None
+    of = chosen.finalists_of
     try:
         parent = load_study(chosen.storage, of.study)
     except SearchError:

@@ -11,6 +11,7 @@ import optuna
 import torch
 from optuna.study import StudyDirection
 
+from hpsearch.search.freeze_thaw.forecast import build_score_table
 from hpsearch.search.freeze_thaw.gaussian_process import Points, Posterior
 from hpsearch.search.freeze_thaw.gp_dataset import (
     HYPERPARAMETERS_KEY,
@@ -83,12 +84,9 @@ def _predict_gain_in_scores(posterior: Posterior, space: Space, trials: float, r
     """Return the expected gain of new trials, in the normal scores to which the Gaussian process is fitted."""
     started = Points.at_final_epoch(space.to_features(space.rows), np.arange(len(space.rows)))
     order = np.argsort(posterior.predict(started)[0].numpy(), kind="stable")
-    rows = np.concatenate(
-        [
-            space.sample(random, RANDOM_CANDIDATES),
-            space.perturb(random, space.rows[order[:TOP_TRIALS]], 4 * NEIGHBORS_PER_TRIAL),
-        ]
-    )
+    drawn = space.sample(random, RANDOM_CANDIDATES)
+    near = space.perturb(random, space.rows[order[:TOP_TRIALS]], 4 * NEIGHBORS_PER_TRIAL)
+    rows = np.concatenate([drawn, near])
     mean, deviation = posterior.predict(Points.at_final_epoch(space.to_features(rows)))
     promising = np.argsort((mean - 2 * deviation).numpy(), kind="stable")[:MAX_NEW]
     best = order[:MAX_STARTED]
@@ -119,9 +117,7 @@ def _compute_joint_posterior(posterior: Posterior, points: Points) -> tuple[np.n
 
 def _fit_slope(points: Observations) -> float | None:
     """Return the change of the value per normal score among the best trials; None if there are too few values."""
-    finite = np.isfinite(points.loss)
-    order = np.argsort(points.loss[finite], kind="stable")
-    scores, values = points.scores[finite][order], points.loss[finite][order]
+    scores, values = build_score_table(points)
     last = max(len(values) // _BEST_SHARE, TOP_TRIALS)
     if len(values) <= last:
         return None
@@ -150,8 +146,7 @@ class Terminator:
         If two workers stop the study at the same time, only the first record is stored.
         """
         threshold = self._study.spec.min_expected_gain
-        attrs = self._study.attrs
-        if threshold is None or EarlyStop.from_attrs(attrs) is not None:
+        if threshold is None or EarlyStop.from_attrs(attrs := self._study.attrs) is not None:
             return None
         trials = self._study.trials()
         ended = sum(trial.state.is_finished() for trial in trials)

@@ -82,7 +82,7 @@ def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStu
     for seeds in (None, 1):
         again, created = make_or_join_refit(study, seeds=seeds)
         assert (again.study_id, created) == (made.study_id, False)
-    with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' was created with 1; remove it to continue"):
+    with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' has 1; remove it to continue"):
         make_or_join_refit(study, seeds=3)
     confirm(study, winner=1, epochs=[1, 2], new_set=True)
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):

@@ -99,7 +99,7 @@ def test_unusable_earlier_studies_are_rejected_before_creation(storage, objectiv
     made(storage, objective, "empty")
     cases = {
         "nope": "--warm-start nope: no study 'nope'",
-        "empty": "--warm-start empty: none of its trials has a report; run it first, or remove it",
+        "empty": "--warm-start empty: no trial has reported a value; run it first, or remove it",
         "other_way": "--warm-start other_way: its direction is minimize .*; name a study with the same direction",
         "other_space": "--warm-start other_space: its trials have none of the parameters of Wine",
         "out_of_range": "--warm-start out_of_range: no trial is in this search space",
