@@ -45,14 +45,11 @@ def read_secret_files(environment: MutableMapping[str, str] | None = None) -> No
         try:
             secret = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise SearchError(
-                f"{setting} {path!r} cannot be read ({error.strerror}); set it to a file that this user may read"
-            ) from None
+            raise SearchError(f"{setting} {path!r} cannot be read ({error.strerror}); set a readable file") from None
         except UnicodeDecodeError:
             raise SearchError(f"{setting} {path!r} is not a text file; set it to a file that contains {name}") from None
         if not secret or "\0" in secret:
-            raise SearchError(
-                f"{setting} {path!r} {'contains a zero byte' if secret else 'is empty'}; write {name} into it"
-            )
+            fault = "contains a zero byte" if secret else "is empty"
+            raise SearchError(f"{setting} {path!r} {fault}; write {name} into it")
         environment[name] = secret
         del environment[setting]

@@ -101,16 +101,14 @@ def find_services(
         StorageError: a service is unusable.
     """
     check_pair(where, both=both)
-    directory, checkpoint_url = prepare_home(where.get("home")), where.get("checkpoint_url")
+    home, checkpoint_url = prepare_home(where.get("home")), where.get("checkpoint_url")
     if (storage_url := where.get("storage_url")) is None:
-        info = stack.up(directory, dashboard=DASHBOARD_COMMAND, progress=progress)
-        return Services(
-            directory, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, is_embedded=True
-        )
+        info = stack.up(home, dashboard=DASHBOARD_COMMAND, progress=progress)
+        return Services(home, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, is_embedded=True)
     url, uri = normalise_url(storage_url), where.get("tracking_uri")
     check_database(url)
     tracking_error = None if uri is None else probe_tracking(uri, required=tracking_required)
-    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=tracking_error)
+    return Services(home, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=tracking_error)
 
 
 def check_pair(where: Addresses, *, both: bool = True) -> None:

@@ -265,9 +265,7 @@ def _check_study(study: StoredStudy) -> Finding:
     at = read_progress(study.engine, study.study_id, study.spec.direction)
     text = f"{name}: {at.summary} ended{at.early_stop_note}, {len(at.running)} running"
     if why := study.attrs.get(STOPPED):
-        return Finding(
-            "warning", f"{text}; it was stopped {why}", f"run '{format_command('start', name)}' to continue it"
-        )
+        return Finding("warning", f"{text}; it was stopped {why}", f"run '{format_command('start', name)}' to continue")
     if study.is_timed_out:
         return Finding("ok", f"{text}; its time is spent")
     return Finding("ok", f"{text}; its budget is spent" if at.finished_fraction >= 1 else text)

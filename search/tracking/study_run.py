@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import optuna
@@ -87,9 +87,8 @@ def _log_finalists(
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
-        figures |= {
-            f"finalist_mean_{name}": mean for name, mean in zip(study.spec.direction_by_metric, row.means, strict=False)
-        }
+        means = zip(study.spec.direction_by_metric, row.means, strict=False)
+        figures |= {f"finalist_mean_{name}": mean for name, mean in means}
         if row.trial == found.winner and found.expected is not None:
             figures |= {
                 "expected": found.expected.mean,
@@ -135,7 +134,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.is_multi_objective else {}),
         "standard_error_of_difference": found.error,
         "fresh_divisions": found.is_resplit,
-        "expected": None if found.expected is None else dataclasses.asdict(found.expected),
+        "expected": None if found.expected is None else asdict(found.expected),
         "rows": rows,
     }
 
@@ -217,9 +216,9 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tags[tag_names.BEST_TRIAL] = str(summary.best.number)
         tags[tag_names.BEST_RUN_ID] = str(summary.best.user_attrs.get(RUN_ID, ""))
     if study.spec.is_multi_objective:
-        tags[tag_names.FRONT] = json.dumps(
-            {t.number: dict(zip(study.spec.direction_by_metric, t.values, strict=True)) for t in summary.front}
-        )
+        names = study.spec.direction_by_metric
+        front = {trial.number: dict(zip(names, trial.values, strict=True)) for trial in summary.front}
+        tags[tag_names.FRONT] = json.dumps(front)
     if study.spec.constraints:
         tags[tag_names.OUT_OF_BOUNDS] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)

@@ -39,9 +39,8 @@ class SystemMetrics:
         """
         self.stop()
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._sample, args=(journal, since, self._stop), name="system-metrics", daemon=True
-        )
+        args = (journal, since, self._stop)
+        self._thread = threading.Thread(target=self._sample, args=args, name="system-metrics", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -153,9 +153,8 @@ class Tracker:
         self._study = study
         self._tags = tags or {}
         parent = functools.cache(lambda: open_parent_run(study, tracking))
-        mlflow = MlflowConsumer(
-            tracking, RunLinks(study.engine), get_parent_run=parent, on_delivered=checkpoints.delete_trial
-        )
+        links = RunLinks(study.engine)
+        mlflow = MlflowConsumer(tracking, links, get_parent_run=parent, on_delivered=checkpoints.delete_trial)
         consumers: list[Consumer] = [mlflow, *make_optional_trackers(study, home)]
         self.outbox = Outbox(get_outbox_folder(home, study), [consumer.name for consumer in consumers])
         self.sender = Sender(self.outbox, consumers, should_retry_rejected=should_retry_rejected)

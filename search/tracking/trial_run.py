@@ -109,7 +109,7 @@ class TrialTracking:
         assert self._journal is not None
         return self._journal
 
-    def open(self, *, resumed: bool | None = None) -> None:
+    def open(self, *, resumed: bool = False) -> None:
         """Create the journal. The MLflow run is created in the background.
 
         Args:
@@ -120,9 +120,7 @@ class TrialTracking:
             trial, seed = self._spec.finalists_of.assignment(claim.number)
             of = tag_names.FINALIST_OF if self._spec.refit is None else tag_names.REFIT_OF
             tags = {of: str(trial), tag_names.SEED: str(seed)}
-        self._journal = self._tracker.open_journal(
-            claim, resumed=claim.is_resumed if resumed is None else resumed, **tags
-        )
+        self._journal = self._tracker.open_journal(claim, resumed=resumed or claim.is_resumed, **tags)
         if self._tracker.system_metrics is not None:
             started = self._storage.get_trial(claim.trial_id).datetime_start
             since = started.timestamp() if started else time.time()
@@ -211,13 +209,8 @@ class TrialTracking:
             others = [trial.values for trial in complete if trial.values and is_feasible(trial)]
             return is_on_front([best[name] for name in spec.direction_by_metric], others, spec.maximized)
         ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and is_feasible(trial)}
-        return is_among_best(
-            self._claim.number,
-            result.best_value,
-            ended,
-            top=self._spec.top_models,
-            maximize=self._spec.maximize,
-        )
+        number, value = self._claim.number, result.best_value
+        return is_among_best(number, value, ended, top=spec.top_models, maximize=spec.maximize)
 
     def _store_files(self, files: list[Path], best: Path | None) -> bool:
         """Store files and the best checkpoint as artifacts of the run; return whether there was space for all files."""

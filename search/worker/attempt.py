@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.ranks import RankLostError, current_ranks
+from hpsearch.objectives.training.ranks import RankLostError
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
@@ -124,9 +124,7 @@ class Attempt:
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
-        return fit_on_all_ranks(
-            current_ranks(), context.objective, job, session=self._session, device=context.options.device
-        )
+        return fit_on_all_ranks(context.objective, job, session=self._session, device=context.options.device)
 
     def _finish(self, result: RunResult) -> TrialEnd:
         """Publish the result of a training that completed or was pruned, and end the trial."""
@@ -140,10 +138,8 @@ class Attempt:
             record = decision.record()
             self._tracked.tag_pruning(record)
             last = spec.select_metrics(result.history[-1].metrics)
-            attrs = {PRUNING: record, **throughput}
-            end = self._end(
-                Outcome.PRUNED, decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
-            )
+            value, attrs = session.last_value, {PRUNING: record, **throughput}
+            end = self._end(Outcome.PRUNED, decision.reason, value=value, attrs=attrs, kept=kept, metrics=last)
         else:
             value, attrs = result.best_value, throughput
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"

@@ -113,9 +113,8 @@ class WorkerContext:
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)
         identity = worker_identity(options.device, options.world_size)
         self.registration = WorkerRegistration(study.engine, study.study_id, identity)
-        self.watchdog = Watchdog(
-            Path(options.heartbeat) if options.heartbeat else None, stall_factor=options.stall_factor
-        )
+        heartbeat = Path(options.heartbeat) if options.heartbeat else None
+        self.watchdog = Watchdog(heartbeat, stall_factor=options.stall_factor)
         self.is_fleet_gone: Callable[[], bool] | None = None
         self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
@@ -123,9 +122,8 @@ class WorkerContext:
             self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current_ranks().is_single_process else lambda: False
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
             self.failed_at_start = int(failed) if failed else None
-        self.shutdown = GracefulShutdown(
-            stop or stop_worker_on_signals(), grace=options.grace, max_time=options.max_time
-        )
+        stop = stop or stop_worker_on_signals()
+        self.shutdown = GracefulShutdown(stop, grace=options.grace, max_time=options.max_time)
 
     @property
     def spec(self) -> StudySpec:

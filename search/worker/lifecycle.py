@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 
 import optuna
@@ -78,9 +77,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     except SERVICE_ERRORS as error:
         # Other workers can take the trial as soon as this process has ended.
         log.error("the study's database does not answer: %s", format_error(error, 300))
-    except RankLostError as error:
-        log.error("trial released: %s", error)
-    except CheckpointStoreError as error:
+    except (RankLostError, CheckpointStoreError) as error:
         log.error("trial released: %s", error)
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
@@ -94,11 +91,9 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
     study, tracker, checkpoints, shutdown = context.study, context.tracker, context.checkpoints, context.shutdown
     is_done = is_done and STOPPED not in study.attrs
     # A stopped worker is killed after its grace period. The next worker, or `run`, sends the remaining records.
-    timeout = (
-        _DELIVERY_SECONDS
-        if is_done and not shutdown.is_shutting_down
-        else min(_STOPPED_DELIVERY_SECONDS, max(shutdown.seconds_left(), 1.0))
-    )
+    timeout = _DELIVERY_SECONDS
+    if not is_done or shutdown.is_shutting_down:
+        timeout = min(_STOPPED_DELIVERY_SECONDS, max(shutdown.seconds_left(), 1.0))
     if left := tracker.sender.flush(timeout):
         unsent = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
         log.warning("%s; send the rest with: hpsearch sync %s", unsent, study.spec.name)
@@ -112,9 +107,7 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
     for name in ("alembic", "httpx", "urllib3", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

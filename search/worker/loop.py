@@ -27,9 +27,7 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._terminator = (
-            None if context.spec.min_expected_gain is None else Terminator(context.study, context.sampled)
-        )
+        self._terminator = Terminator(context.study, context.sampled)
         self._trials_left = context.options.max_trials
         self._idle_claims = 0  # consecutive claims without an available trial
         self._idle_since = math.inf
@@ -48,7 +46,7 @@ class Worker:
                 self._context.watchdog.beat()
                 self._context.registration.send_heartbeat()
                 end: TrialEnd | None
-                if self._terminator is not None and (early_stop := self._terminator.stop_early()):
+                if early_stop := self._terminator.stop_early():
                     log.info("no new trials: %s", early_stop.reason)
                 match self._context.claims.claim(open_new=not self._context.study.is_timed_out):
                     case StudyStopped(reason):

@@ -11,7 +11,7 @@ from hpsearch.objectives.fit import fit
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.ranks import RankLostError, Ranks
+from hpsearch.objectives.training.ranks import RankLostError, Ranks, current_ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session
 from hpsearch.search.spec.spec import StudySpec
@@ -39,15 +39,14 @@ class Job:
     plan: RunPlan
 
 
-def fit_on_all_ranks(
-    ranks: Ranks, objective: BaseObjective, job: Job, *, session: Session, device: str | None
-) -> RunResult:
+def fit_on_all_ranks(objective: BaseObjective, job: Job, *, session: Session, device: str | None) -> RunResult:
     """Broadcast the job from rank 0, and train on all ranks; a worker with one process only trains.
 
     Raises:
         RankLostError: a rank ended or does not answer, and this process has to exit.
         Exception: `fit` raised the exception on any rank.
     """
+    ranks = current_ranks()
     _broadcast(ranks, job)
     with ranks.fail_together():
         return fit(objective, job.config, job.plan, session=session, device=device)

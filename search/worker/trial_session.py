@@ -129,9 +129,8 @@ class TrialSession:
         if record.epoch < spec.epochs - 1:
             best = self._select_metrics(self.curve.find_best_up_to(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
-            decision = self._context.pruner(
-                trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.direction_by_metric]
-            )
+            objectives = [best[name] for name in spec.direction_by_metric]
+            decision = self._context.pruner(trial, self.curve.values, reported=metrics, vector=objectives)
             if decision.prune:
                 return Verdict.PRUNE.with_reason(decision)
             rank = self._report_rung(record.epoch, best)
@@ -151,9 +150,8 @@ class TrialSession:
             return self._context.spec.select_metrics(record.metrics)
         except KeyError as missing:
             names = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
-            raise ObjectiveError(
-                f"metric {missing} is not reported{suggest_names(str(missing.args[0]), names)}"
-            ) from None
+            hint = suggest_names(str(missing.args[0]), names)
+            raise ObjectiveError(f"metric {missing} is not reported{hint}") from None
 
     def _report_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
         """If `epoch` is a rung, report the metrics of the best epoch and return the trial's rank; else return None."""

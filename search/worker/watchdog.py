@@ -73,16 +73,12 @@ class Watchdog:
         while True:
             time.sleep(min(1.0, MIN_PAUSE_SECONDS / 4))  # polls, because a missing step cannot wake the thread
             release, pause = self._release, time.monotonic() - self._last
-            if (
-                release is None
-                or not self._beats
-                or pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest)
-            ):
+            if release is None or not self._beats:
                 continue
-            log.error(
-                "no step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting",
-                *(pause, self._longest),
-            )
+            if pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest):
+                continue
+            text = "no step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting"
+            log.error(text, pause, self._longest)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             try:
                 release()
