@@ -1,4 +1,4 @@
-"""The session of all ranks that train a trial together: they agree on the verdict and on every action."""
+"""Session of a trial that several ranks train together: all ranks continue, save or stop after the same step."""
 
 from __future__ import annotations
 

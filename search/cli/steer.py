@@ -119,10 +119,10 @@ def sync(
     *,
     where: o.Addresses,
 ) -> int:
-    """Send pending records and models from this machine.
+    """Send pending records and models of this machine to MLflow.
 
-    MLflow and the other trackers receive the records. Missing models of trials from lost machines are rebuilt. A
-    repeated call has no further effect.
+    The other trackers receive their records too. If a machine is gone, 'sync STUDY' rebuilds the models of its trials
+    from their checkpoints. A repeated call has no further effect.
     """
     from hpsearch.search.api.study import Study
 

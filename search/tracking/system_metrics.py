@@ -1,4 +1,4 @@
-"""System metrics of a trial: samples of MLflow's monitors in the trial's journal."""
+"""System metrics of a trial: sample MLflow's system monitors, and log the values with the trial's other metrics."""
 
 from __future__ import annotations
 

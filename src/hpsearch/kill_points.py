@@ -68,7 +68,7 @@ def install(callback: Callback) -> None:
 
 
 def kill_point(name: KillPoint) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that marks a function as the step `name`."""
+    """Return a decorator that marks a function as the kill point `name`, where tests interrupt the process."""
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -108,7 +108,7 @@ def read_current_promotions(connection: sa.Connection) -> dict[tuple[str, str], 
 
 
 def read_promotions(engine: sa.Engine, study_id: int) -> list[Promotion]:
-    """Return the promotions of a study's trials, the earliest first."""
+    """Return the promotions of the models of a study's trials, the earliest first."""
     return [Promotion(**row._mapping) for row in Database(engine).fetch_rows(_OF_STUDY, {"study": study_id})]
 
 

@@ -72,7 +72,7 @@ def build_metrics(metric: str, train: Dataset) -> Metrics:
 
 
 def make_selection_metric_error(metric: str) -> MetricError:
-    """Return the error for a model metric that is used to select the best epoch."""
+    """Return the error to raise if a model metric is to select the best epoch, which only validation metrics can do."""
     return MetricError(metric, "cannot select the best epoch; put a validation metric first, and this one after it")
 
 

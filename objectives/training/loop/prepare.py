@@ -35,8 +35,9 @@ def prepare_splits(objective: Objective, split_seed: int, requested: ResplitSeed
     Args:
         objective: objective whose `data` is called.
         split_seed: seed of the study's split.
-        requested: seed of a new train/validation split with an unchanged test split, if `data()` uses `Splits.make`;
-            "all" for a refit, which also trains on the validation samples; None for the study's split.
+        requested: the split: None for the study's; a seed for a new train/validation split with an unchanged test
+            split (the study's split if `data()` does not use `Splits.make`); "all" for a refit, which also trains on
+            the validation samples.
 
     Raises:
         ObjectiveError: `data()` raised an error, or a check failed.
