@@ -33,7 +33,7 @@ class Example:
 
 
 def build_example(val: Dataset) -> Example:
-    """Return the example for an export: four validation inputs, and the dimensions whose size varies between batches."""
+    """Return the example for an export: four validation inputs, and the dimensions that vary between batches."""
     x = val.inputs(torch.arange(_ROWS) % len(val))
     example = [tensor for _, tensor in tensors(x)]
     dynamic_dims = [{0} for _ in example]
