@@ -79,12 +79,12 @@ class Gan(LoopObjective):
             state = {name: part.state_dict() for name, part in parts.items()}
             trial.report(
                 {
-                    "frechet": frechet_distance(generate(parts["generator"], config, device), splits.val.x, seed),
+                    "frechet": frechet_distance(generate(parts["drawing"], config, device), splits.val.x, seed),
                     "train_generator_loss": generator_loss,
                     "train_discriminator_loss": discriminator_loss,
                 },
                 state=state,
-                best=state["generator"],
+                best=state["drawing"],
             )
 
     def test(self, best: Any, config: GanConfig, device: torch.device, seed: int) -> Mapping[str, float]:
@@ -116,11 +116,11 @@ def build_networks(config: GanConfig, device: torch.device) -> dict[str, Any]:
         *(nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Dropout(config.dropout), nn.Linear(width, 1)),
     ).to(device)
     betas = (0.5, 0.999)  # Radford et al. 2016
-    return {
-        "generator": generator,
-        "discriminator": discriminator,
-        "generator_optimizer": torch.optim.Adam(generator.parameters(), config.generator_lr, betas),
-        "discriminator_optimizer": torch.optim.Adam(discriminator.parameters(), config.discriminator_lr, betas),
+    return {  # the keys of stored checkpoints
+        "drawing": generator,
+        "judging": discriminator,
+        "draws": torch.optim.Adam(generator.parameters(), config.generator_lr, betas),
+        "judges": torch.optim.Adam(discriminator.parameters(), config.discriminator_lr, betas),
     }
 
 
@@ -151,7 +151,7 @@ def train_step(real: Tensor, config: GanConfig, parts: dict[str, Any]) -> tuple[
 
 def restore_generator(best: dict[str, Tensor], config: GanConfig) -> nn.Module:
     """Return the generator with the weights of the best epoch, in evaluation mode."""
-    generator: nn.Module = build_networks(config, torch.device("cpu"))["generator"]
+    generator: nn.Module = build_networks(config, torch.device("cpu"))["drawing"]
     generator.load_state_dict(best)
     return generator.eval()
 

@@ -39,7 +39,7 @@ class Database:
         return self.retry(lambda is_retry: (self.run_once(statement, parameters), is_retry))
 
     def run_autocommit(self, call: Callable[[sa.Connection], T]) -> T:
-        """Run `call(connection)` and return its result. Each statement commits on its own, and retries may repeat it."""
+        """Run `call(connection)` and return its result. Each statement commits on its own; retries may repeat it."""
 
         def run(_: bool) -> T:
             with open_autocommit(self.engine) as connection:
