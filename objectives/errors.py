@@ -35,6 +35,11 @@ _PACKAGE_BY_MODULE = {
 _FORMER_PACKAGES = {"objectives", "search", "storage"}
 
 
+def get_first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; the type of the error if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def format_install_hint(error: BaseException) -> str:
     """Return a hint in brackets on how to install a missing module; empty for other errors.
 

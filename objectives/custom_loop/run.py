@@ -20,6 +20,7 @@ from hpsearch.objectives.errors import (
     ObjectiveError,
     find_source_file,
     format_user_error,
+    get_first_line,
     is_out_of_memory,
     wrap_user_errors,
 )
@@ -208,7 +209,7 @@ class LoopRun(BaseLoopRun):
         if isinstance(error, (ObjectiveError, NonFiniteError)):
             raise error
         if is_out_of_memory(error):
-            raise DeviceMemoryError(None, self.device, str(error).strip().splitlines()[0]) from error
+            raise DeviceMemoryError(None, self.device, get_first_line(error)) from error
         self.files.log.error("%s", traceback.format_exc())
         raise ObjectiveError(f"{type(self.objective).__name__}.run: {format_user_error(error)}") from error
 

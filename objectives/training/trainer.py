@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_line, suggest_names, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
 from hpsearch.objectives.training.exportable import build_example
@@ -372,6 +372,6 @@ def resolve_device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        detail = str(error).strip().splitlines()[0]
+        detail = get_first_line(error)
         raise ObjectiveError(f"device {name!r} is not available: {detail}") from error
     return device

@@ -49,7 +49,7 @@ def test_every_configuration_of_the_space_returns_finite_outputs(name):
     for _ in range(6):
         config = objective.configure(study.ask())
         if isinstance(objective, LoopObjective):
-            outputs = build_networks(config, torch.device("cpu"))["generator"](torch.randn(5, config.noise))
+            outputs = build_networks(config, torch.device("cpu"))["drawing"](torch.randn(5, config.noise))
         else:
             train = _splits(name).train
             x = train.inputs(torch.arange(5))

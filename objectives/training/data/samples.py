@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, format_user_error
+from hpsearch.objectives.errors import ObjectiveError, format_user_error, get_first_line
 from hpsearch.objectives.training.data.tree import Tree
 
 # A list of samples -> a batch: inputs for the model, and targets for the loss.
@@ -56,7 +56,7 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
                     collate(samples)
                 except Exception as cause:  # as above
                     raise ObjectiveError(f"collate fails at sample {name}{at}: {format_user_error(cause)}") from cause
-        first = str(error).strip().splitlines()[0]
+        first = get_first_line(error)
         raise ObjectiveError(
             f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, which batches a list"
         ) from error

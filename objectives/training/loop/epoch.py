@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, get_first_line
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.data.dataset import Batch
@@ -256,7 +256,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     try:
         run.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
-        detail = str(error).strip().splitlines()[0]
+        detail = get_first_line(error)
         raise ObjectiveError(f"the checkpoint does not fit the current code of the objective: {detail}") from error
     if changed := describe_differences(state["environment"], run.environment):
         run.notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")

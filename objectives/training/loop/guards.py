@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hpsearch.objectives.errors import ObjectiveError, is_out_of_memory
+from hpsearch.objectives.errors import ObjectiveError, get_first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
@@ -70,7 +70,7 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        first = (str(error).strip().splitlines() or ["no detail"])[0]
+        first = get_first_line(error)
         if is_out_of_memory(error):
             raise DeviceMemoryError(config, device, first) from error
         operation, found, _ = first.partition(" does not have a deterministic implementation")

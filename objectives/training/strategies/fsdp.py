@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, get_first_line
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.evaluation.step import Step
@@ -45,7 +45,7 @@ class FSDPStrategy(Strategy):
             try:
                 self._shard(each)
             except (ValueError, NotImplementedError, AssertionError) as error:
-                detail = str(error).strip().splitlines()[0]
+                detail = get_first_line(error)
                 raise ObjectiveError(f"strategy 'fsdp' cannot shard the model: {detail}; 'ddp' can train it") from error
 
     def _shard(self, model: nn.Module) -> None:

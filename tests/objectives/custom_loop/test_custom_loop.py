@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hpsearch import (
+    DeviceMemoryError,
     EpochRecord,
     LocalSession,
     LoopObjective,
@@ -145,6 +146,14 @@ def test_a_completed_run_is_not_trained_again(tmp_path):
     whole = _fit(session=LocalSession(tmp_path))
     again = _fit(type("Gan", (Gan,), {"run": lambda *_: 1 / 0})(), session=LocalSession(tmp_path))
     assert (again.status, _numbers(again)) == ("completed", _numbers(whole))
+
+
+def test_too_little_memory_is_reported_also_without_a_text():
+    def run(*_):
+        raise MemoryError
+
+    with pytest.raises(DeviceMemoryError, match="MemoryError"):
+        _fit(type("Hungry", (Gan,), {"run": run})())
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
