@@ -40,7 +40,7 @@ import optuna
 
 from benchmarks.laps import FOLDER
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.fleet.fork import count_cores, thread_environment
+from hpsearch.search.fleet.cores_and_gpus import count_cores, thread_environment
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.search.study.create import begin_search
 from hpsearch.storage.embedded import stack

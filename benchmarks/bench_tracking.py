@@ -45,7 +45,7 @@ from benchmarks.bench_search import REQUIREMENTS, clean_environment, log_progres
 from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.fleet.fork import count_cores, thread_environment
+from hpsearch.search.fleet.cores_and_gpus import count_cores, thread_environment
 from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.search.study.checkpoints import open_checkpoints

@@ -3,7 +3,7 @@
 # Attributes of a study.
 SPEC = "hpsearch:spec"  # the fields of hpsearch.search.spec.StudySpec, as JSON
 STOPPED = "hpsearch:stopped"  # user, host and time of the stop request
-EARLY_TERMINATION = "hpsearch:given_up"  # early termination: fields of hpsearch.storage.trials.budget.EarlyStop
+EARLY_TERMINATION = "hpsearch:given_up"  # early termination: fields of hpsearch.storage.trials.early_stop.EarlyStop
 EXPECTED_GAIN = "hpsearch:foreseen"  # last estimate for the rest of the budget: {"gain", "ended"} (finished trials)
 STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`; the study's timeout starts at this time
 TRACKING_URI = "hpsearch:tracking_uri"

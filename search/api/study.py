@@ -173,7 +173,7 @@ class Study:
         """Return the options of a fleet's workers; start the fork server, which imports modules in the background."""
         if not isinstance(workers, int) or workers < 0:
             raise SearchError(f"{method.__name__}(workers={workers!r}) is invalid; give a number such as workers=2")
-        from hpsearch.search.fleet.fork import start_fork_server
+        from hpsearch.search.fleet.fork_server import start_fork_server
 
         start_fork_server(workers)
         return self._parse(method, how)

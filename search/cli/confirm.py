@@ -36,7 +36,7 @@ def finalists(
     score on new data. The test split is not used. Run the command again to resume the training or to show the table.
     Other machines join with 'worker --study STUDY.finalists'.
     """
-    from hpsearch.search.fleet.fork import start_fork_server
+    from hpsearch.search.fleet.fork_server import start_fork_server
     from hpsearch.search.services import check_pair
 
     check_pair(where)  # before the slow imports

@@ -28,7 +28,8 @@ def run(
     where: o.Addresses,
 ) -> int:
     """Run a search until its budget is spent. Run the command again to resume the search."""
-    from hpsearch.search.fleet.fork import count_gpu_workers, start_fork_server, visible_gpus
+    from hpsearch.search.fleet.cores_and_gpus import count_gpu_workers, visible_gpus
+    from hpsearch.search.fleet.fork_server import start_fork_server
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.resolve import check_settings
     from hpsearch.search.spec.settings import keys_in_errors
@@ -85,7 +86,7 @@ def worker(
     service is unavailable; 2 if a setting is wrong; 3 if every trial fails. Start a worker again after 143 and 1.
     """
     with fast_imports():
-        from hpsearch.search.fleet.devices import join_study_on_devices
+        from hpsearch.search.fleet.rank_launcher import join_study_on_devices
         from hpsearch.search.worker.lifecycle import join_study
 
     join = join_study if options.world_size == 1 else join_study_on_devices

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.fleet.fork import count_cores
+from hpsearch.search.fleet.cores_and_gpus import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.storage.attributes import STOPPED, VERSION
 from hpsearch.storage.checkpoints.store import CheckpointStore

@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpsearch.search.fleet.devices import join_study_on_devices
-from hpsearch.search.fleet.fork import ForkedProcess, assign_gpus, can_fork, start_fork_server, thread_environment
+from hpsearch.search.fleet.cores_and_gpus import assign_gpus, thread_environment
+from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
+from hpsearch.search.fleet.rank_launcher import join_study_on_devices
 from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions

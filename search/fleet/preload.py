@@ -1,7 +1,7 @@
 """Import all modules that a worker needs at its start or in its first trial.
 
-Only the fork server (:mod:`search.fleet.fork`) may import this module, because the import detaches the process from
-the terminal. The fleet, not the terminal, sends the signals of Ctrl-C and hang-ups to the workers.
+Only the fork server (:mod:`search.fleet.fork_server`) may import this module, because the import detaches the process
+from the terminal. The fleet, not the terminal, sends the signals of Ctrl-C and hang-ups to the workers.
 """
 
 from __future__ import annotations

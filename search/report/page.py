@@ -43,7 +43,7 @@ from hpsearch.search.report.trials import (
     make_trial_rows,
     select_shown_trials,
 )
-from hpsearch.search.study.devices import format_devices, summarize_devices
+from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise

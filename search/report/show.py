@@ -24,7 +24,7 @@ from hpsearch.search.freeze_thaw.forecast import (
 )
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.control import find_trial
-from hpsearch.search.study.devices import format_devices, summarize_devices
+from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.ranking import best_first, get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (

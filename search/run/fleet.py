@@ -16,9 +16,9 @@ from sqlalchemy.exc import DBAPIError
 
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.devices import check_devices
+from hpsearch.search.fleet.cores_and_gpus import visible_gpus
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.fleet.fork import visible_gpus
+from hpsearch.search.fleet.rank_launcher import check_devices
 from hpsearch.search.process import ENDING_SIGNALS, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.services import DASHBOARD_COMMAND, Services

@@ -21,8 +21,9 @@ from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
-from hpsearch.storage.trials.budget import EarlyStop, cancel_early_stop, change_budgets, change_spec, read_spending_in
+from hpsearch.storage.trials.budget import change_budgets, change_spec, read_spending_in
 from hpsearch.storage.trials.claims import count_running_trials
+from hpsearch.storage.trials.early_stop import EarlyStop, cancel_early_stop
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials, requeue_pruned_at_rungs
 
 

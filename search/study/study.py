@@ -25,8 +25,9 @@ from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT,
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.budget import EarlyStop, Spending, format_progress, read_spending
+from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
 from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import read_finalist_studies
 
 

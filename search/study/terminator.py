@@ -26,7 +26,7 @@ from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import EXPECTED_GAIN
-from hpsearch.storage.trials.budget import EarlyStop, stop_early
+from hpsearch.storage.trials.early_stop import EarlyStop, stop_early
 
 POSTERIOR_SAMPLES = 500
 MAX_STARTED, MAX_NEW = 50, 250  # maximum numbers of evaluated trials: started trials, and promising new trials

@@ -19,7 +19,7 @@ from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
 from hpsearch.search.samplers.suggest import derive_training_seed, get_resplit_seed, suggest
-from hpsearch.search.study.devices import summarize_throughput
+from hpsearch.search.study.device_summary import summarize_throughput
 from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext

@@ -15,14 +15,13 @@ from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
+from hpsearch.storage.database.fencing import FENCING, make_claim_lost_error
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import (
-    FENCING,
     SET_ATTRS,
     SET_VALUES,
     encode_value,
     make_attr_parameters,
-    make_claim_lost_error,
     make_value_parameters,
 )
 from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local

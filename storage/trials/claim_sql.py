@@ -8,8 +8,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from hpsearch.storage.attributes import EARLY_TERMINATION, LAST_PROGRESS, SPEC, STOPPED
+from hpsearch.storage.database.fencing import FENCING
 from hpsearch.storage.database.locks import IDLE_TIMEOUT
-from hpsearch.storage.database.trial_rows import FENCING, NEXT_NUMBER
+from hpsearch.storage.database.trial_rows import NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
 
 # Locks the study's row, as Optuna does to number a trial, and the spec's row, so that a claim that waited for a change

@@ -14,9 +14,10 @@ import sqlalchemy as sa
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import ATTEMPT, BUDGET_CUT, PRUNING, REASON, RUNG, WORKER
 from hpsearch.storage.database.connect import open_autocommit
+from hpsearch.storage.database.fencing import make_claim_lost_error
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.database.trial_rows import encode_value, make_claim_lost_error
+from hpsearch.storage.database.trial_rows import encode_value
 from hpsearch.storage.errors import ClaimLostError, StorageError
 from hpsearch.storage.rungs.rungs import (
     PrunedTrial,

@@ -10,13 +10,8 @@ from typing import Any, Self
 
 import sqlalchemy as sa
 
-from hpsearch.storage.database.trial_rows import (
-    FENCING,
-    SET_ATTRS,
-    SET_VALUES,
-    make_attr_parameters,
-    make_value_parameters,
-)
+from hpsearch.storage.database.fencing import FENCING
+from hpsearch.storage.database.trial_rows import SET_ATTRS, SET_VALUES, make_attr_parameters, make_value_parameters
 
 
 class Outcome(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from hpsearch.storage.attributes import LAST_PROGRESS, STOPPED
-from hpsearch.storage.database.trial_rows import FENCING
+from hpsearch.storage.database.fencing import FENCING
 
 _RENEW_OWN_LEASE = f"""
     mine AS (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,6 +35,7 @@ from hpsearch.objectives.training.optimizers.optimizer import (
     build_optimizer,
     complete_groups,
     parameter_groups,
+    scale_lr,
 )
 from hpsearch.objectives.training.optimizers.schedules import build_schedule
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
@@ -47,10 +46,6 @@ from hpsearch.objectives.training.strategies.base import DDPStrategy, Strategy
 from hpsearch.objectives.training.strategies.fsdp import FSDPStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDPStrategy, FSDPStrategy)}
-
-
-# Factor on the peak learning rate by the number of devices (Goyal et al. 2017; Krizhevsky 2014).
-_SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 
 
 def build(
@@ -100,8 +95,7 @@ def build(
     steplog = StepLog(model, config.log_every, strategy.gradient_norms)
     strategy.setup_model(model, *average.models)
     groups = _make_groups(objective, model, config)
-    for group in groups:
-        group["lr"] *= _SCALINGS[config.lr_scaling](ranks.world_size)
+    scale_lr(groups, config.lr_scaling, ranks.world_size)
     optimizer, sam = build_optimizer(model, config, device, groups), None
     if config.optimizer == "sam":
         sam = SAM(optimizer)

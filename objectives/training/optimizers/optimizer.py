@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -199,6 +200,16 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
             f"no parameter group contains {', '.join(left[:3])}{more}; add it, or freeze it with requires_grad_(False)"
         )
     return found
+
+
+# Factor on the peak learning rate by the number of devices (Goyal et al. 2017; Krizhevsky 2014).
+_LR_SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
+
+
+def scale_lr(groups: list[dict[str, Any]], lr_scaling: str, world_size: int) -> None:
+    """Scale the peak learning rates of parameter groups by the number of devices."""
+    for group in groups:
+        group["lr"] *= _LR_SCALINGS[lr_scaling](world_size)
 
 
 def build_optimizer(

@@ -137,7 +137,7 @@ class FSDPStrategy(Strategy):
         """Return a state for a checkpoint; if it is large, each rank writes its shards to `shards_dir`."""
         from hpsearch.objectives.training.strategies import shards  # a slow import that few runs need
 
-        if shards_dir is not None and shards.sharded_bytes(parts) > self._config.shard_checkpoint_above_gib * 2**30:
+        if shards_dir is not None and shards.should_shard(parts, self._config.shard_checkpoint_above_gib):
             written = shards.write_shards(parts, shards_dir, self._ranks)
             if written is not None:
                 return written

@@ -30,6 +30,11 @@ def sharded_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(value) if isinstance(tensor, DTensor))
 
 
+def should_shard(parts: dict[str, Any], above_gib: float) -> bool:
+    """Return whether a checkpoint of a state is sharded: the sharded tensors exceed `above_gib` GiB."""
+    return sharded_bytes(parts) > above_gib * 2**30
+
+
 @kill_point("write shards")
 def write_shards(parts: dict[str, Any], shards_dir: Path, ranks: Ranks) -> dict[str, Any] | None:
     """Write each rank's sharded tensors to a new folder in `shards_dir`.

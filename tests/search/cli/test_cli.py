@@ -20,7 +20,7 @@ from hpsearch.search.errors import SearchError
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the loading of libraries for workers, which a rejected `run` starts in the background."""
-    monkeypatch.setattr("hpsearch.search.fleet.fork.can_fork", lambda: False)
+    monkeypatch.setattr("hpsearch.search.fleet.fork_server.can_fork", lambda: False)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.search.fleet import fork
-from hpsearch.search.fleet.fork import visible_gpus
+from hpsearch.search.fleet import cores_and_gpus
+from hpsearch.search.fleet.cores_and_gpus import visible_gpus
 
 
 def cgroup(folder: Path, mine: str, files: dict[str, str]) -> float | None:
@@ -17,7 +17,7 @@ def cgroup(folder: Path, mine: str, files: dict[str, str]) -> float | None:
         path = folder / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return fork.read_cgroup_cpu_limit(folder / "mine", folder / "mounted")
+    return cores_and_gpus.read_cgroup_cpu_limit(folder / "mine", folder / "mounted")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_cores_are_the_minimum_of_affinity_and_limit(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, found: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(fork, "read_cgroup_cpu_limit", lambda: limit)
-    assert fork.count_cores() == found
-    assert fork.thread_environment(2)["OMP_NUM_THREADS"] == str(max(1, found // 2))
+    monkeypatch.setattr(cores_and_gpus, "read_cgroup_cpu_limit", lambda: limit)
+    assert cores_and_gpus.count_cores() == found
+    assert cores_and_gpus.thread_environment(2)["OMP_NUM_THREADS"] == str(max(1, found // 2))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
@@ -54,7 +54,7 @@ def test_the_affinity_set_by_an_engine_is_used() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert fork.count_cores() == 1
+        assert cores_and_gpus.count_cores() == 1
     finally:
         os.sched_setaffinity(0, before)
 

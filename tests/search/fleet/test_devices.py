@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.devices import check_devices, find_rendezvous
-from hpsearch.search.fleet.fork import assign_gpus, count_gpu_workers
+from hpsearch.search.fleet.cores_and_gpus import assign_gpus, count_gpu_workers
+from hpsearch.search.fleet.rank_launcher import check_devices, find_rendezvous
 from hpsearch.search.worker.options import WorkerOptions
 
 

@@ -17,7 +17,7 @@ import pytest
 from hpsearch.search.cli import main
 from hpsearch.search.fleet import fleet as fleets
 from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
-from hpsearch.search.fleet.fork import ForkedProcess, can_fork, start_fork_server
+from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
 from hpsearch.search.worker.options import WorkerOptions
 
 # One pytest-xdist process runs the tests that fork, so that the libraries of workers are loaded once.
@@ -120,11 +120,11 @@ def test_a_forked_worker_can_use_loader_processes(tmp_path: Path) -> None:
 _WATCH = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.search.fleet import fork
+from hpsearch.search.fleet import fork_server
 
 if __name__ == "__main__":
     # A fleet of one, which is killed; its worker is this very script.
-    process = fork._context.Process(target=exec, args=(Path(sys.argv[1]).read_text(), {"fleet": os.getpid()}))
+    process = fork_server._context.Process(target=exec, args=(Path(sys.argv[1]).read_text(), {"fleet": os.getpid()}))
     process.start()
     signal.pause()
 """

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from docs.packages import ROOT
-from hpsearch.search.fleet.devices import make_private_folder
+from hpsearch.search.fleet.rank_launcher import make_private_folder
 
 LAUNCHER = """
 import os, sys
-from hpsearch.search.fleet.devices import make_private_folder
+from hpsearch.search.fleet.rank_launcher import make_private_folder
 with make_private_folder() as folder:
     (folder / "ranks").touch()
     if not os.fork():  # a rank

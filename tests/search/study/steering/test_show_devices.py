@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.study.devices import summarize_throughput
+from hpsearch.search.study.device_summary import summarize_throughput
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims

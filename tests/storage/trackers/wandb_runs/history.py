@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpsearch.storage.trackers.wandb_runs.process import read_records
+from hpsearch.storage.trackers.wandb_runs.process_main import read_records
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

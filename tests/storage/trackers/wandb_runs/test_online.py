@@ -15,8 +15,8 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.trackers.wandb_runs import consumer as wandb_consumer
-from hpsearch.storage.trackers.wandb_runs.connection import WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
+from hpsearch.storage.trackers.wandb_runs.process_client import WandbUnavailableError
 from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.fake_server import FakeServer, fake_server

@@ -22,9 +22,9 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.journal_records import Metrics, Tags
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
-from hpsearch.storage.trackers.wandb_runs.process import read_records
+from hpsearch.storage.trackers.wandb_runs.process_client import Connection, WandbUnavailableError
+from hpsearch.storage.trackers.wandb_runs.process_main import read_records
 from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 from tests.storage.trackers.wandb_runs.history import rows
@@ -163,7 +163,7 @@ def test_a_killed_process_loses_and_duplicates_nothing(post: Post, readers: Read
     reader, journal = readers.new(), post.open()
     log(journal, range(3))
     assert not post.consume(reader, journal)
-    named = {"process": "hpsearch.storage.trackers.wandb_runs.process", "service": "wandb-core"}[victim]
+    named = {"process": "hpsearch.storage.trackers.wandb_runs.process_main", "service": "wandb-core"}[victim]
     [found_one] = [pid for pid, command in children().items() if pid not in before and named in command]
     os.kill(found_one, signal.SIGKILL)
     log(journal, [3], end=Outcome.COMPLETE)
@@ -175,7 +175,7 @@ def test_a_killed_process_loses_and_duplicates_nothing(post: Post, readers: Read
 _PUPPET = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.storage.trackers.wandb_runs.connection import Connection
+from hpsearch.storage.trackers.wandb_runs.process_client import Connection
 line = Connection(Path(sys.argv[1]))
 assert line.request(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
 line.request(120, "log_rows", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})

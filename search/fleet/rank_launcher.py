@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.fork import can_fork
+from hpsearch.search.fleet.fork_server import can_fork
 from hpsearch.search.process import (
     EXIT_DRAINED,
     EXIT_INTERRUPTED,

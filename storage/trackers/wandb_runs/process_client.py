@@ -70,7 +70,7 @@ class Connection:
         environment = {"WANDB_ERROR_REPORTING": "false", **os.environ}
         pipe, other_end = multiprocessing.Pipe()
         number = other_end.fileno()
-        command = [sys.executable, "-P", "-m", "hpsearch.storage.trackers.wandb_runs.process", str(number)]
+        command = [sys.executable, "-P", "-m", "hpsearch.storage.trackers.wandb_runs.process_main", str(number)]
         with other_end, (self._folder / "process.log").open("ab") as log:
             process = subprocess.Popen(
                 command,
