@@ -83,7 +83,8 @@ def evaluate_test(
     candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"evaluate {candidate.label}{mark} on the test set of {name}? It works only once."):
-        raise typer.Abort
+        typer.echo("not confirmed: the test set was not evaluated")
+        raise typer.Exit(1)
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
     for line in format_confirmation(study._stored):

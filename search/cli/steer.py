@@ -144,7 +144,8 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 
     study = Study.open(name, **where)
     if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
-        raise typer.Abort
+        typer.echo("not confirmed: nothing was deleted")
+        raise typer.Exit(1)
     for deleted in delete_study(study._services, study._stored):
         typer.echo(f"deleted {deleted}; its runs in MLflow stay")
 

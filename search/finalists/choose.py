@@ -106,6 +106,12 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
 FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two seeds remove most of the selection bias
 
 
+def check_count(flag: str, value: object) -> None:
+    """Reject a given number that is not a whole number from 1; None is accepted."""
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise SearchError(f"{flag} {value!r}: give a whole number of at least 1")
+
+
 def create_or_join(
     study: StoredStudy, *, top: int | None, seeds: int | None, new_set: bool = False, infeasible: bool = False
 ) -> tuple[StoredStudy, bool]:
@@ -126,6 +132,8 @@ def create_or_join(
     Raises:
         SearchError: the search has not ended, it has no COMPLETE trial, or the set has another `top` or `seeds`.
     """
+    check_count("--top", top)
+    check_count("--seeds", seeds)
     with name_lock(study.engine, study.spec.name):
         chosen = None if new_set else find_newest_set(study)
         if chosen is not None:

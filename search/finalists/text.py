@@ -120,7 +120,8 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     if found.tie:
         tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
         within = "equal values" if not found.error else f"within one standard error, {found.error:.4f}"
-        lines.append(f"tied with {tied}, {within}; the better mean wins")
+        has_equal = any(found.row(trial).mean == row.mean for trial in found.tie)
+        lines.append(f"tied with {tied}, {within}; {'the lower trial number' if has_equal else 'the better mean'} wins")
     if (expected := found.expected) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
     elif found.run_scores:

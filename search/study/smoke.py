@@ -38,7 +38,8 @@ def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking 
         study.set_attr(SMOKE_TEST, outcome)
     if outcome.startswith("passed"):
         return None
-    return f"warning: smoke test {outcome}; see details with {format_command('smoke', study.spec.objective)}"
+    again = format_command("smoke", study.spec.objective)
+    return f"warning: smoke test of a random configuration {outcome}; test the default configuration with {again}"
 
 
 def _format_result(result: SmokeResult) -> str:

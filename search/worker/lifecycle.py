@@ -82,7 +82,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()
-    log.info("worker %s leaves with exit code %d", worker_name(), code)
+    log.info("worker %s exits with code %d", worker_name(), code)
     return code
 
 

@@ -24,9 +24,10 @@ def test_a_search_stores_the_result_of_its_smoke_test(search: Search, cli: Cli) 
 
 def test_a_failed_smoke_test_is_logged_and_not_repeated(cli: Cli) -> None:
     arguments = ("run", BROKEN, "--name", "unfit", "--workers", "0")
-    warning = r"warning: smoke test failed: .* is (inf|nan) at epoch .*; see details with \S+ smoke \S+broken\.py"
+    warning = r"warning: smoke test of a random configuration failed: .* is (inf|nan) at epoch .*; test the default "
+    warning += r"configuration with \S+ smoke \S+broken\.py"
     assert re.search(warning, cli(*arguments, BREAK=""))
     study = cli.study("unfit")
     study.set_user_attr("hpsearch:smoke", "failed: as it was found the first time")
     again = cli(*arguments, BREAK="")
-    assert "warning: smoke test failed: as it was found the first time; see details" in again
+    assert "configuration failed: as it was found the first time; test the default" in again

@@ -53,7 +53,7 @@ def test_the_commands_of_the_tutorial_print_the_quoted_output(cli: Cli, tmp_path
         "extend": "wine: 8 -> 10 trials",
         "stop": "stopped wine",
         "start": "started wine",
-        "worker": "leaves with exit code 0",
+        "worker": "exits with code 0",
         "finalists": "seed",
         "evaluate-test": "test accuracy",
         "promote": "models:/wine@champion (version 1)",

@@ -54,6 +54,6 @@ def test_scancel_empties_the_queue(cluster: Cluster, site: Site) -> None:
     cluster.wait(lambda: site.states("cancelled").count("RUNNING") >= 2, "workers to train")
     cluster.run("scancel", job)
     cluster.wait(lambda: not cluster.states(job), "the queue to be empty", 60)
-    assert "leaves with exit code 143" in cluster.logs("cancelled")
+    assert "exits with code 143" in cluster.logs("cancelled")
     assert "queued again" not in cluster.logs("cancelled")
     assert site.states("cancelled").count("COMPLETE") < 500
