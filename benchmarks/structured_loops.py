@@ -25,7 +25,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hpsearch import Objective, Splits, TrainConfig, fingerprint_files, pad_collate
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible
@@ -118,7 +118,7 @@ class Images(Objective):
 def ours(objective, settings):
     """Return a function that runs an epoch of hpsearch's training loop."""
     config = TrainConfig(batch_size=BATCH, deterministic=False, **settings)
-    run, _ = build(objective, config, RunPlan(EPOCHS, 0, 0), device=torch.device("cpu"))
+    run, _ = build_run(objective, config, RunPlan(EPOCHS, 0, 0), device=torch.device("cpu"))
     epoch = iter(range(EPOCHS))
     return lambda: train_epoch(run, next(epoch)).scores["loss"]
 

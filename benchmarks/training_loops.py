@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hpsearch import Objective, Splits, Standardize, TrainConfig
 from hpsearch.objectives.builtin.digits import build_cnn, build_mlp
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible
@@ -81,7 +81,7 @@ def _recipe(model, *, fused=True):
 def ours(net, device, settings):
     objective = Synthetic(net)
     config = TrainConfig(batch_size=BATCH, deterministic=False, **settings)
-    run, _ = build(objective, config, RunPlan(EPOCHS, 0, 0), device=torch.device(device))
+    run, _ = build_run(objective, config, RunPlan(EPOCHS, 0, 0), device=torch.device(device))
     epoch = iter(range(EPOCHS))
     return lambda: train_epoch(run, next(epoch)).scores["loss"]
 

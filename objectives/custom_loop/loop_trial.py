@@ -35,12 +35,12 @@ class BaseLoopRun(BaseTrainer):
     Attributes:
         folder: folder of the run, the same on all ranks; None if the run has no folder.
         checkpoint: path of the trial's checkpoint folder.
-        resolved: configuration, epochs, seeds and environment of the run, as stored in its checkpoints.
+        settings: configuration, epochs, seeds and environment of the run, as stored in its checkpoints.
         logged: files that the loop passed to `LoopTrial.log_artifact`.
     """
 
     curve: Curve
-    resolved: dict[str, Any]
+    settings: dict[str, Any]
 
     def __init__(self, objective: BaseObjective, config: Any, plan: RunPlan, **where: Any) -> None:
         super().__init__(config, plan, **where)
@@ -48,13 +48,14 @@ class BaseLoopRun(BaseTrainer):
         folders = path and path.resolve(), choose_checkpoint_folder(path)
         self.folder, self.checkpoint = self.ranks.broadcast_object(folders)
         self.curve = self.curve or Curve(objective.metric, maximize=objective.direction == "maximize")
-        self.notes: list[str] = []
+        self.resume_notes: list[str] = []
         self.logged: list[Path] = []
 
     def save_and_report(self, record: EpochRecord, state: dict[str, Any], *, best: bool) -> Verdict:
         """Save the state and then report the epoch, so that a checkpoint exists for every reported epoch."""
         if self.session is not None:
-            self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
+            notes = {"notes": self.resume_notes}
+            self.session.save({**self.settings, **notes, **state, **self.curve.state_dict()}, best=best)
         mark = " (best)" if best else ""
         self.files.log.info("epoch %d%s %s", record.epoch + 1, mark, format_metrics(record.metrics))
         return self._report(record)

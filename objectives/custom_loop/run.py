@@ -227,15 +227,15 @@ class LoopRun(BaseLoopRun):
             **self.plan.identity,
             "split_hash": "",
         }
-        self.resolved = {**identity, "environment": describe_environment(self.device, source, self.ranks.world_size)}
+        self.settings = {**identity, "environment": describe_environment(self.device, source, self.ranks.world_size)}
         if restored is not None:
             require_same_run(restored, identity)
             self.curve.load_state_dict(restored)
-            if changed := describe_differences(restored["environment"], self.resolved["environment"]):
-                self.notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
-            self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.notes]))
+            if changed := describe_differences(restored["environment"], self.settings["environment"]):
+                self.resume_notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
+            self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.resume_notes]))
         changes = read_git_diff(source.parent if source else Path.cwd()) if self.ranks.is_rank_zero else ""
-        verdict = self._open(self.curve, self.resolved, changes, resumed_at=0 if restored else None)
+        verdict = self._open(self.curve, self.settings, changes, resumed_at=0 if restored else None)
         return None if restored is None else restored["state"], verdict
 
     def _restore(self) -> dict[str, Any] | None:
@@ -258,13 +258,13 @@ class LoopRun(BaseLoopRun):
         # A loop that returns before the last epoch, without a stop, is complete.
         finished = verdict == Verdict.CONTINUE or self.curve.next_epoch >= self.plan.epochs
         result = LoopResult(
-            **self._shared_result(self.curve, verdict, self.notes, finished=finished),
+            **self._shared_result(self.curve, verdict, self.resume_notes, finished=finished),
             objective=self.objective,
             config=self.config,
             best=self.curve.best["model"],
         )
         if result.status != "stopped":
             names = select_plotted_metrics(result.history, self.objective.metric)
-            write = partial(write_loop_report, objective=self.objective, result=result, identity=self.resolved)
+            write = partial(write_loop_report, objective=self.objective, result=result, identity=self.settings)
             self._log_files([*self.files.finish(result, names, write), *self.logged])
         return result

@@ -32,7 +32,7 @@ LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
 _UNSHARDABLE_OPTIMIZERS = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need unsharded weights
 
-CHOICES = {
+CHOICES_BY_SETTING = {
     "optimizer": OPTIMIZERS,
     "base_optimizer": BASE_OPTIMIZERS,
     "schedule": SCHEDULES,
@@ -152,10 +152,10 @@ class TrainConfig:
             raise ObjectiveError(f"model must be a dictionary of JSON values by name, not {value!r}")
         return copied
 
-    @field_validator(*CHOICES)
+    @field_validator(*CHOICES_BY_SETTING)
     @classmethod
     def _check_name(cls, name: str, info: ValidationInfo) -> str:
-        known = CHOICES[str(info.field_name)]
+        known = CHOICES_BY_SETTING[str(info.field_name)]
         if name not in known:
             raise ObjectiveError(f"unknown {info.field_name} {name!r}; {suggest_names(name, list(known))}")
         return name

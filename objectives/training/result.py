@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -56,19 +56,20 @@ class ResplitScore:
         value: metric from cross-fitting, or metric of the best epoch if the validation samples cannot be halved.
         error: standard error of `value` from the validation samples; None if unknown.
         epochs: epochs (0-based) that the halves selected; empty if `value` is the metric of the best epoch.
-        divided: whether the run has a new train/validation split; False if only its seed is new.
+        has_new_split: whether the run has a new train/validation split; False if only its seed is new.
         sizes: numbers of training, validation and test samples.
     """
 
     value: float
     error: float | None
     epochs: tuple[int, ...]
-    divided: bool
+    has_new_split: bool
     sizes: tuple[int, int, int]
 
     def record(self) -> dict[str, Any]:
         """Return the score as plain values, for storage."""
-        return {**asdict(self), "epochs": list(self.epochs), "sizes": list(self.sizes)}
+        scores = {"value": self.value, "error": self.error, "epochs": list(self.epochs)}
+        return {**scores, "divided": self.has_new_split, "sizes": list(self.sizes)}
 
     def describe(self, metric: str) -> str:
         """Describe the score of `metric`, and the epochs from which it was computed, in one line."""

@@ -15,7 +15,7 @@ from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_li
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
 from hpsearch.objectives.training.exportable import build_example
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_mid_epoch, train_epoch
 from hpsearch.objectives.training.loop.guards import NonFiniteError, translate_torch_errors
 from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
@@ -167,7 +167,7 @@ class Trainer(BaseTrainer):
         with switches, self.files.logging(), translate_torch_errors(self.config, self.device):
             run = self._build()
             verdict = self._start(run)
-            while verdict == Verdict.CONTINUE and not run.finished:
+            while verdict == Verdict.CONTINUE and not run.is_finished:
                 verdict = self._epoch(run)
             return self._finish(run, verdict)
 
@@ -205,7 +205,7 @@ class Trainer(BaseTrainer):
         record = EpochRecord(epoch, time.time(), metrics)
         if memory := get_peak_memory(run.device):
             metrics["peak_memory_bytes"] = float(memory)
-        best = run.curve.add(record, run.weights)
+        best = run.curve.add(record, run.copy_weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
         run.epoch_end_seconds = time.perf_counter() - started - training
@@ -247,7 +247,7 @@ class Trainer(BaseTrainer):
         Raises:
             _MidEpochStopError: the run must stop.
         """
-        if self.session is None or run.whole_epochs:
+        if self.session is None or not run.can_save_mid_epoch:
             return
         elapsed = time.perf_counter() - started
         steps = run.batch_source.steps
@@ -259,9 +259,9 @@ class Trainer(BaseTrainer):
         try:
             state = run.mid_epoch_state_dict(sums.state_dict())
         except UnserializableStateError as error:
-            if not run.whole_epochs:
+            if run.can_save_mid_epoch:
                 self.files.log.warning("no mid-epoch checkpoints: %s, which is not serializable", error)
-            run.whole_epochs = True
+            run.can_save_mid_epoch = False
             return
         self.files.record_steps(run.steplog.drain())
         self.session.save_mid_epoch(state)
@@ -271,7 +271,7 @@ class Trainer(BaseTrainer):
 
     def _build(self) -> Run:
         reset_peak_memory(self.device)
-        run, untrained = build(
+        run, untrained = build_run(
             self.objective,
             self.config,
             self.plan,
@@ -285,7 +285,7 @@ class Trainer(BaseTrainer):
         if not self.ranks.is_single_process:
             where = f"{self.ranks.world_size} devices ({self.device}, {run.strategy.name})"
         self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, format_metrics(untrained))
-        for note in [*run.notes, *list_config_warnings(run)]:
+        for note in [*run.resume_notes, *list_config_warnings(run)]:
             self.files.log.warning("%s", note)
         return run
 
@@ -296,10 +296,10 @@ class Trainer(BaseTrainer):
             for epoch in range(len(state["history"]) + ("within" in state)):
                 self._on_epoch(run, epoch)
             restore(run, state)
-            within = ""
+            where = f"resumed after epoch {run.curve.next_epoch}"
             if run.mid_epoch_state:
-                within = f" and {run.mid_epoch_state['sums']['steps']} of {run.batch_source.steps} steps"
-            self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
+                where += f" and {run.mid_epoch_state['sums']['steps']} of {run.batch_source.steps} steps"
+            self.files.log.info("%s", "; ".join([where, *run.resume_notes]))
         resolved = {**run.identity, "environment": run.environment}
         return self._open(run.curve, resolved, run.git_diff, resumed_at=run.step if state else None)
 
@@ -329,13 +329,13 @@ class Trainer(BaseTrainer):
         best, val = run.curve.best, run.splits.val
         if best:  # empty if the run stopped in its first epoch
             run.eval_model.load_state_dict(run.strategy.local_state_dict(best["model"], run.eval_model.state_dict()))
-        shared = self._shared_result(run.curve, verdict, run.notes, finished=run.finished)
+        shared = self._shared_result(run.curve, verdict, run.resume_notes, finished=run.is_finished)
         should_report = run.ranks.broadcast_object(self.files.path is not None) and shared["status"] != "stopped"
         train_scores = run.evaluate(run.splits.train) if should_report else None
         model = unwrap_model(run.strategy.gather_model(run.eval_model)).eval()
         resplit_score = None
-        if run.resplit is not None and shared["status"] == "completed" and run.ranks.is_rank_zero:
-            resplit_score = run.resplit.score(best.get("value", math.nan), run.step_function)
+        if run.resplit_evaluation is not None and shared["status"] == "completed" and run.ranks.is_rank_zero:
+            resplit_score = run.resplit_evaluation.score(best.get("value", math.nan), run.step_function)
         return FitResult(
             **shared,
             model=model,

@@ -355,13 +355,13 @@ def sanity_check(objective: BaseObjective, spec: StudySpec) -> None:
     Raises:
         ObjectiveError: the objective raised an error; the message has the file and line.
     """
-    from hpsearch.objectives.training.loop.build import build
+    from hpsearch.objectives.training.loop.build import build_run
 
     config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
     if not isinstance(objective, Objective):
         return  # a custom loop has no parts that could run separately
     with _name_setting_of_metric(objective, spec):
-        build(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
+        build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
 
 
 def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:

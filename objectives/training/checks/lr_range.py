@@ -17,7 +17,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
@@ -92,7 +92,7 @@ def run_lr_range_test(
         config, lr=lowest, schedule="constant", warmup_fraction=0.0, warmup_steps=None, compile=False, log_every=None
     )
     with make_reproducible(deterministic=config.deterministic), translate_torch_errors(flat, device):
-        run, _ = build(objective, flat, RunPlan(1, seed, seed), device=device)
+        run, _ = build_run(objective, flat, RunPlan(1, seed, seed), device=device)
         rates, losses = _increase_lr(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
     return _suggest_lr(rates, losses)
 

@@ -16,7 +16,7 @@ import torch
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
@@ -91,7 +91,7 @@ def run_smoke_test(
     for factor in _LR_FACTORS:
         tried = _disable_regularization(config, config.lr * factor, samples)
         with make_reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
-            run, _ = build(objective, tried, RunPlan(steps, seed, seed), device=device)
+            run, _ = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(run, samples, steps, deadline, objective.loss_floor)
         if found.passed:
             return found

@@ -66,7 +66,7 @@ class Stream:
             self._source.set_epoch(epoch)
 
 
-def is_arrays(x: Any) -> bool:
+def has_arrays(x: Any) -> bool:
     """Return whether x consists of arrays, not of a dataset with samples."""
     return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__")
 

@@ -80,23 +80,23 @@ _MIN_SAMPLES = 2  # samples of a half, and of each class in a half if possible
 
 @dataclass
 class SplitRequest:
-    """Request to `Splits.make` for a new split; `joined` is True if it merged training and validation samples."""
+    """Request to `Splits.make` for a new split; `has_merged` is True if it merged training and validation samples."""
 
-    requested: ResplitSeed
-    joined: bool = False
+    resplit_seed: ResplitSeed
+    has_merged: bool = False
 
 
 _SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", default=None)
 
 
 @contextmanager
-def request_split(requested: ResplitSeed) -> Iterator[SplitRequest]:
-    """Return a context in which `Splits.make` splits training and validation samples by the seed `requested`.
+def request_split(resplit_seed: ResplitSeed) -> Iterator[SplitRequest]:
+    """Return a context in which `Splits.make` splits training and validation samples by `resplit_seed`.
 
     The test split does not change. With "all", the training split also contains the validation samples. With None, the
     split is that of the study.
     """
-    request = SplitRequest(requested)
+    request = SplitRequest(resplit_seed)
     token = _SPLIT_REQUEST.set(request)
     try:
         yield request
@@ -107,15 +107,15 @@ def request_split(requested: ResplitSeed) -> Iterator[SplitRequest]:
 def get_requested_split_seed() -> int | None:
     """Return the seed of the requested split; None for the study's split."""
     request = _SPLIT_REQUEST.get()
-    return request.requested if request is not None and isinstance(request.requested, int) else None
+    return request.resplit_seed if request is not None and isinstance(request.resplit_seed, int) else None
 
 
 def select_training_rows(train: Rows, val: Rows) -> Rows:
     """Return the rows to train on: the training rows, and in a refit also the validation rows."""
     request = _SPLIT_REQUEST.get()
-    if request is None or request.requested != "all":
+    if request is None or request.resplit_seed != "all":
         return train
-    request.joined = True
+    request.has_merged = True
     return np.sort(np.concatenate([train, val]))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, to_target_tensor_or_none
+from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, has_arrays, to_target_tensor_or_none
 from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
 from hpsearch.objectives.training.data.split_rows import (
     Blocks,
@@ -264,7 +264,7 @@ def _build_dataset(
         raise ObjectiveError(
             f"{type(x).__name__} cannot be split; use Splits(train, val, test), each from Dataset.of(stream, length=)"
         )
-    if hasattr(x, "__getitem__") and not is_arrays(x):
+    if hasattr(x, "__getitem__") and not has_arrays(x):
         return Dataset.of(x, collate=collate, fingerprint=fingerprint, targets=y)
     if collate is not None:
         if y is not None and len(x) != len(y):

@@ -48,7 +48,7 @@ from hpsearch.objectives.training.strategies.fsdp import FSDPStrategy
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDPStrategy, FSDPStrategy)}
 
 
-def build(
+def build_run(
     objective: Objective,
     config: TrainConfig,
     plan: RunPlan,
@@ -133,7 +133,7 @@ def build(
         ranks=ranks,
         strategy=strategy,
         measurer=ModelMeasurer(objective, config, get_forward_call(step_function), val, device, ranks, strategy),
-        resplit=resplit,
+        resplit_evaluation=resplit,
     )
     strategy.set_model(model, step_function)
     with strategy.explain_sharding_errors():
@@ -142,7 +142,7 @@ def build(
         reason = compile_model(run.model, run.eval_model, lambda: _try_step(run))
         run.environment["compiled"] = reason is None
         if reason:
-            run.notes.append(f"not compiled: {reason}")
+            run.resume_notes.append(f"not compiled: {reason}")
     return run, scores
 
 

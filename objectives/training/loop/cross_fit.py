@@ -58,7 +58,7 @@ class HalfSelection(TypedDict):
 class _Half:
     metrics: Metrics
     means: RunningMeans
-    kept: list[Outputs] | None = field(default_factory=list)
+    outputs: list[Outputs] | None = field(default_factory=list)
 
 
 class CrossFit:
@@ -106,16 +106,16 @@ class CrossFit:
         if not rows or step.outputs is None:
             return
         half.metrics.update(step.outputs, step.targets)
-        if half.kept is None:
+        if half.outputs is None:
             return
         found = _per_sample(step, rows)
         if (
             found is None
             or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MAX_OUTPUT_BYTES
         ):
-            half.kept = None
+            half.outputs = None
         else:
-            half.kept.append(found)
+            half.outputs.append(found)
 
     @torch.inference_mode()
     def end(self, epoch: int) -> None:
@@ -132,7 +132,7 @@ class CrossFit:
         for number in range(2):
             value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
             if before is None or math.isnan(before["value"]) or self._sign * value > self._sign * before["value"]:
-                outputs = self._gather(self._halves[1 - number].kept)
+                outputs = self._gather(self._halves[1 - number].outputs)
                 self.choices[number] = {"epoch": epoch, "value": value, "score": score, "outputs": outputs}
         self._halves = []
 
@@ -254,7 +254,7 @@ class ResplitEvaluation:
 
     Attributes:
         seed: seed of the split.
-        divided: whether the train/validation split is new; False if `data()` returns a fixed split.
+        has_new_split: whether the train/validation split is new; False if `data()` returns a fixed split.
         sizes: numbers of training, validation and test samples.
         metrics: a copy of the run's metrics, for resamples.
         rows: order of the validation samples, with the first half first; None if the samples are not halved.
@@ -263,7 +263,7 @@ class ResplitEvaluation:
     """
 
     seed: int
-    divided: bool
+    has_new_split: bool
     sizes: tuple[int, int, int]
     metrics: Metrics
     rows: Tensor | None = None
@@ -280,7 +280,7 @@ class ResplitEvaluation:
             value=best_value if value is None else value,
             error=error,
             epochs=() if cross_fit is None or value is None else tuple(cross_fit.epochs),
-            divided=self.divided,
+            has_new_split=self.has_new_split,
             sizes=self.sizes,
         )
 
@@ -312,7 +312,7 @@ def build_resplit_evaluation(
         halved_metrics = [aggregate_over_ranks(other, ranks) for other in others]
     evaluation = ResplitEvaluation(
         seed=seed,
-        divided=is_resplit(objective, plan.split_seed, splits),
+        has_new_split=is_resplit(objective, plan.split_seed, splits),
         sizes=(len(splits.train), samples, len(splits.test)),
         metrics=disable_rank_sync(copied),
     )

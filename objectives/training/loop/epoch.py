@@ -30,12 +30,12 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: mean loss over the step's micro-batches.
-        norm: gradient norm before clipping.
+        grad_norm: gradient norm before clipping.
         weight: divisor of the mean: the number of samples, or the total weight that the loss defines.
     """
 
     loss: Tensor
-    norm: Tensor
+    grad_norm: Tensor
     weight: Tensor | float
 
 
@@ -74,7 +74,7 @@ class EpochSums:
         else:
             self.loss += step.loss * step.weight
         self.weight = self.weight + step.weight
-        self.norm += step.norm
+        self.norm += step.grad_norm
         self.samples += sum(batch.size for batch in micro_batches)
         self.steps += 1
 
@@ -259,7 +259,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         detail = get_first_line(error)
         raise ObjectiveError(f"the checkpoint does not fit the current code of the objective: {detail}") from error
     if changed := describe_differences(state["environment"], run.environment):
-        run.notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
+        run.resume_notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
 
 
 def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: int) -> None:
@@ -276,7 +276,7 @@ def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: in
         return
     sums.load_state_dict({**state["sums"], "running": None})
     set_seed(run.plan.seed, "epoch", epoch, "from", sums.steps, *ranks.seed_suffix())
-    run.notes.append(
+    run.resume_notes.append(
         f"train metrics of epoch {epoch + 1} except the loss cover only the steps after {sums.steps}, because it "
         f"resumed on {ranks.world_size} devices instead of {len(by_rank or [state])}"
     )

@@ -141,7 +141,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def temporarily_unwrapped(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+def unwrap_temporarily(model: nn.Module, config: TrainConfig) -> Iterator[None]:
     """Return a context in which the model is unwrapped as by `unwrap_model`.
 
     Enter inference mode inside this context, not before it, because the context changes the memory format of trainable
@@ -221,7 +221,7 @@ class ModelMeasurer:
         call: function that calls the model.
         val: the validation split; latency is measured on its first samples.
         names: required metrics in `MODEL_METRICS`; set by `sanity_check`.
-        constants: constant metrics that are already measured.
+        constant_metrics: constant metrics that are already measured.
         peak_bytes: peak of a device's memory in all attempts at the trial.
     """
 
@@ -233,7 +233,7 @@ class ModelMeasurer:
     ranks: Ranks
     strategy: Strategy
     names: tuple[str, ...] = ()
-    constants: dict[str, float] = field(default_factory=dict)
+    constant_metrics: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
 
     def sanity_check(self, model: nn.Module, scores: Mapping[str, float]) -> None:
@@ -274,26 +274,26 @@ class ModelMeasurer:
         if "peak_memory_mb" in self.names:  # read first, because the memory of other measurements would count
             self.peak_bytes = max(self.peak_bytes, *self.ranks.all_gather_object(get_peak_memory(self.device) or 0))
             found["peak_memory_mb"] = self.peak_bytes / 1e6
-        missing = {*self.names} - {*self.constants, "peak_memory_mb"}
+        missing = {*self.names} - {*self.constant_metrics, "peak_memory_mb"}
         if missing & {"model_mb", "parameters"}:
-            self.constants.update({name: value for name, value in measure_size(model).items() if name in missing})
+            self.constant_metrics.update({key: size for key, size in measure_size(model).items() if key in missing})
         if "latency_ms" in missing:
-            self.constants.update(self.ranks.run_on_rank_zero(lambda: self._measure_latency(model)))
-        return {**self.constants, **found, **self._measure_objective(model, scores)}
+            self.constant_metrics.update(self.ranks.run_on_rank_zero(lambda: self._measure_latency(model)))
+        return {**self.constant_metrics, **found, **self._measure_objective(model, scores)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics measured so far as plain values; empty if the study requires no model metrics."""
         if not self.names:
             return {}
         held = get_peak_memory(self.device) if "peak_memory_mb" in self.names else None  # with unfinished epochs
-        return {"known": dict(self.constants), "peak": max(self.peak_bytes, held or 0)}
+        return {"known": dict(self.constant_metrics), "peak": max(self.peak_bytes, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self.constants, self.peak_bytes = dict(state.get("known", {})), state.get("peak", 0)
+        self.constant_metrics, self.peak_bytes = dict(state.get("known", {})), state.get("peak", 0)
 
     def _measure_latency(self, model: nn.Module) -> dict[str, float]:
-        with temporarily_unwrapped(model, self.config), evaluation_mode(model, self.device, "measures"):
+        with unwrap_temporarily(model, self.config), evaluation_mode(model, self.device, "measures"):
             x = self._make_inputs()
             return {"latency_ms": measure_latency_ms(lambda: self.call(model, x), self.device), **get_machine_load()}
 

@@ -25,7 +25,7 @@ _PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, ResplitSeed], Splits, s
 _STUDY_SPLITS: WeakKeyDictionary[Objective, _StudySplit] = WeakKeyDictionary()  # for comparisons with other splits
 
 
-def prepare_splits(objective: Objective, split_seed: int, requested: ResplitSeed = None) -> tuple[Splits, str]:
+def prepare_splits(objective: Objective, split_seed: int, resplit_seed: ResplitSeed = None) -> tuple[Splits, str]:
     """Return the objective's data after checks, and their hash.
 
     `data()` is called once per process and seed, and again only if the objective's code has changed the result in
@@ -35,23 +35,23 @@ def prepare_splits(objective: Objective, split_seed: int, requested: ResplitSeed
     Args:
         objective: objective whose `data` is called.
         split_seed: seed of the study's split.
-        requested: the split: None for the study's; a seed for a new train/validation split with an unchanged test
+        resplit_seed: the split: None for the study's; a seed for a new train/validation split with an unchanged test
             split (the study's split if `data()` does not use `Splits.make`); "all" for a refit, which also trains on
             the validation samples.
 
     Raises:
         ObjectiveError: `data()` raised an error, or a check failed.
     """
-    key = split_seed, requested
+    key = split_seed, resplit_seed
     kept = _PREPARED.get(objective)
     if kept is not None and kept[0] == key and kept[1].hash() == kept[2]:
         return kept[1:]
-    own = None if requested is None else _get_study_split(objective, split_seed)
-    splits = _call_data(objective, split_seed, requested)
+    own = None if resplit_seed is None else _get_study_split(objective, split_seed)
+    splits = _call_data(objective, split_seed, resplit_seed)
     if own is not None and own.test != (digest := _digest_samples(splits.test, splits.hash_of("test"), by_labels=True)):
         change = f"changes the test split from {own.test[:12]} to {digest[:12]}"
         remedy = "return the same test samples for a seed, and keep their rows: dataclasses.replace(part, x=...)"
-        if requested == "all":
+        if resplit_seed == "all":
             raise ObjectiveError(f"{type(objective).__name__}.data: joining train and validation {change}; {remedy}")
         log.warning("keeping the study's split: a new one %s; %s", change, remedy)
         splits = _call_data(objective, split_seed, None)
@@ -94,17 +94,17 @@ def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) ->
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
-def _call_data(objective: Objective, split_seed: int, requested: ResplitSeed) -> Splits:
+def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed) -> Splits:
     owner = type(objective).__name__
     set_seed(split_seed, "data")  # data() may use the global generators
-    with wrap_user_errors(f"{owner}.data"), request_split(requested) as request:
+    with wrap_user_errors(f"{owner}.data"), request_split(resplit_seed) as request:
         splits = objective.data(split_seed)
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{owner}.data must return Splits, not {type(splits).__name__}")
     try:
-        if requested == "all":
-            splits = merge_train_val(splits, by_make=request.joined)
-        splits.check(joined=requested == "all")
+        if resplit_seed == "all":
+            splits = merge_train_val(splits, by_make=request.has_merged)
+        splits.check(joined=resplit_seed == "all")
     except ObjectiveError as error:
         raise ObjectiveError(f"{owner}.data: {error}") from error
     return splits

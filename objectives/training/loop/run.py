@@ -26,7 +26,7 @@ from hpsearch.objectives.training.optimizers.averaging import WeightAveraging
 from hpsearch.objectives.training.optimizers.optimizer import SAM, Precision
 from hpsearch.objectives.training.optimizers.schedules import Schedule
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
-from hpsearch.objectives.training.reproducibility.seeds import rng_state
+from hpsearch.objectives.training.reproducibility.seeds import get_rng_state
 from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import Strategy
 
@@ -44,7 +44,7 @@ class Run:
         git_diff: the git diff of the objective's source.
         splits: the objective's data, on the CPU.
         val: the validation split, on the device unless loader processes load it.
-        resplit: the evaluation of a run on a new split; None for a run on the study's split.
+        resplit_evaluation: the evaluation of a run on a new split; None for a run on the study's split.
         batch_source: the training batches.
         step_function: function that computes loss and outputs of a batch, with the objective's loss or its `step`.
         ranks: the processes that train the run together.
@@ -54,9 +54,9 @@ class Run:
         sam: the first pass of SAM; None for other optimizers.
         on_step: callback after each optimizer step, for the profiler.
         step: number of optimizer steps so far, including skipped steps.
-        notes: reasons why a resume was not exact, and options that did not work.
+        resume_notes: reasons why a resume was not exact, and options that did not work.
         mid_epoch_state: mid-epoch part of the restored checkpoint; None at the start of an epoch.
-        whole_epochs: whether mid-epoch checkpoints are impossible, because the state of the metrics is not
+        can_save_mid_epoch: whether mid-epoch checkpoints are possible; False if the state of the metrics is not
             serializable.
         shards: folder for sharded checkpoints; None if checkpoints are not sharded.
         epoch_end_seconds: duration of validation and checkpoint of the last epoch, in seconds.
@@ -85,12 +85,12 @@ class Run:
     ranks: Ranks = SINGLE_PROCESS
     strategy: Strategy = field(kw_only=True)
     measurer: ModelMeasurer = field(kw_only=True)
-    resplit: ResplitEvaluation | None = None
+    resplit_evaluation: ResplitEvaluation | None = None
     on_step: Callable[[], None] = lambda: None
     step: int = 0
-    notes: list[str] = field(default_factory=list)
+    resume_notes: list[str] = field(default_factory=list)
     mid_epoch_state: dict[str, Any] | None = None
-    whole_epochs: bool = False
+    can_save_mid_epoch: bool = True
     shards: Path | None = None
     epoch_end_seconds: float = 0.0
 
@@ -102,10 +102,10 @@ class Run:
     @property
     def cross_fit(self) -> CrossFit | None:
         """The cross-fitting of the validation halves; None for a run on the study's split."""
-        return None if self.resplit is None else self.resplit.cross_fit
+        return None if self.resplit_evaluation is None else self.resplit_evaluation.cross_fit
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run has trained its last epoch, or its patience is exhausted."""
         if self.plan.refit is not None:  # patience does not apply: a refit trains on the validation samples
             return self.curve.next_epoch >= self.plan.refit
@@ -113,7 +113,7 @@ class Run:
         out_of_patience = patience is not None and self.curve.epochs_since_best >= patience
         return out_of_patience or self.curve.next_epoch >= self.plan.epochs
 
-    def weights(self) -> dict[str, Tensor]:
+    def copy_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights and buffers of `eval_model`."""
         own = self.eval_model.state_dict()
         full = self.strategy.full_state_dict(own)
@@ -161,7 +161,7 @@ class Run:
         return {
             **self.identity,
             "environment": self.environment,
-            "notes": self.notes,
+            "notes": self.resume_notes,
             **self.strategy.checkpoint_state(parts, self.shards),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
@@ -178,7 +178,7 @@ class Run:
 
         Metric states and RNG states are stored per rank.
         """
-        mid_epoch: dict[str, Any] = {"sums": sums, "generators": rng_state(self.device)}
+        mid_epoch: dict[str, Any] = {"sums": sums, "generators": get_rng_state(self.device)}
         if not self.ranks.is_single_process:
             own = {"running": sums["running"], "generators": mid_epoch["generators"]}
             mid_epoch["ranks"] = self.ranks.all_gather_object(own)
@@ -198,7 +198,7 @@ class Run:
         if average is not None:
             self.average.load_state_dict(own["average"])
         self.step = state["step"]
-        self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
+        self.resume_notes = [*state["notes"], *(note for note in self.resume_notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.curve.load_state_dict(state)
         if self.cross_fit is not None:

@@ -13,7 +13,7 @@ from hpsearch.objectives.training.loop.guards import StepPosition
 
 DENSE_STEPS = 20  # first steps that are all recorded, to show a bad start at a low cost for short trials
 
-Norms = Callable[[Sequence[Tensor]], Tensor]
+GradientNorms = Callable[[Sequence[Tensor]], Tensor]
 
 
 class StepLog:
@@ -29,7 +29,7 @@ class StepLog:
         norms: function that returns the norms [n] of n gradients.
     """
 
-    def __init__(self, model: nn.Module, every: int | None, norms: Norms) -> None:
+    def __init__(self, model: nn.Module, every: int | None, norms: GradientNorms) -> None:
         self._model, self._every, self._norms = model, every, norms
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._layers = {name: _format_layer_name(name, module) for name, module in model.named_modules()}

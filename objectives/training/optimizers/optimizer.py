@@ -16,7 +16,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 
 # Normalization layers by type, because layers in a Sequential have no meaningful names.
-NORMS: tuple[type[nn.Module], ...] = (
+NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
@@ -56,7 +56,7 @@ def list_parameters(model: nn.Module) -> list[ParameterWithDepth]:
     depths: dict[int, int] = {}
     depth = -1
     for layer in list_layers(model):
-        if depth < 0 or not isinstance(layer, NORMS):
+        if depth < 0 or not isinstance(layer, NORM_LAYERS):
             depth += 1
         for parameter in layer.parameters():
             depths.setdefault(id(parameter), depth)
@@ -101,7 +101,7 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> ParameterGroups:
     for item in found:
         hidden = item.depth < top and not isinstance(item.module, (nn.Embedding, nn.EmbeddingBag))
         kind = "muon" if config.optimizer == "muon" and hidden else "decay"
-        if item.parameter.ndim < 2 or isinstance(item.module, NORMS):
+        if item.parameter.ndim < 2 or isinstance(item.module, NORM_LAYERS):
             kind = "no_decay"
         name = f"{kind}/{item.depth}" if by_depth else kind
         group = groups.setdefault(name, {"params": [], "name": name})

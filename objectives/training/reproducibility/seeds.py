@@ -57,7 +57,7 @@ def seed_device_temporarily(device: torch.device, *parts: int | str) -> Iterator
         yield
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
+def get_rng_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the generators that training uses, as plain values and tensors."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return {
@@ -69,7 +69,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of `rng_state`."""
+    """Restore the result of `get_rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, key, *rest = state["numpy"]

@@ -16,7 +16,7 @@ from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.evaluation.step import Step, StepFunction
 from hpsearch.objectives.training.ranks import Ranks
-from hpsearch.objectives.training.reproducibility.seeds import restore_rng_state, rng_state
+from hpsearch.objectives.training.reproducibility.seeds import get_rng_state, restore_rng_state
 
 
 class Strategy:
@@ -144,7 +144,7 @@ class DDPStrategy(Strategy):
     def _has_unused_parameters(self, batch: Batch, autocast: AbstractContextManager[None]) -> bool:
         """Return whether a step leaves parameters unused on any rank, by a test step whose effects are undone."""
         model, device = self._model, next(self._model.parameters()).device
-        buffers, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, rng_state(device)
+        buffers, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, get_rng_state(device)
         self._step_function(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
         unused = [p.requires_grad and p.grad is None for p in model.parameters()]
         model.zero_grad(set_to_none=True)

@@ -104,8 +104,8 @@ class FSDPStrategy(Strategy):
 
     def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
         """Return this rank's part of rank 0's state dict with unsharded tensors, scattered one by one."""
-        outline = self._ranks.broadcast_object(map_tensors(_TensorSpec.of, state) if self._ranks.is_rank_zero else None)
-        return cast("dict[str, Any]", self._scatter(state, outline, like))
+        outline = map_tensors(_TensorSpec.from_tensor, state) if self._ranks.is_rank_zero else None
+        return cast("dict[str, Any]", self._scatter(state, self._ranks.broadcast_object(outline), like))
 
     def _scatter(self, value: Any, outline: Any, like: Any) -> Any:
         """Return this rank's part of rank 0's value.
@@ -117,7 +117,7 @@ class FSDPStrategy(Strategy):
                 tensors.
         """
         if isinstance(outline, _TensorSpec):
-            given = value.to(self._device) if self._ranks.is_rank_zero else outline.empty(self._device)
+            given = value.to(self._device) if self._ranks.is_rank_zero else outline.make_tensor(self._device)
             if isinstance(like, DTensor) and like.shape == outline.shape:
                 return distribute_tensor(given, like.device_mesh, like.placements).to(like.device)
             self._ranks.broadcast_tensors([given])
@@ -198,10 +198,10 @@ class _TensorSpec(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _TensorSpec:
+    def from_tensor(cls, tensor: Tensor) -> _TensorSpec:
         return cls(tensor.shape, tensor.dtype)
 
-    def empty(self, device: torch.device) -> Tensor:
+    def make_tensor(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 

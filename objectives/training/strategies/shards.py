@@ -25,7 +25,7 @@ from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility import checkpoint
 
 
-def sharded_bytes(value: Any) -> int:
+def count_shard_bytes(value: Any) -> int:
     """Return the bytes of all sharded tensors in a state, over all ranks."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(value) if isinstance(tensor, DTensor))
 

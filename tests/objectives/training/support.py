@@ -21,7 +21,7 @@ from hpsearch import (
 )
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import StepPosition
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
@@ -48,7 +48,7 @@ class Wine(Objective):
 
 def started(objective, config, *, epochs=3, seed=0):
     """Return a run on the CPU, built and seeded as for its first epoch."""
-    run, _ = build(objective, config, RunPlan(epochs, seed, 0), device=torch.device("cpu"))
+    run, _ = build_run(objective, config, RunPlan(epochs, seed, 0), device=torch.device("cpu"))
     set_seed(seed, "epoch", 0)
     return run
 
@@ -76,7 +76,7 @@ def built(objective, epochs=3, **settings):
     """Return a run on the CPU with a constant rate."""
     settings = {"warmup_fraction": 0.0, "schedule": "constant", **settings}
     config = TrainConfig(**settings)
-    return build(objective, config, RunPlan(epochs, 0, 0), device=torch.device("cpu"))[0]
+    return build_run(objective, config, RunPlan(epochs, 0, 0), device=torch.device("cpu"))[0]
 
 
 def take_step(run, *window):

@@ -159,6 +159,6 @@ def test_a_run_on_a_new_split_has_a_score_on_it():
     runs = [fit(Wine(), epochs=3, split_seed=5, resplit_seed=seed) for seed in (1, 1, 2)]
     first, again, other = (run.resplit_score for run in runs)
     assert first == again != other
-    assert (first.divided, first.sizes, len(first.epochs)) == (True, (106, 36, 36), 2)
+    assert (first.has_new_split, first.sizes, len(first.epochs)) == (True, (106, 36, 36), 2)
     assert first.error > 0
     assert runs[0].split_hash == runs[1].split_hash != runs[2].split_hash

@@ -16,7 +16,7 @@ from hpsearch.objectives.training.loop.measure_model import (
     apply_memory_format,
     measure_latency_ms,
     measure_size,
-    temporarily_unwrapped,
+    unwrap_temporarily,
 )
 from tests.objectives.training.support import DiedError, Dying, Stopped, Wine, fit, raise_died, same_result
 
@@ -301,7 +301,7 @@ def test_training_wrappers_of_a_model_are_removed_while_it_is_measured():
     before = [dict(vars(module)) for module in model.modules()]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert any("forward" in own for own in before)
-    with temporarily_unwrapped(model, config):
+    with unwrap_temporarily(model, config):
         assert all("forward" not in vars(module) for module in model.modules())
         assert all(module._compiled_call_impl is None for module in model.modules())
         assert all(p.is_contiguous() for p in model.parameters())

@@ -63,7 +63,7 @@ def test_splits_that_the_objective_fixes_are_kept(objective_with):
     splits, _ = prepare_splits(objective, 3, 77)
     assert not is_resplit(objective, 3, splits)
     result = fit(objective, split_seed=3, resplit_seed=77, epochs=2)
-    assert (result.resplit_score.divided, len(result.resplit_score.epochs)) == (False, 2), (
+    assert (result.resplit_score.has_new_split, len(result.resplit_score.epochs)) == (False, 2), (
         "the choice of the epoch is cross-fitted yet"
     )
 

@@ -102,7 +102,7 @@ MATTERS = ("torch", "numpy", "pytorch-optimizer", "device_name", "machine", "thr
 def test_a_resume_in_another_environment_is_marked_not_exact(wine, name):
     state, run = built(wine).state_dict(), built(wine)
     restore(run, state)
-    assert run.notes == []
+    assert run.resume_notes == []
     now = state["environment"][name]
     restore(run, {**state, "environment": {**state["environment"], name: "another"}})
-    assert run.notes == [f"not exact after epoch 0: {name} another -> {now}"]
+    assert run.resume_notes == [f"not exact after epoch 0: {name} another -> {now}"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpsearch import ObjectiveError, Splits, TrainConfig
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.reproducibility.seeds import seed_temporarily, set_seed
 from tests.objectives.training.support import fit
 
@@ -31,7 +31,7 @@ def test_equal_seeds_give_equal_runs_and_different_ones_do_not(wine):
 def test_initial_weights_depend_on_the_seed_and_the_split_on_the_study(wine):
     def built(seed, split_seed):
         config, cpu = TrainConfig(), torch.device("cpu")
-        run, _ = build(wine, config, RunPlan(1, seed, split_seed), device=cpu)
+        run, _ = build_run(wine, config, RunPlan(1, seed, split_seed), device=cpu)
         return run.model[1][0].weight, run.identity["split_hash"]
 
     def same(one, other):
