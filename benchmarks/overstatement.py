@@ -44,7 +44,7 @@ from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.result import FitResult
 from hpsearch.search.finalists.winner import RunScore, estimate_test_score, select_winner
 from hpsearch.search.samplers.suggest import derive_seed
-from hpsearch.search.study.ranking import best_first
+from hpsearch.search.study.ranking import sort_best_first
 
 EPOCHS, TRIALS, TOP, SEEDS = 15, 24, 5, 2
 RESERVE = 100_000
@@ -224,7 +224,7 @@ def study(given: tuple[str, int]) -> list[dict[str, Any]]:
     own, *others = (evaluate_model(objective, like, reference, splits, part) - worth for part in parts)
     values = {trial: result.best_value for trial, result in found.items()}
     finalists = []
-    for trial in best_first(values, maximize=objective.direction == "maximize")[:TOP]:
+    for trial in sort_best_first(values, maximize=objective.direction == "maximize")[:TOP]:
         config, result = configs[trial], found[trial]
         retrained = [fit(objective, config, seed, number) for seed in fresh]
         resplit = [fit(objective, config, seed, number, split) for seed, split in zip(fresh, divisions, strict=True)]

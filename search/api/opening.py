@@ -68,14 +68,14 @@ class StudyRow:
     Attributes:
         name: name of the study. If another program created the study, the other fields have their default values.
         objective, metric: names of the objective and of the (first) metric.
-        finished: number of finished trials.
+        finished_trials: number of finished trials.
         budget: maximum number of trials.
-        done: the used part of each budget, as text.
-        complete, pruned, failed: numbers of trials by state.
-        running: number of running trials.
+        used_budget: the used part of each budget, as text.
+        complete_trials, pruned_trials, failed_trials: numbers of trials by state.
+        running_trials: number of running trials.
         best_value, best_number: value and number of the best trial by the first metric; None if no trial is COMPLETE.
         front: number of trials on the Pareto front; 0 in a single-objective study.
-        promoted: current promotions, such as ``digits@champion (trial 7)``.
+        promotions: current promotions, such as ``digits@champion (trial 7)``.
         is_stopped: whether a user stopped the study.
         is_stopped_early: whether the study terminated early.
         is_finalist_study: whether the study retrains the finalists of another study.
@@ -86,17 +86,17 @@ class StudyRow:
     name: str
     objective: str = ""
     metric: str = ""
-    finished: int = 0
+    finished_trials: int = 0
     budget: int = 0
-    done: str = ""
-    complete: int = 0
-    pruned: int = 0
-    failed: int = 0
-    running: int = 0
+    used_budget: str = ""
+    complete_trials: int = 0
+    pruned_trials: int = 0
+    failed_trials: int = 0
+    running_trials: int = 0
     best_value: float | None = None
     best_number: int | None = None
     front: int = 0
-    promoted: tuple[str, ...] = ()
+    promotions: tuple[str, ...] = ()
     is_stopped: bool = False
     is_stopped_early: bool = False
     is_finalist_study: bool = False
@@ -152,17 +152,17 @@ def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy
         name=spec.name,
         objective=spec.objective,
         metric=spec.metric,
-        finished=at.finished,
+        finished_trials=at.finished,
         budget=spec.n_trials,
-        done=at.summary,
-        complete=at.complete,
-        pruned=at.pruned,
-        failed=at.fail,
-        running=len(at.running),
+        used_budget=at.summary,
+        complete_trials=at.complete,
+        pruned_trials=at.pruned,
+        failed_trials=at.fail,
+        running_trials=len(at.running),
         best_value=at.best_value,
         best_number=at.best_number,
         front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.is_multi_objective else 0,
-        promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in current),
+        promotions=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in current),
         is_stopped=bool(frozen.user_attrs.get(STOPPED)),
         is_stopped_early=at.stopped_after is not None,
         is_finalist_study=spec.finalists_of is not None and spec.refit is None,

@@ -87,12 +87,12 @@ class Study:
         """
         from hpsearch.search.spec import spec as specs
         from hpsearch.search.spec.resolve import check_settings
-        from hpsearch.search.spec.settings import convert_names_to_tables, keys_in_errors, read_spec_file
+        from hpsearch.search.spec.settings import convert_names_to_tables, read_spec_file, replace_flags_in_errors
 
         _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
         where: Any = {key: given.pop(key) for key in Addresses.__annotations__ if key in given}
-        with keys_in_errors():
+        with replace_flags_in_errors():
             if spec is not None:
                 given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
             if objective is not None:
@@ -179,11 +179,11 @@ class Study:
         return self._parse(method, how)
 
     def _parse(self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None) -> WorkerOptions:
-        from hpsearch.search.spec.settings import keys_in_errors
+        from hpsearch.search.spec.settings import replace_flags_in_errors
         from hpsearch.search.worker import options
 
         _require_known(method, how, options.FleetWorkerOptions.__annotations__)
-        with keys_in_errors():
+        with replace_flags_in_errors():
             return options.WorkerOptions(**self._services.addresses, device=device, **how)
 
     def run_worker(self, *, device: str | None = None, **how: Unpack[FleetWorkerOptions]) -> Summary:
@@ -417,10 +417,10 @@ class Study:
         Example:
             assert study.extend("+1").new_budget == 4
         """
-        from hpsearch.search.spec.settings import keys_in_errors
+        from hpsearch.search.spec.settings import replace_flags_in_errors
 
         budgets = {"n_trials": n_trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
-        with keys_in_errors():
+        with replace_flags_in_errors():
             return self._extend(budgets, enqueue)
 
     def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
@@ -459,11 +459,11 @@ class Study:
             assert study.enqueue_trial({"lr": 0.01}) == 0
         """
         from hpsearch.search.api.opening import print_warning
-        from hpsearch.search.spec.settings import keys_in_errors
+        from hpsearch.search.spec.settings import replace_flags_in_errors
         from hpsearch.search.study.enqueue import enqueue, find_stopped_warning
 
         stored = self._stored
-        with keys_in_errors():
+        with replace_flags_in_errors():
             made = enqueue(stored, _rows(stored, params))
         if warning := find_stopped_warning(stored):
             print_warning(warning)
@@ -532,8 +532,8 @@ class Study:
             assert table.winner == study.best_trial.number
         """
         ran = self._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
-        _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
-        return ran.table
+        _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.result.pending else ())
+        return ran.result
 
     def _train_finalists(
         self,
@@ -615,7 +615,7 @@ class Study:
         trial = resolve_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
-            _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
+            _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.result.pending else ())
         return self._promote(trial=trial, alias=alias, model=model, infeasible=infeasible, refit=refit)
 
     def _train_refit(

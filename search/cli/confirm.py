@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, fast_imports, register
+from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, disable_gc, register
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 
@@ -43,7 +43,7 @@ def finalists(
 
     start_fork_server(workers)  # loads its modules while this process imports its own
 
-    with fast_imports():
+    with disable_gc():
         from hpsearch.search.api.study import Study
         from hpsearch.search.console import PlainConsole, show_steps
         from hpsearch.search.run import finalists as _  # noqa: F401 imported here, without the garbage collector
@@ -53,7 +53,7 @@ def finalists(
     ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
     if ran.is_interrupted:
         return EXIT_INTERRUPTED
-    is_done = ran.table.is_decided if workers or not ran.table.pending else True
+    is_done = ran.result.is_decided if workers or not ran.result.pending else True
     return 0 if is_done else 1
 
 
@@ -82,7 +82,7 @@ def evaluate_test(
     trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
-    if not yes and not confirm(f"evaluate {candidate.label}{mark} on the test set of {name}? It works only once."):
+    if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? It works only once."):
         typer.echo("not confirmed: the test set was not evaluated")
         raise typer.Exit(1)
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
@@ -143,17 +143,17 @@ def promote(
         ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.is_interrupted:
             return EXIT_INTERRUPTED
-        if ran.table.pending:
+        if ran.result.pending:
             return 0 if workers == 0 else 1
     done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
-    source = f"the refit, trial {done.trial} of {ran.table.study}," if refit else f"trial {done.trial} of {name}"
+    source = f"the refit, trial {done.trial} of {ran.result.study}," if refit else f"trial {done.trial} of {name}"
     typer.echo(f"{source} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.is_new_model:
         typer.echo("the run had no model: it was created now from the best checkpoint")
     if done.old_version is not None:
         typer.echo(f"version {done.old_version}, which had the alias before, is models:/{done.model}@{done.old_alias}")
-    if done.unconfirmed:
-        typer.echo(f"unconfirmed: {done.unconfirmed}")
+    if done.unconfirmed_reason:
+        typer.echo(f"unconfirmed: {done.unconfirmed_reason}")
     if done.can_serve_check:
         typer.echo(f"check it with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
@@ -187,9 +187,9 @@ def serve_check(
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance)
     typer.echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
-    typer.echo(f"recorded   val {done.metric} {done.recorded:.9g}")
-    if done.recomputed is not None:
-        typer.echo(f"as served  val {done.metric} {done.recomputed:.9g}")
+    typer.echo(f"recorded   val {done.metric} {done.recorded_value:.9g}")
+    if done.recomputed_value is not None:
+        typer.echo(f"as served  val {done.metric} {done.recomputed_value:.9g}")
     if done.mismatch:
         typer.echo(f"not reproduced: {done.mismatch}")
         return 1

@@ -56,10 +56,10 @@ def _format_row(row: StudyRow) -> dict[str, str]:
     return {
         "study": name,
         "objective": f"{format_path(path)}{colon}{cls}" if path.startswith("/") else row.objective,
-        "trials": row.done.removesuffix(" trials"),
-        **{state: str(getattr(row, state)) for state in _NUMBERS[1:]},
+        "trials": row.used_budget.removesuffix(" trials"),
+        **{state: str(getattr(row, f"{state}_trials")) for state in _NUMBERS[1:]},
         "best": best,
-        "promoted": ", ".join(row.promoted),
+        "promoted": ", ".join(row.promotions),
     }
 
 

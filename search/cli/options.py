@@ -85,7 +85,7 @@ _Spec = Annotated[
 ]
 
 
-def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+def add_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace each parameter of type `Settings`, `WorkerOptions` or TypedDict by one flag per field of the type."""
     own = inspect.signature(command, eval_str=True)
     expanded = {name: found for name, parameter in own.parameters.items() if (found := _flags(parameter.annotation))}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SEARCH_SECTION, add_group, fast_imports, register
+from hpsearch.search.cli.app import SEARCH_SECTION, add_group, disable_gc, register
 from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR, report_errors
 
 
@@ -32,9 +32,9 @@ def run(
     from hpsearch.search.fleet.fork_server import start_fork_server
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.resolve import check_settings
-    from hpsearch.search.spec.settings import keys_in_errors
+    from hpsearch.search.spec.settings import replace_flags_in_errors
 
-    with keys_in_errors(settings.file_keys):
+    with replace_flags_in_errors(settings.file_keys):
         check_settings(settings.values)
     check_pair(where)  # before the slow imports
 
@@ -42,7 +42,7 @@ def run(
         workers = count_gpu_workers(visible_gpus(), workers_per_gpu=workers_per_gpu, gpus_per_trial=how["devices"])
     start_fork_server(workers)  # loads its modules while this process imports its own
 
-    with fast_imports():
+    with disable_gc():
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import run_search
         from hpsearch.search.study.create import begin_search
@@ -50,7 +50,7 @@ def run(
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     console = PlainConsole()
-    with keys_in_errors(settings.file_keys):
+    with replace_flags_in_errors(settings.file_keys):
         services, study, created = begin_search(
             settings.values, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
         )
@@ -85,7 +85,7 @@ def worker(
     Exit codes: 0 if no work is left or the study is stopped; 143 if a signal stopped the worker with work left; 1 if a
     service is unavailable; 2 if a setting is wrong; 3 if every trial fails. Start a worker again after 143 and 1.
     """
-    with fast_imports():
+    with disable_gc():
         from hpsearch.search.fleet.rank_launcher import join_study_on_devices
         from hpsearch.search.worker.lifecycle import join_study
 

@@ -168,10 +168,10 @@ def restore(
     typer.echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
     for study, url in done.checkpoints:
         typer.echo(f"the backup has no checkpoints of {study}; they are at {url}")
-    for study in done.unsent:
+    for study in done.unsent_studies:
         typer.echo(f"{study}: some trials are not in MLflow; rebuild them with: {format_command('sync', study, *at)}")
-    if done.left_out:
-        typer.echo(f"the backup lacks {done.left_out} artifact files, which MLflow needs in its artifact folder")
+    if done.missing_files:
+        typer.echo(f"the backup lacks {done.missing_files} artifact files, which MLflow needs in its artifact folder")
     typer.echo(f"list the studies with: {format_command('studies', *at)}")
 
 

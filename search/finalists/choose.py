@@ -99,7 +99,7 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
             system_attrs={"fixed_params": chosen[parent].params},
             user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed},
         )
-        for parent, seed in map(of.assignment, range(len(of.trials) * len(of.seeds)))
+        for parent, seed in map(of.get_trial_and_seed, range(len(of.trials) * len(of.seeds)))
     ]
 
 
@@ -183,8 +183,8 @@ def select_finalists(
         if math.isfinite(get_first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
     ]
     if spec.is_multi_objective:
-        members = {found[place].number for place in find_front(to_losses([t.values for t in found], spec.maximized))}
-        found = [trial for trial in rank_trials(found, spec.maximized, infeasible=True) if trial.number in members]
+        members = {found[i].number for i in find_front(to_losses([t.values for t in found], spec.maximize_each))}
+        found = [trial for trial in rank_trials(found, spec.maximize_each, infeasible=True) if trial.number in members]
     chosen: list[FrozenTrial] = []
     for trial in found:
         if len(chosen) < top and all(trial.params != other.params for other in chosen):

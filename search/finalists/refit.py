@@ -36,7 +36,7 @@ class Refit:
         epochs: number of epochs of each run.
         seeds: seeds of the runs.
         losses: training loss of each run's last epoch; None if the run has not ended, failed or diverged.
-        reasons: per run, why its loss is missing; None if the run has a loss.
+        missing_reasons: per run, why its loss is missing; None if the run has a loss.
         selected_trial: number of the run to promote; None if some runs have not ended, or no run has a loss.
         pending: number of unfinished runs.
     """
@@ -46,7 +46,7 @@ class Refit:
     epochs: int
     seeds: tuple[int, ...]
     losses: tuple[float | None, ...]
-    reasons: tuple[str | None, ...]
+    missing_reasons: tuple[str | None, ...]
     selected_trial: int | None
     pending: int
 
@@ -108,7 +108,7 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
         winner: number of the winner's trial in the search. The winner has a value for each seed.
     """
     of = chosen.finalists_of
-    runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.assignment(trial.number)[0] == winner]
+    runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.get_trial_and_seed(trial.number)[0] == winner]
     return statistics.median_high([epoch + 1 for run in runs for epoch in _get_chosen_epochs(run, study.spec.maximize)])
 
 
@@ -158,7 +158,7 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
             f"{made.resume_command}"
         )
     if refit.selected_trial is None:
-        reasons = "; ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.reasons))
+        reasons = "; ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.missing_reasons))
         raise SearchError(f"--refit: no run of {made.spec.name!r} is complete: {reasons}")
     return find_trial(made, refit.selected_trial)
 
@@ -177,7 +177,7 @@ def tabulate_refit(made: StoredStudy) -> Refit:
         epochs=of.refit,
         seeds=tuple(of.seeds),
         losses=tuple(ended.get(trial.number) for trial in trials),
-        reasons=tuple(describe_missing_value(trial) for trial in trials),
+        missing_reasons=tuple(describe_missing_value(trial) for trial in trials),
         selected_trial=ranked[(len(ranked) - 1) // 2] if ranked and not pending else None,
         pending=pending,
     )
@@ -186,7 +186,7 @@ def tabulate_refit(made: StoredStudy) -> Refit:
 def format_refit(made: StoredStudy, found: Refit) -> list[str]:
     """Return one line per run with its training loss; the line of the selected run is marked."""
     lines = []
-    for number, (seed, loss, reason) in enumerate(zip(found.seeds, found.losses, found.reasons, strict=True)):
+    for number, (seed, loss, reason) in enumerate(zip(found.seeds, found.losses, found.missing_reasons, strict=True)):
         outcome = reason if loss is None else f"train loss {loss:.6g}"
         mark = ", the median, selected" if number == found.selected_trial else ""
         lines.append(f"trial {number} of {found.study}, seed {seed}: {outcome}{mark}")

@@ -28,6 +28,8 @@ from hpsearch.storage.rungs.fronts import find_front as front_places
 from hpsearch.storage.trials.history import read_finalist_studies
 
 _STORED_KEYS = {"scores": "scored", "search_values": "searched", "search_trial": "of", "selected_trial": "taken"}
+_STORED_KEYS |= {"missing_reasons": "reasons", "standard_error": "error", "expected_score": "expected"}
+_STORED_KEYS |= {"train_size": "trained", "val_size": "validated", "test_size": "tested", "has_new_split": "divided"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class FinalistRow:
             a multi-objective study, this and the other fields up to `scores` refer to the first metric.
         mean: mean of the existing values; None if all are missing.
         spread: sample standard deviation (n - 1) of the existing values; None if fewer than two exist.
-        reasons: per seed, why the value is missing; None if the value exists.
+        missing_reasons: per seed, why the value is missing; None if the value exists.
         scores: per seed, the score with its standard error; None if the run has stored no score, as in a custom loop.
         search_values: in a multi-objective study, the values of all metrics in the search; else empty.
         means: in a multi-objective study, the means of all metrics on new seeds; empty if all runs are missing.
@@ -52,7 +54,7 @@ class FinalistRow:
     values: tuple[float | None, ...]
     mean: float | None
     spread: float | None
-    reasons: tuple[str | None, ...] = ()
+    missing_reasons: tuple[str | None, ...] = ()
     scores: tuple[RunScore | None, ...] = ()
     search_values: tuple[float, ...] = ()
     means: tuple[float, ...] = ()
@@ -75,8 +77,8 @@ class Finalists:
         rows: one row per finalist, in the order of the search ranking.
         study: name of the finalist study.
         pending: number of unfinished trials.
-        error: standard error of the difference of two means; None if unknown.
-        expected: expected test score of the winner; None if there is no winner or if the errors of the runs are
+        standard_error: standard error of the difference of two means; None if unknown.
+        expected_score: expected test score of the winner; None if there is no winner or if the errors of the runs are
             unknown, and in a multi-objective study.
         front: in a multi-objective study, the trials of the Pareto front of the means, best mean of the first metric
             first; empty until all runs have ended, and in a single-objective study.
@@ -88,8 +90,8 @@ class Finalists:
     rows: tuple[FinalistRow, ...]
     study: str = ""
     pending: int = 0
-    error: float | None = None
-    expected: ExpectedScore | None = None
+    standard_error: float | None = None
+    expected_score: ExpectedScore | None = None
     front: tuple[int, ...] = ()
 
     @property
@@ -101,9 +103,9 @@ class Finalists:
         """Return whether a trial is the winner, is tied with the winner, or is on the Pareto front."""
         return trial == self.winner or trial in self.tie or trial in self.front
 
-    def dominating(self, row: FinalistRow, maximize: Sequence[bool]) -> list[int]:
+    def find_dominating(self, row: FinalistRow, maximize: Sequence[bool]) -> list[int]:
         """Return the trials of the Pareto front whose means dominate those of a finalist."""
-        pairs = ((trial, to_losses([self.row(trial).means, row.means], maximize)) for trial in self.front)
+        pairs = ((trial, to_losses([self.get_row(trial).means, row.means], maximize)) for trial in self.front)
         return [trial for trial, losses in pairs if trial != row.trial and count_dominating(losses)[1]]
 
     @property
@@ -114,7 +116,7 @@ class Finalists:
     @property
     def is_resplit(self) -> bool:
         """Whether the completed runs had new splits of the data, not only new seeds."""
-        return bool(self.run_scores) and all(run.divided for run in self.run_scores)
+        return bool(self.run_scores) and all(run.has_new_split for run in self.run_scores)
 
     def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "front", "dominated", "confirmed", "incomplete"]:
         """Return the verdict on a finalist. A finalist without a value for each seed is `incomplete` and cannot win."""
@@ -126,7 +128,7 @@ class Finalists:
             return "tie"
         return "confirmed" if row.is_complete else "incomplete"
 
-    def row(self, trial: int) -> FinalistRow:
+    def get_row(self, trial: int) -> FinalistRow:
         """Return the row of the finalist with this trial number."""
         return next(row for row in self.rows if row.trial == trial)
 
@@ -148,7 +150,7 @@ def find_effective_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | No
 
     A new set replaces an older set only when the new set has a result.
     """
-    tables = ((chosen, tabulate(study, chosen)) for chosen in list_finalist_sets(study))
+    tables = ((chosen, tabulate_finalists(study, chosen)) for chosen in list_finalist_sets(study))
     first = next(tables, None)
     if first is None or first[1].is_decided:
         return first
@@ -177,7 +179,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
     if effective is None or newest is None:
         raise SearchError(f"study {name!r} has no finalists to confirm a winner; retrain some with {command}")
     chosen, found = effective
-    if pending := tabulate(study, newest).pending:  # the newest set may replace an earlier winner
+    if pending := tabulate_finalists(study, newest).pending:  # the newest set may replace an earlier winner
         where = f"the finalists of {name!r}, in {newest.spec.name},"
         raise SearchError(f"{where} have {pluralize(pending, 'unfinished run')}; continue with {command}")
     if trial is not None and trial in found.front:
@@ -194,18 +196,18 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
     return chosen, found.winner
 
 
-def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
+def tabulate_finalists(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     """Return the table of the finalists of the search `study` from the results of the finalist study `chosen`."""
     of, spec = chosen.finalists_of, study.spec
     search_values = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
-    ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
+    ran = {of.get_trial_and_seed(t.number): t for t in chosen.trials() if t.number < chosen.spec.n_trials}
     rows = tuple(
         _make_row(number, search_values[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials
     )
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     complete = {row.trial: [value for value in row.values if value is not None] for row in rows if row.is_complete}
     if spec.is_multi_objective:
-        front = () if pending else _find_front_trials([row for row in rows if row.is_complete], spec.maximized)
+        front = () if pending else _find_front_trials([row for row in rows if row.is_complete], spec.maximize_each)
         choice = WinnerSelection(front[0] if len(front) == 1 else None, (), None)
     else:
         front, choice = (), select_winner({} if pending else complete, maximize=spec.maximize)
@@ -216,8 +218,8 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         rows=rows,
         study=chosen.spec.name,
         pending=pending,
-        error=choice.error,
-        expected=None if spec.is_multi_objective else _estimate_score(study, rows, choice),
+        standard_error=choice.standard_error,
+        expected_score=None if spec.is_multi_objective else _estimate_score(study, rows, choice),
         front=front,
     )
 
@@ -249,7 +251,7 @@ def _make_row(number: int, search_values: tuple[float, ...], trials: list[Frozen
         values=values,
         mean=statistics.fmean(existing) if existing else None,
         spread=statistics.stdev(existing) if len(existing) > 1 else None,
-        reasons=tuple(describe_missing_value(trial) for trial in trials),
+        missing_reasons=tuple(describe_missing_value(trial) for trial in trials),
         scores=tuple(
             None if value is None or trial is None else read_run_score(value, trial.user_attrs.get(RESPLIT_SCORE))
             for value, trial in zip(values, trials, strict=True)

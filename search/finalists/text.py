@@ -7,9 +7,9 @@ import statistics
 from rich.table import Table
 
 from hpsearch.search.console import plain_table, pluralize
-from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_set, read_finalists, tabulate
+from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_set, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
-from hpsearch.search.study.ranking import best_first
+from hpsearch.search.study.ranking import sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
@@ -22,7 +22,7 @@ def format_confirmation(study: StoredStudy) -> list[str]:
     effective, newest = read_finalists(study), find_newest_set(study)
     lines = [] if effective is None else format_finalists(study, effective)
     if effective is not None and newest is not None and newest.spec.name != effective.study:
-        lines.append(f"new set in {newest.spec.name}: {format_finalists(study, tabulate(study, newest))[0]}")
+        lines.append(f"new set in {newest.spec.name}: {format_finalists(study, tabulate_finalists(study, newest))[0]}")
     evaluation = read_test_evaluation(study.engine, study.study_id)
     return lines if evaluation is None else [*lines, format_test_result(study, evaluation, effective)]
 
@@ -40,7 +40,7 @@ def rank_finalists(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
     In a multi-objective study, the Pareto front comes first, and rows are sorted by the mean of the first metric.
     """
     means = {row.trial: row.mean for row in found.rows if row.is_complete and row.mean is not None}
-    ranked = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
+    ranked = [found.get_row(trial) for trial in sort_best_first(means, maximize=study.spec.maximize)]
     ranked.sort(key=lambda row: bool(found.front) and row.trial not in found.front)
     return ranked + [row for row in found.rows if not row.is_complete]
 
@@ -69,7 +69,7 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
 
 def format_run_values(row: FinalistRow) -> list[str]:
     """Return the value of each run of a finalist, or the reason why it has none."""
-    return [f"{v:.4f}" if v is not None else str(why) for v, why in zip(row.values, row.reasons, strict=True)]
+    return [f"{v:.4f}" if v is not None else str(why) for v, why in zip(row.values, row.missing_reasons, strict=True)]
 
 
 def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
@@ -77,7 +77,7 @@ def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> st
     if found.pending:
         return ""
     verdict = found.verdict(row)
-    by = found.dominating(row, study.spec.maximized) if verdict == "dominated" else []
+    by = found.find_dominating(row, study.spec.maximize_each) if verdict == "dominated" else []
     return f"{verdict} by {', '.join(map(str, by))}" if by else format_verdict_word(verdict)
 
 
@@ -103,7 +103,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     seeds = describe_resampling(found)
     if found.pending:
         n_trials = len(found.rows) * n_seeds
-        failed = sum(reason in {"failed", "diverged"} for row in found.rows for reason in row.reasons)
+        failed = sum(reason in {"failed", "diverged"} for row in found.rows for reason in row.missing_reasons)
         without = f", {failed} without a value" if failed else ""
         return [f"finalists: {n_trials - found.pending} of {n_trials} trained{without}, on {seeds}"]
     if not found.is_decided:
@@ -111,7 +111,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     if study.spec.is_multi_objective:
         return _format_front(found)
     assert found.winner is not None
-    row = found.row(found.winner)
+    row = found.get_row(found.winner)
     spread = "unknown" if row.spread is None else f"{row.spread:.4f}"
     lines = [
         f"winner: trial {row.trial}, val {study.spec.metric} {row.mean:.4f} on {seeds}, standard deviation {spread} "
@@ -119,10 +119,10 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     ]
     if found.tie:
         tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
-        within = "equal values" if not found.error else f"within one standard error, {found.error:.4f}"
-        has_equal = any(found.row(trial).mean == row.mean for trial in found.tie)
+        within = f"within one standard error, {error:.4f}" if (error := found.standard_error) else "equal values"
+        has_equal = any(found.get_row(trial).mean == row.mean for trial in found.tie)
         lines.append(f"tied with {tied}, {within}; {'the lower trial number' if has_equal else 'the better mean'} wins")
-    if (expected := found.expected) is not None:
+    if (expected := found.expected_score) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
     elif found.run_scores:
         lines.append("no prediction interval: the error from the validation samples is unknown")
@@ -180,12 +180,12 @@ def _compare_with_interval(study: StoredStudy, evaluation: TestEvaluation, found
     """Return a text with the position of the test score relative to the prediction interval; empty if there is none."""
     if (
         found is None
-        or found.expected is None
+        or found.expected_score is None
         or evaluation.refit is not None  # the expected score is that of the model of the search
         or (found.study, found.winner) != (evaluation.finalists, evaluation.trial_number)
     ):
         return ""
-    score, expected = (evaluation.scores or {}).get(study.spec.metric), found.expected
+    score, expected = (evaluation.scores or {}).get(study.spec.metric), found.expected_score
     if score is None:
         return ""
     if expected.low <= score <= expected.high:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.search.freeze_thaw.observations import PROPORTION_METRICS, get_loss_bound
-from hpsearch.search.study.ranking import best_first
+from hpsearch.search.study.ranking import sort_best_first
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class WinnerSelection:
     Attributes:
         winner: number of the finalist with the best mean; None if no finalist is complete.
         tie: numbers of the finalists within one standard error of the winner, best mean first.
-        error: standard error of the difference of two means; None if unknown.
+        standard_error: standard error of the difference of two means; None if unknown.
     """
 
     winner: int | None
     tie: tuple[int, ...]
-    error: float | None
+    standard_error: float | None
 
 
 def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> WinnerSelection:
@@ -47,7 +47,7 @@ def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> W
         maximize: whether higher is better.
     """
     means = {finalist: statistics.fmean(row) for finalist, row in values.items()}
-    ranked = best_first(means, maximize=maximize)
+    ranked = sort_best_first(means, maximize=maximize)
     if not ranked:
         return WinnerSelection(None, (), None)
     error, best = _get_difference_error(list(values.values())), means[ranked[0]]
@@ -78,17 +78,17 @@ class RunScore:
 
     Attributes:
         value: value of the metric.
-        error: standard error of the value from the validation samples; None if unknown.
-        trained, validated, tested: numbers of training, validation and test samples.
-        divided: whether the run had its own, new train/validation split.
+        standard_error: standard error of the value from the validation samples; None if unknown.
+        train_size, val_size, test_size: numbers of training, validation and test samples.
+        has_new_split: whether the run had its own, new train/validation split.
     """
 
     value: float
-    error: float | None
-    trained: int
-    validated: int
-    tested: int
-    divided: bool = True
+    standard_error: float | None
+    train_size: int
+    val_size: int
+    test_size: int
+    has_new_split: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore |
     """Return the score of a run from its stored record; None if `record` is None."""
     if record is None:
         return None
-    trained, validated, tested = record["sizes"]
-    return RunScore(value, record["error"], trained, validated, tested, record["divided"])
+    train, val, test = record["sizes"]
+    return RunScore(value, record["error"], train, val, test, record["divided"])
 
 
 def estimate_test_score(
@@ -160,14 +160,13 @@ def estimate_test_score(
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])
     means = {number: statistics.fmean(run.value for run in row) for number, row in runs.items()}
-    mean = _shrink_mean(list(means.values()), means[choice.winner], choice.error)
-    freedom = len(runs) * (seeds - 1)
+    mean = _shrink_mean(list(means.values()), means[choice.winner], choice.standard_error)
+    freedom, sampling = len(runs) * (seeds - 1), statistics.fmean(error**2 for error in errors)
     squares = math.fsum((run.value - means[number]) ** 2 for number, row in runs.items() for run in row)
     within = squares / freedom if freedom else 0.0
-    sampling = statistics.fmean(error**2 for error in errors)
-    shared = min(own[0].validated / own[0].trained, 1.0) if own[0].divided else 1.0
+    shared = min(own[0].val_size / own[0].train_size, 1.0) if own[0].has_new_split else 1.0
     run = max(within - (1 - shared) * sampling, 0.0)
-    variance = within / seeds + shared * sampling + run + sampling * own[0].validated / own[0].tested
+    variance = within / seeds + shared * sampling + run + sampling * own[0].val_size / own[0].test_size
     uncertain = within / seeds + (within if run else 0.0)
     quantile = stats.norm.ppf((1 + COVERAGE) / 2)
     if uncertain:
@@ -184,18 +183,17 @@ def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | Non
     If all resamples are equal, the stored error is 0. Then a metric that is a proportion p of n samples gets the error
     of the proportion (n p + 1) / (n + 2) (Laplace's rule of succession), and the error of any other metric is unknown.
     """
-    if run.error is None or run.error > 0:
-        return run.error
+    if run.standard_error is None or run.standard_error > 0:
+        return run.standard_error
     if metric not in PROPORTION_METRICS or not maximize or not 0 <= run.value <= 1:
         return None
-    share = (run.value * run.validated + 1) / (run.validated + 2)
-    return math.sqrt(share * (1 - share) / run.validated)
+    share = (run.value * run.val_size + 1) / (run.val_size + 2)
+    return math.sqrt(share * (1 - share) / run.val_size)
 
 
 def _shrink_mean(means: Sequence[float], best: float, error: float | None) -> float:
     """Return the best mean, corrected for its selection bias: it is shrunk towards the mean of all finalists."""
     if error is None or not (variance := statistics.variance(means)):
         return best
-    factor = max(0.0, 1 - (error**2 / 2) / variance)
-    center = statistics.fmean(means)
+    factor, center = max(0.0, 1 - (error**2 / 2) / variance), statistics.fmean(means)
     return center + factor * (best - center)

@@ -70,40 +70,40 @@ class GaussianProcess:
     """Gaussian process with its hyperparameters.
 
     Attributes:
-        feature_owner: for each feature column, the index of the parameter that it encodes [columns].
+        param_by_feature: for each feature column, the index of the parameter that it encodes [columns].
         theta: logarithms of level, slope, configuration, decay, trial deviation and noise, then of a length scale per
             parameter [6 + parameters]. If the points are from several studies, the last entry is the logit of the task
             correlation.
         is_epoch_invariant: whether the prior is for a metric that does not change with the epochs.
     """
 
-    feature_owner: Tensor
+    param_by_feature: Tensor
     theta: Tensor
     is_epoch_invariant: bool = False
 
     @classmethod
     def from_prior(
-        cls, feature_owner: np.ndarray, *, multi_study: bool = False, is_epoch_invariant: bool = False
+        cls, param_by_feature: np.ndarray, *, multi_study: bool = False, is_epoch_invariant: bool = False
     ) -> Self:
         """Return the process with the prior means of its hyperparameters.
 
         Args:
-            feature_owner: for each feature column, the index of the parameter that it encodes [columns].
+            param_by_feature: for each feature column, the index of the parameter that it encodes [columns].
             multi_study: whether the points are from several studies.
             is_epoch_invariant: whether values depend only on the configuration, apart from a little noise.
         """
-        mean, _ = _make_prior(feature_owner, multi_study=multi_study, is_epoch_invariant=is_epoch_invariant)
-        return cls(torch.from_numpy(feature_owner), mean, is_epoch_invariant)
+        mean, _ = _make_prior(param_by_feature, multi_study=multi_study, is_epoch_invariant=is_epoch_invariant)
+        return cls(torch.from_numpy(param_by_feature), mean, is_epoch_invariant)
 
     def fit(self, points: Points, y: Tensor) -> GaussianProcess:
         """Return the process with the most probable hyperparameters, given the scores `y` [n] of the points."""
-        owner, is_invariant = self.feature_owner.numpy(), self.is_epoch_invariant
-        mean, deviation = _make_prior(owner, multi_study=self._is_multi_study, is_epoch_invariant=is_invariant)
+        columns, is_invariant = self.param_by_feature.numpy(), self.is_epoch_invariant
+        mean, deviation = _make_prior(columns, multi_study=self._is_multi_study, is_epoch_invariant=is_invariant)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
-            factor, failed = torch.linalg.cholesky_ex(GaussianProcess(self.feature_owner, at).noisy_covariance(points))
-            if failed.item():
+            factor, info = torch.linalg.cholesky_ex(GaussianProcess(self.param_by_feature, at).noisy_covariance(points))
+            if info.item():
                 return 1e10, np.zeros_like(theta)
             white = torch.linalg.solve_triangular(factor, y[:, None], upper=False)
             value = 0.5 * white.square().sum() + factor.diagonal().log().sum()
@@ -115,7 +115,7 @@ class GaussianProcess:
         start, options = self.theta.numpy(), {"maxiter": MAX_FIT_STEPS}
         with torch.enable_grad():
             found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-        return GaussianProcess(self.feature_owner, torch.from_numpy(found.x), self.is_epoch_invariant)
+        return GaussianProcess(self.param_by_feature, torch.from_numpy(found.x), self.is_epoch_invariant)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
         """Return the posterior, given the scores `y` [n] of the points."""
@@ -130,7 +130,7 @@ class GaussianProcess:
     def covariance(self, a: Points, b: Points) -> Tensor:
         """Return the prior covariance [n, m] of the latent function between points `a` [n] and `b` [m]."""
         level, slope, config, decay, own = self.theta[:5].exp()
-        weights = (-self.theta[6:]).exp()[self.feature_owner]
+        weights = (-self.theta[6:]).exp()[self.param_by_feature]
         one, other = a.x * weights, b.x * weights
         squared = one.square().sum(1)[:, None] + other.square().sum(1) - 2 * one @ other.T
         r = (5 * squared.clamp(min=0) + 1e-12).sqrt()
@@ -145,7 +145,7 @@ class GaussianProcess:
 
     @property
     def _is_multi_study(self) -> bool:
-        return len(self.theta) > len(_PRIOR_MEAN) + int(self.feature_owner.max()) + 1
+        return len(self.theta) > len(_PRIOR_MEAN) + int(self.param_by_feature.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
         """Return the prior variance of the latent function at the points [n]."""
@@ -206,10 +206,10 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
 
 
 def _make_prior(
-    feature_owner: np.ndarray, *, multi_study: bool, is_epoch_invariant: bool = False
+    param_by_feature: np.ndarray, *, multi_study: bool, is_epoch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return prior means and deviations of the hyperparameters; length scales grow with the number of parameters."""
-    parameters = int(feature_owner.max()) + 1
+    parameters = int(param_by_feature.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
     means = [*(_INVARIANT_PRIOR_MEAN if is_epoch_invariant else _PRIOR_MEAN), *[length] * parameters]
     deviations = [_PRIOR_DEVIATION] * len(_PRIOR_MEAN) + [_LENGTH_DEVIATION] * parameters

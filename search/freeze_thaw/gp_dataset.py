@@ -119,7 +119,7 @@ class GPDataset:
     @property
     def prior_process(self) -> GaussianProcess:
         """The Gaussian process with the prior means of its hyperparameters."""
-        owner, several = self.space.feature_owner, bool(self.points.study.any())
+        owner, several = self.space.param_by_feature, bool(self.points.study.any())
         return GaussianProcess.from_prior(owner, multi_study=several, is_epoch_invariant=self.is_epoch_invariant)
 
     def fit(self, process: GaussianProcess) -> GaussianProcess:

@@ -45,7 +45,7 @@ class Space:
         self._rules = _infer_rules(shown, self._choices)
 
     @property
-    def feature_owner(self) -> np.ndarray:
+    def param_by_feature(self) -> np.ndarray:
         """For each feature column, the index of the parameter that it encodes [columns]."""
         return np.array([j for j, choices in enumerate(self._choices) for _ in range(choices or 2)])
 
@@ -110,27 +110,27 @@ class Space:
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _ParameterCondition:
     """Condition under which a configuration has a parameter: the choice or the range of another parameter.
 
     Attributes:
         parameter: index of the other parameter.
         low, high: inclusive range of the other parameter's number.
-        excluded: choices of the other parameter with which the configuration does not have the parameter.
+        excluded_choices: choices of the other parameter with which the configuration does not have the parameter.
     """
 
     parameter: int
     low: float
     high: float
-    excluded: tuple[float, ...] = ()
+    excluded_choices: tuple[float, ...] = ()
 
     def is_satisfied(self, rows: np.ndarray) -> np.ndarray:
         """Return for each of `rows` [n, parameters] whether the condition holds; False without the other parameter."""
         column = rows[:, self.parameter]
-        return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.excluded)
+        return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.excluded_choices)
 
 
-def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
+def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _ParameterCondition]:
     """Infer the conditions of the parameters that some rows lack.
 
     A condition comes after the condition of the parameter that it depends on. A parameter for which no condition
@@ -138,7 +138,7 @@ def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
     """
     present = ~np.isnan(rows)
     counts = present.sum(0)
-    found: dict[int, _Rule] = {}
+    found: dict[int, _ParameterCondition] = {}
     for j in sorted(range(rows.shape[1]), key=lambda j: -counts[j]):
         if counts[j] in (0, len(rows)):
             continue
@@ -150,16 +150,16 @@ def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
     return found
 
 
-def _infer_rule(column: np.ndarray, present: np.ndarray, by: int, *, categorical: bool) -> _Rule | None:
+def _infer_rule(column: np.ndarray, present: np.ndarray, by: int, *, categorical: bool) -> _ParameterCondition | None:
     with_it, without = column[present], column[~present]
     without = without[~np.isnan(without)]
     if np.isnan(with_it).any():
         return None
     if categorical:
-        return _Rule(by, -math.inf, math.inf, tuple(np.unique(without)))
+        return _ParameterCondition(by, -math.inf, math.inf, tuple(np.unique(without)))
     if len(without) == 0 or without.max() < with_it.min():
-        return _Rule(by, with_it.min() if len(without) else -math.inf, math.inf)
-    return _Rule(by, -math.inf, with_it.max()) if with_it.max() < without.min() else None
+        return _ParameterCondition(by, with_it.min() if len(without) else -math.inf, math.inf)
+    return _ParameterCondition(by, -math.inf, with_it.max()) if with_it.max() < without.min() else None
 
 
 def _to_unit(d: BaseDistribution, value: Any) -> float:

@@ -48,7 +48,7 @@ class Candidate:
     refit: tuple[StoredStudy, FrozenTrial] | None = None
 
     @property
-    def label(self) -> str:
+    def summary(self) -> str:
         """The evaluated model as text: ``trial 7``, or ``the refit of trial 7``."""
         return f"{'' if self.refit is None else 'the refit of '}trial {self.trial.number}"
 

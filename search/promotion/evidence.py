@@ -229,7 +229,7 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
 LINEAGE_HEADING = "## Lineage"  # the text above it is the user's
 
 
-def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
+def describe_evidence(evidence: Evidence, *, address: str, written: str = "") -> str:
     """Return the description of a model version: its model card, in Markdown.
 
     Args:

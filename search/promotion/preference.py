@@ -113,7 +113,7 @@ def read_front(study: StoredStudy, finalists: Finalists | None, *, infeasible: b
     """Return the values of each trial on the Pareto front; with finalists, the front and the values of their means."""
     names = list(study.spec.direction_by_metric)
     if finalists is not None and finalists.front:
-        return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
+        return {trial: dict(zip(names, finalists.get_row(trial).means, strict=True)) for trial in finalists.front}
     return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}
 
 

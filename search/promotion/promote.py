@@ -10,7 +10,7 @@ from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
 from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
-from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
+from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe_evidence, gather_evidence, version_tags
 from hpsearch.search.promotion.preference import describe_no_candidate, read_front
 from hpsearch.search.promotion.weights import make_model_from_checkpoint
 from hpsearch.search.study.control import find_trial, get_user_and_host
@@ -41,7 +41,7 @@ class PromotionResult:
         version: number of the version.
         alias: alias of the version.
         old_version: version to which the alias pointed before; None if it pointed to no version or to this version.
-        unconfirmed: why the choice of the trial is not confirmed; empty if the choice is confirmed.
+        unconfirmed_reason: why the choice of the trial is not confirmed; empty if the choice is confirmed.
         can_serve_check: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
         is_new_model: whether this call made the model from the best checkpoint.
     """
@@ -51,7 +51,7 @@ class PromotionResult:
     version: int
     alias: str
     old_version: int | None
-    unconfirmed: str
+    unconfirmed_reason: str
     can_serve_check: bool
     is_new_model: bool
 
@@ -141,7 +141,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         version=version.number,
         alias=alias,
         old_version=replaced.number if replaced else None,
-        unconfirmed=evidence.unconfirmed,
+        unconfirmed_reason=evidence.unconfirmed,
         can_serve_check=bool(evidence.data_sha256),
         is_new_model=made,
     )
@@ -174,7 +174,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
     """Write the evidence for a trial to the tags and the description of a model version."""
-    text = describe(evidence, address=version.uri, written=version.description)
+    text = describe_evidence(evidence, address=version.uri, written=version.description)
     registry.update_version(version, tags=version_tags(evidence), description=text)
 
 

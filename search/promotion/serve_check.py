@@ -57,8 +57,8 @@ class ServeCheckResult:
         study: name of the study.
         trial: number of the trial.
         metric: the validation metric of the study.
-        recorded: value of the trial.
-        recomputed: value of the model's predictions; None if the model could not be loaded or run.
+        recorded_value: value of the trial.
+        recomputed_value: value of the model's predictions; None if the model could not be loaded or run.
         mismatch: difference between the values, or error of the isolated process; empty if the value is reproduced.
         weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
     """
@@ -67,8 +67,8 @@ class ServeCheckResult:
     study: str
     trial: int
     metric: str
-    recorded: float
-    recomputed: float | None
+    recorded_value: float
+    recomputed_value: float | None
     mismatch: str
     weights_only: str = ""
 

@@ -74,8 +74,8 @@ class PruningContext:
         epochs: number of epochs of a full trial.
         values: values of the metric by epoch, from 0; not empty.
         reported: values of objectives and constrained metrics in the last epoch, by name.
-        vector: values of all objectives at the best epoch so far by the first metric.
-        maximized: per objective, whether higher values are better; empty in a single-objective study.
+        objective_values: values of all objectives at the best epoch so far by the first metric.
+        maximize_each: per objective, whether higher values are better; empty in a single-objective study.
     """
 
     pruner: str
@@ -86,13 +86,13 @@ class PruningContext:
     epochs: int
     values: Mapping[int, float]
     reported: Mapping[str, float] = field(default_factory=dict)
-    vector: Sequence[float] = ()
-    maximized: Sequence[bool] = ()
+    objective_values: Sequence[float] = ()
+    maximize_each: Sequence[bool] = ()
 
     @property
     def is_multi_objective(self) -> bool:
         """Whether the study has several objectives."""
-        return bool(self.maximized)
+        return bool(self.maximize_each)
 
     @property
     def step(self) -> int:
@@ -211,7 +211,7 @@ class Halving:
             return case.prune(f"{case.metric} is NaN", **details)
         # The value is recorded before other values are read, so that of two concurrent trials, at least one is compared
         # with the other.
-        peers.record_rung_value(rung, list(case.vector) if several else value)
+        peers.record_rung_value(rung, list(case.objective_values) if several else value)
         others = [at for number, at in peers.read_rung_values(rung) if self.is_peer(number)]
         details["peers"] = len(others)
         reached = len(others) + 1
@@ -225,8 +225,8 @@ class Halving:
             # The evaluated trial is the last vector, so that of two equal trials the earlier trial is kept.
             from hpsearch.storage.rungs.fronts import sort_by_front, to_losses  # loads SQLAlchemy
 
-            vectors = [at for at in others if isinstance(at, list)]
-            rank = sort_by_front(to_losses([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
+            vectors = [*(at for at in others if isinstance(at, list)), case.objective_values]
+            rank = sort_by_front(to_losses(vectors, case.maximize_each)).index(len(vectors) - 1) + 1
             if rank <= promoted:
                 return case.keep(**details)
             why = f"rank {rank} of {reached} by Pareto fronts at {place}, which promotes the best {promoted}"

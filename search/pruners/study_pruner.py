@@ -27,7 +27,7 @@ def make_rungs(spec: StudySpec) -> Rungs | None:
         schedule.reduction_factor,
         spec.maximize,
         min_complete=schedule.min_complete,
-        maximize_each=spec.maximized if spec.is_multi_objective else (),
+        maximize_each=spec.maximize_each if spec.is_multi_objective else (),
     )
 
 
@@ -54,7 +54,7 @@ class StudyPruner:
         values: Mapping[int, float],
         *,
         reported: Mapping[str, float] | None = None,
-        vector: Sequence[float] = (),
+        objective_values: Sequence[float] = (),
     ) -> Decision:
         """Return the decision on a trial after its last reported epoch; safe to repeat.
 
@@ -62,7 +62,7 @@ class StudyPruner:
             trial: the trial; only its number and the values that it has recorded at rungs are used.
             values: values of the metric by epoch, from 0.
             reported: values of objectives and constrained metrics in the last epoch, by name; None for no values.
-            vector: in multi-objective studies, values of all objectives at the best epoch so far.
+            objective_values: in multi-objective studies, values of all objectives at the best epoch so far.
         """
         spec = self._spec
         if not values:
@@ -76,8 +76,8 @@ class StudyPruner:
             epochs=spec.epochs,
             values=values,
             reported=reported or {},
-            vector=vector,
-            maximized=spec.maximized if spec.is_multi_objective else (),
+            objective_values=objective_values,
+            maximize_each=spec.maximize_each if spec.is_multi_objective else (),
         )
         if spec.pruner.can_prune and (lines := self._find_final_violations(case.reported)):
             return case.prune(f"out of bounds: {', '.join(lines)}, which training does not change", value=case.value)

@@ -58,7 +58,7 @@ def make_figure_data(
                 "reason": reason,
                 "params": [to_json_value(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _thin_curve(trial, stride),
-                "pauses": usage.pauses.get(trial.number, []),
+                "pauses": usage.pause_epochs.get(trial.number, []),
             }
             for trial, reason in ((t, _short_reason(t)) for t in sorted(shown, key=lambda t: t.number))
         ],
@@ -102,7 +102,7 @@ def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about experimental evaluators do not help the reader
             # Optuna minimizes a custom target.
-            sign = -1.0 if study.spec.maximized[metric_index] else 1.0
+            sign = -1.0 if study.spec.maximize_each[metric_index] else 1.0
             target = (lambda t: sign * t.values[metric_index]) if study.spec.is_multi_objective else None
             return list(optuna.importance.get_param_importances(study.open(), target=target).items())
     except (ValueError, RuntimeError) as error:  # too few trials, or no variance in their values
@@ -221,7 +221,7 @@ def compute_hypervolume_history(study: StoredStudy, order: Sequence[tuple[int, i
         study: a multi-objective study.
         order: (trial, epoch from 0) of all epochs, in the order in which the epochs ended.
     """
-    maximize, trials = study.spec.maximized, study.trials()
+    maximize, trials = study.spec.maximize_each, study.trials()
     complete = [t.values for t in trials if t.state == TrialState.COMPLETE and t.values]
     ended = [values for values in complete if all(map(math.isfinite, values))]
     if not ended:

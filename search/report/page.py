@@ -99,7 +99,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     by_number = sorted(rows, key=lambda row: row["number"])
     without_result = [row for row in by_number if row["state"] in {"failed", "infeasible"}]
     figures = make_figure_data(study, shown, names, shares=first, finalists=finalists, usage=usage, forecasts=forecasts)
-    hypervolume = compute_hypervolume_history(study, usage.order) if several else None
+    hypervolume = compute_hypervolume_history(study, usage.epoch_order) if several else None
     figures["front"] = make_front_figure(study, summary) if several else None
     figures["volume"] = hypervolume.figure if hypervolume else None
     loader = PackageLoader("hpsearch.search.report")
@@ -147,9 +147,9 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
     """Return one sentence with the result of the study."""
     metric, trials = study.spec.metric, pluralize(summary.finished, "trial")
     if finalists is not None and finalists.winner is not None:
-        row = finalists.row(finalists.winner)
+        row = finalists.get_row(finalists.winner)
         tie = f", in a tie with {pluralize(len(finalists.tie), 'other')}" if finalists.tie else ""
-        expected = finalists.expected
+        expected = finalists.expected_score
         expect = f"; expect {expected.mean:.4f} on new data, {format_interval(expected)}" if expected else ""
         return (
             f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {describe_resampling(finalists)}, "
@@ -185,9 +185,9 @@ def _make_cards(
     if opening is not None and opening.scores is not None and metric in opening.scores:
         cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.model_description}"))
     if finalists is not None and finalists.winner is not None:
-        mean = finalists.row(finalists.winner).mean
+        mean = finalists.get_row(finalists.winner).mean
         cards.append((f"{mean:.4f}", f"{metric} on {describe_resampling(finalists)}"))
-        if (expected := finalists.expected) is not None:
+        if (expected := finalists.expected_score) is not None:
             cards.append(
                 (f"{expected.low:.3f} - {expected.high:.3f}", f"expected {metric} on new data ({COVERAGE:.0%})")
             )

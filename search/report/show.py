@@ -25,7 +25,7 @@ from hpsearch.search.freeze_thaw.forecast import (
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
-from hpsearch.search.study.ranking import best_first, get_first_value
+from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     Summary,
@@ -167,7 +167,7 @@ def forecast_trials(
     from hpsearch.search.freeze_thaw.forecast import forecast_final_values  # imports torch, which takes a second
 
     found = forecast_final_values(trials, epochs=spec.epochs, maximize=spec.maximize, metric=spec.metric, of=of)
-    order = best_first({number: each.value for number, each in found.items()}, maximize=spec.maximize)
+    order = sort_best_first({number: each.value for number, each in found.items()}, maximize=spec.maximize)
     return {number: found[number] for number in order}
 
 

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
 import sqlalchemy as sa
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -38,7 +38,7 @@ class StudyStatus:
         progress: counts, best trial and running trials.
         workers: all registered workers, active ones first.
         events: the attempts that ended last, newest first.
-        reached: number of trials that reached an epoch, by epoch.
+        trial_counts: number of trials that reached an epoch, by epoch.
         eta: estimated seconds until the budget is spent; None while too few trials have ended.
         at: time of the snapshot, by the database's clock.
         directions: direction of each metric in a multi-objective study; None in a single-objective study.
@@ -53,7 +53,7 @@ class StudyStatus:
     progress: Progress
     workers: list[WorkerRow]
     events: list[AttemptEnd]
-    reached: dict[int, int]
+    trial_counts: Annotated[dict[int, int], Field(serialization_alias="reached")]
     eta: float | None
     at: datetime
     directions: dict[str, Direction] | None = None
@@ -62,7 +62,7 @@ class StudyStatus:
     def to_json(self) -> str:
         """Return the status as JSON, with times as ISO 8601 and non-finite numbers as null."""
         only_several = set() if self.directions else {"directions", "front"}
-        return TypeAdapter(StudyStatus).dump_json(self, indent=2, exclude=only_several).decode()
+        return TypeAdapter(StudyStatus).dump_json(self, indent=2, by_alias=True, exclude=only_several).decode()
 
 
 def read_status(study: StoredStudy) -> StudyStatus:
@@ -70,7 +70,6 @@ def read_status(study: StoredStudy) -> StudyStatus:
     spec = study.spec
     [(at,)] = Database(study.engine).fetch_rows(sa.text("SELECT clock_timestamp()"), {})
     progress = read_progress(study.engine, study.study_id, spec.direction)
-    events = read_attempt_ends(study.engine, study.study_id)
     return StudyStatus(
         study=spec.name,
         metric=spec.metric,
@@ -79,8 +78,8 @@ def read_status(study: StoredStudy) -> StudyStatus:
         stopped=study.attrs.get(STOPPED),
         progress=progress,
         workers=read_workers(study.engine, study.study_id),
-        events=events,
-        reached=_count_rungs_reached(study),
+        events=read_attempt_ends(study.engine, study.study_id),
+        trial_counts=_count_rungs_reached(study),
         eta=_estimate_seconds_left(study, progress, at),
         at=at,
         directions=spec.directions,
@@ -212,7 +211,7 @@ def render_status(
     details.append((f"  {status.at:%Y-%m-%d %H:%M:%S %Z}", "dim"))
     front = f", {len(status.front)} on the front" if status.front else ""
     counts = format_counts(status.progress, status.metric, front)
-    rungs = ", ".join(f"{mark}: {count}" for mark, count in status.reached.items())
+    rungs = ", ".join(f"{mark}: {count}" for mark, count in status.trial_counts.items())
     reached = f"trials that reached epoch {rungs}; {format_rate(epochs_per_second, status.eta)}"
     active = sum(worker.state in {"running", "idle"} for worker in status.workers)
     return Group(

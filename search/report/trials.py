@@ -89,14 +89,14 @@ class EpochUsage:
     Attributes:
         epochs: total number of epochs of all trials, including pruned and failed trials.
         best: each new best value, as (epochs of the study so far, value, trial, epoch of the trial from 1).
-        pauses: epochs, counted from 1, after which a trial paused, by trial number.
-        order: (trial, epoch from 0) of all epochs, in the order in which the epochs ended.
+        pause_epochs: epochs, counted from 1, after which a trial paused, by trial number.
+        epoch_order: (trial, epoch from 0) of all epochs, in the order in which the epochs ended.
     """
 
     epochs: int
     best: list[tuple[int, float, int, int]]
-    pauses: dict[int, list[int]]
-    order: list[tuple[int, int]]
+    pause_epochs: dict[int, list[int]]
+    epoch_order: list[tuple[int, int]]
 
     @property
     def figure(self) -> dict[str, Any]:

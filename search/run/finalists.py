@@ -18,7 +18,7 @@ from hpsearch.search.console import PlainConsole, format_command, pluralize, sho
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
 from hpsearch.search.finalists.refit import Refit, format_refit, make_or_join_refit, tabulate_refit
-from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
+from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.text import finalist_table, format_finalists, format_test_result
 from hpsearch.search.report.show import format_last_failure
 from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
@@ -40,13 +40,13 @@ class CompanionStudy:
 
     Attributes:
         study: the companion study.
-        created: whether the companion study is new.
+        is_new: whether the companion study is new.
         services: services of the companion study.
         tracking_error: why MLflow is unavailable; None if it answers.
     """
 
     study: StoredStudy
-    created: bool
+    is_new: bool
     services: Services
     tracking_error: str | None
 
@@ -119,12 +119,12 @@ class RetrainResult(Generic[T]):
     """The result of training a companion study.
 
     Attributes:
-        table: the table of the finalists, or the refit.
+        result: the table of the finalists, or the refit.
         is_interrupted: whether a signal ended the training.
         gave_up: one line per worker that gave up, with the reason.
     """
 
-    table: T
+    result: T
     is_interrupted: bool = False
     gave_up: tuple[str, ...] = ()
 
@@ -162,14 +162,14 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     with show_steps(console) as show_step:
         show_step("choosing the finalists")
         companion = open_companion_study(services, study, options, make)
-    chosen, created = companion.study, companion.created
+    chosen, created = companion.study, companion.is_new
     _print_finalists(console, study, chosen, created=created)
     if (effective := read_finalists(study)) is not None and effective.study != chosen.spec.name:
         winner = f"trial {effective.winner}" if effective.winner is not None else f"trials {effective.front}"
         console.print(f"the winner of {effective.study} is valid until the new set has one: {winner}", style="yellow")
-    pending = tabulate(study, chosen).pending
+    pending = tabulate_finalists(study, chosen).pending
     interrupted, gave_up = train_companion_study(console, companion, options, workers if pending else 0)
-    found = tabulate(study, chosen)
+    found = tabulate_finalists(study, chosen)
     if not found.pending:
         with warn_on_mlflow_error(console, "the finalists", format_command("finalists", study.spec.name)):
             close_study(study, summarise(study), companion.services.open_tracking())
@@ -255,7 +255,7 @@ def run_refit(
         companion = open_companion_study(services, study, options, make)
     made, found = companion.study, tabulate_refit(companion.study)
     console.print(
-        f"refit of trial {found.search_trial} of {study.spec.name}{' (new)' if companion.created else ''}: "
+        f"refit of trial {found.search_trial} of {study.spec.name}{' (new)' if companion.is_new else ''}: "
         f"{pluralize(found.epochs, 'epoch')} on train and validation, on {pluralize(len(found.seeds), 'seed')}"
     )
     interrupted, gave_up = train_companion_study(console, companion, options, workers if found.pending else 0)

@@ -129,7 +129,7 @@ def run_fleet(
     has_printed_stop = False
     progress, is_outage = Progress(study.spec.n_trials), False
 
-    def read() -> tuple[Progress, bool]:
+    def poll_progress() -> tuple[Progress, bool]:
         try:
             return read_progress(engine, study.study_id, study.spec.direction, retry_seconds=0.0), False
         except DBAPIError:
@@ -142,7 +142,7 @@ def run_fleet(
             fleet.start()
             with supervisor as is_down, LiveView(console, study.spec, fleet) as view:
                 while fleet.poll(progress.count_with_result, is_outage=is_outage):
-                    progress, is_outage = read()
+                    progress, is_outage = poll_progress()
                     view.update(progress, is_outage=is_outage)
                     if is_down is not None and is_down.is_set():
                         fleet.stop()
@@ -150,7 +150,7 @@ def run_fleet(
                         has_printed_stop = True
                         view.print_line("stopping: workers finish their epoch and save (Ctrl-C again kills them)")
                     time.sleep(_POLL_SECONDS)  # not an Event, on whose lock the signal handler would wait
-                view.update(read()[0])
+                view.update(poll_progress()[0])
         finally:
             fleet.stop()  # after an internal error, workers save their state
             fleet.close()

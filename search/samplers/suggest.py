@@ -32,7 +32,7 @@ def derive_seed(*parts: int | str) -> int:
 def derive_training_seed(spec: StudySpec, number: int) -> int:
     """Return the training seed of a trial; in a study of finalists, all configurations have the same new seeds."""
     if spec.finalists_of is not None:
-        return spec.finalists_of.assignment(number)[1]
+        return spec.finalists_of.get_trial_and_seed(number)[1]
     return derive_seed(spec.seed, "trial", number)
 
 
@@ -116,7 +116,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             suggested = storage.get_trial(claim.trial_id)
             if spec.finalists_of is not None:
-                _check_finalist(suggested, spec.finalists_of.assignment(claim.number)[0])
+                _check_finalist(suggested, spec.finalists_of.get_trial_and_seed(claim.number)[0])
             if given.params or spec.sampler.is_indexed_by_trial or _may_repeat(suggested, spec.sampler):
                 return Suggestion(config, suggested.params)
             acquire_lock()

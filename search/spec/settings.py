@@ -70,7 +70,7 @@ _FLAG = re.compile(r"hpsearch [^:;,]*|OBJECTIVE|--[a-z]+(-(?!option)[a-z]+)*(?![
 
 
 @contextmanager
-def keys_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
+def replace_flags_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
     """In the messages of errors in this block, replace the flags of settings by their keys in programs and spec files.
 
     Args:

@@ -119,7 +119,7 @@ class FinalistsOf(Options):
         """The purpose of the study as text: ``the finalists of 'wine'``."""
         return f"the {'finalists' if self.refit is None else 'refit'} of {self.study!r}"
 
-    def assignment(self, number: int) -> tuple[int, int]:
+    def get_trial_and_seed(self, number: int) -> tuple[int, int]:
         """Return the finalist (its trial number in the search) and the seed that trial `number` trains.
 
         All finalists run on one seed before any runs on the next seed, so that an unfinished table compares equal
@@ -230,7 +230,7 @@ class StudySpec(Options):
         return {self.metric: self.direction} if self.directions is None else self.directions
 
     @property
-    def maximized(self) -> tuple[bool, ...]:
+    def maximize_each(self) -> tuple[bool, ...]:
         """Per optimized metric, whether a higher value is better."""
         return tuple(direction == "maximize" for direction in self.direction_by_metric.values())
 

@@ -11,7 +11,7 @@ from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.fronts import to_losses
 
 
-def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
+def sort_best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
     """Return the trial numbers, best value first. Among equal values, the lower number comes first, as in Optuna.
 
     Args:
@@ -42,7 +42,7 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
         top: number of best trials.
         maximize: whether higher is better.
     """
-    return number in best_first({**others, number: value}, maximize=maximize)[:top]
+    return number in sort_best_first({**others, number: value}, maximize=maximize)[:top]
 
 
 def get_first_value(trial: FrozenTrial) -> float | None:

@@ -158,11 +158,11 @@ class StoredStudy:
 
     def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return the feasible COMPLETE trials, best first, as `rank_trials` does."""
-        return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
+        return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximize_each, infeasible=infeasible)
 
     def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return the Pareto front, best value of the first metric first; with one metric, only the best trial."""
-        return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
+        return find_pareto_front(self.trials(TrialState.COMPLETE), self.spec.maximize_each, infeasible=infeasible)
 
 
 def load_study(storage: PostgresStorage, name: str) -> StoredStudy:

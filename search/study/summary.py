@@ -128,7 +128,7 @@ def summarise(study: StoredStudy) -> Summary:
         failed=len(by_state[TrialState.FAIL]),
         running=len(by_state[TrialState.RUNNING]),
         waiting=len(by_state[TrialState.WAITING]),
-        front=tuple(find_pareto_front(trials, study.spec.maximized)),
+        front=tuple(find_pareto_front(trials, study.spec.maximize_each)),
         out_of_bounds=sum(not is_feasible(t) for t in by_state[TrialState.COMPLETE]),
         epochs_run=sum(len(t.intermediate_values) for t in trials),
         epochs_saved=saved_epochs,

@@ -79,7 +79,7 @@ def _log_finalists(
 ) -> None:
     ended = max(t.datetime_complete.timestamp() for t in chosen.trials() if t.datetime_complete is not None)
     parent = str(study.attrs[RUN_ID])
-    tracking.client.log_dict(parent, table_record(study, found), FINALISTS_ARTIFACT)
+    tracking.client.log_dict(parent, make_table_record(study, found), FINALISTS_ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
     front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.is_multi_objective else {}
     tracking.annotate_run(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
@@ -89,11 +89,11 @@ def _log_finalists(
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
         means = zip(study.spec.direction_by_metric, row.means, strict=False)
         figures |= {f"finalist_mean_{name}": mean for name, mean in means}
-        if row.trial == found.winner and found.expected is not None:
+        if row.trial == found.winner and found.expected_score is not None:
             figures |= {
-                "expected": found.expected.mean,
-                "expected_low": found.expected.low,
-                "expected_high": found.expected.high,
+                "expected": found.expected_score.mean,
+                "expected_low": found.expected_score.low,
+                "expected_high": found.expected_score.high,
             }
         _annotate(
             tracking,
@@ -120,7 +120,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
         log.warning("run %s: results not logged (%s)", run, describe_error(error))
 
 
-def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
+def make_table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return the table of finalists as JSON values."""
     rows = [{**to_record(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)]
     return {
@@ -132,9 +132,9 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "winner": found.winner,
         "tie": list(found.tie),
         **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.is_multi_objective else {}),
-        "standard_error_of_difference": found.error,
+        "standard_error_of_difference": found.standard_error,
         "fresh_divisions": found.is_resplit,
-        "expected": None if found.expected is None else asdict(found.expected),
+        "expected": None if found.expected_score is None else asdict(found.expected_score),
         "rows": rows,
     }
 

@@ -57,7 +57,7 @@ def write_model(
     except Exception as error:  # torch.export raises errors of many types
         if isinstance(error, OSError) or checkpoint is None:
             raise
-        reason = first_line(error)
+        reason = format_export_error(error)
     log.warning("trial %d: torch.export failed (%s); storing the checkpoint instead of a model", number, reason)
     write_checkpoint_model(checkpoint, folder, objective=objective, reason=reason)
     return {tag_names.WEIGHTS_ONLY: reason}
@@ -82,7 +82,7 @@ def run_params(spec: StudySpec, params: Mapping[str, Any]) -> dict[str, Any]:
     return {**params, "seed": spec.seed, "epochs": spec.epochs}
 
 
-def first_line(error: Exception) -> str:
+def format_export_error(error: Exception) -> str:
     """Return the type and the first line of an export error, without the stack that torch adds to the message."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first[:200]}"
@@ -117,7 +117,7 @@ class TrialTracking:
         """
         claim, tags = self._claim, {}
         if self._spec.finalists_of is not None:
-            trial, seed = self._spec.finalists_of.assignment(claim.number)
+            trial, seed = self._spec.finalists_of.get_trial_and_seed(claim.number)
             of = tag_names.FINALIST_OF if self._spec.refit is None else tag_names.REFIT_OF
             tags = {of: str(trial), tag_names.SEED: str(seed)}
         self._journal = self._tracker.open_journal(claim, resumed=resumed or claim.is_resumed, **tags)
@@ -207,14 +207,14 @@ class TrialTracking:
             return False
         if spec.is_multi_objective:
             others = [trial.values for trial in complete if trial.values and is_feasible(trial)]
-            return is_on_front([best[name] for name in spec.direction_by_metric], others, spec.maximized)
+            return is_on_front([best[name] for name in spec.direction_by_metric], others, spec.maximize_each)
         ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and is_feasible(trial)}
         number, value = self._claim.number, result.best_value
         return is_among_best(number, value, ended, top=spec.top_models, maximize=spec.maximize)
 
     def _store_files(self, files: list[Path], best: Path | None) -> bool:
         """Store files and the best checkpoint as artifacts of the run; return whether there was space for all files."""
-        if not self._tracker.outbox.has_room():
+        if not self._tracker.outbox.has_space():
             log.warning("trial %d: outbox full; files and model are not stored", self._claim.number)
             return False
         stored = [self.journal.store_artifact(path) for path in files]
@@ -251,7 +251,7 @@ class TrialTracking:
             self.journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for its model"))
             return
         except Exception as error:  # torch.export raises errors of many types
-            reason = f"no model: torch.export failed ({first_line(error)})"
+            reason = f"no model: torch.export failed ({format_export_error(error)})"
             log.warning("trial %d: %s", self._claim.number, reason)
             self.journal.append(journal_records.Problem(reason))
             return
@@ -266,7 +266,7 @@ class TrialTracking:
         """Tag the run with a pruning decision; see `make_pruning_tags`."""
         self.journal.append(make_pruning_tags(record))
 
-    def pending(self) -> str:
+    def get_state(self) -> str:
         """Return the value of the trial's attribute TRACKING, which exists until MLflow has all its records."""
         if rejection := self.journal.cursors[MLFLOW].position.rejection:
             return f"refused: {rejection}"

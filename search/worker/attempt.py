@@ -66,7 +66,7 @@ class Attempt:
         context = self._context
         try:
             with (
-                context.lease.renewing(self._claim),
+                context.lease.renew_periodically(self._claim),
                 context.storage.hold_trial(self._claim.trial_id, self._claim.attempt),
             ):
                 context.watchdog.watch(partial(context.claims.expire_lease, self._claim))
@@ -101,7 +101,7 @@ class Attempt:
             return self._finish(result)
         if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
             self._tracked.leave_open()
-            place = (rank.rung, rank.rank, rank.reached)
+            place = (rank.rung, rank.rank, rank.reached_count)
             log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
             return None
         self._release(Outcome.RELEASED)
@@ -202,7 +202,7 @@ class Attempt:
             missing = [line for line in violations if line not in reason]
             reason += f"; out of bounds: {', '.join(missing)}" if missing else ""
             self._tracked.tag_bounds(violations)
-        attrs = {REASON: reason, TRACKING: self._tracked.pending(), VIOLATIONS: violations or None, **(attrs or {})}
+        attrs = {REASON: reason, TRACKING: self._tracked.get_state(), VIOLATIONS: violations or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
         system = {} if metrics is None else measure_violations(spec, metrics)
         self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)

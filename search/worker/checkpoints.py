@@ -109,7 +109,7 @@ class TrialCheckpoints:
         log.warning(text, self._claim.number, epoch + 1, error, place)
 
     @kill_point("remove superseded checkpoints")
-    def committed(self, epoch: int) -> None:
+    def mark_committed(self, epoch: int) -> None:
         """Record that the pending state of `epoch` has a pointer, and remove the files of superseded states."""
         if self.pending is None:
             return

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from hpsearch.storage.trials.process_identity import process_name
+from hpsearch.storage.trials.process_identity import make_process_name
 from hpsearch.storage.trials.worker_registry import WorkerIdentity
 
 
@@ -19,7 +19,7 @@ def worker_name(pid: int | None = None) -> str:
     names and PIDs.
     """
     pid = pid or os.getpid()
-    mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
+    mark = hashlib.sha256(make_process_name(pid).encode()).hexdigest()[:4]
     return f"{socket.gethostname()}:{pid}-{mark}"
 
 

@@ -102,7 +102,7 @@ class TrialSession:
         if self.checkpoints.pending is not None:  # None if the store was unavailable
             epoch = len(state["history"]) - 1
             self._context.claims.record_mid_epoch_checkpoint(self._claim, epoch, self.checkpoints.pending)
-            self.checkpoints.committed(epoch)
+            self.checkpoints.mark_committed(epoch)
             self.saved = describe_position(state)
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -130,13 +130,13 @@ class TrialSession:
             best = self._select_metrics(self.curve.find_best_up_to(record.epoch))
             trial = self._context.storage.get_trial(self._claim.trial_id)
             objectives = [best[name] for name in spec.direction_by_metric]
-            decision = self._context.pruner(trial, self.curve.values, reported=metrics, vector=objectives)
+            decision = self._context.pruner(trial, self.curve.values, reported=metrics, objective_values=objectives)
             if decision.prune:
                 return Verdict.PRUNE.with_reason(decision)
             rank = self._report_rung(record.epoch, best)
             if rank is not None and not rank.is_promoted:
                 return Verdict.PAUSE.with_reason(rank)
-            if not reported.has_room:
+            if not reported.has_budget:
                 return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
@@ -165,7 +165,7 @@ class TrialSession:
     def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
         reported = self._context.claims.report(self._claim, epoch, value, self.checkpoints.pending, metrics=vector)
         if reported.is_counted:
-            self.checkpoints.committed(epoch)
+            self.checkpoints.mark_committed(epoch)
             self.curve.values.setdefault(epoch, value)
         return reported
 

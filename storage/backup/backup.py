@@ -122,7 +122,7 @@ def check_service_options(owner_url: str | None, artifacts: str | None) -> None:
 _ABANDONED_SECONDS = 24 * 3600.0  # age of a folder whose process is certainly gone
 
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 _FILES_PER_PROGRESS_LINE = 500
 
@@ -146,7 +146,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     force: bool = False,
     home: str | None = None,
     dashboard: Sequence[str],
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> BackupResult:
     """Back up studies, MLflow and checkpoints to one file; searches may run meanwhile.
 
@@ -218,7 +218,7 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
         yield Path(folder_name)
 
 
-def _write_archive(temporary: Path, locations: Locations, *, files: bool, progress: Progress) -> archive.Manifest:
+def _write_archive(temporary: Path, locations: Locations, *, files: bool, progress: OnProgress) -> archive.Manifest:
     """Write the archive to `temporary/archive`, and return its manifest."""
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
@@ -241,7 +241,7 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
         manifest = archive.Manifest(
             made_at=made_at,
             hpsearch_version=version("hpsearch"),
-            postgres_version=_max_version([each.postgres for each in dumps.values()]),
+            postgres_version=_max_version([each.server_version for each in dumps.values()]),
             pg_dump_version=_max_version(dumped_by),
             schema=schema,
             optuna_schema=read_revision(studies.cursor, ALEMBIC_TABLE),
@@ -306,7 +306,7 @@ def _check_artifacts(locations: Locations) -> None:
         raise StorageError(f"--artifacts {locations.artifacts!r} is not local: add --no-artifacts for their index only")
 
 
-def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files: bool, progress: Progress) -> None:
+def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files: bool, progress: OnProgress) -> None:
     if locations.artifacts is None:
         return
     if (folder := locations.artifacts_folder) is None:

@@ -85,13 +85,13 @@ class Snapshot:
         url: URL of the database.
         cursor: cursor that reads the snapshot.
         name: exported name of the snapshot, which pg_dump imports.
-        postgres: version of the server, for example "18.6".
+        server_version: version of the server, for example "18.6".
     """
 
     url: str
     cursor: Any
     name: str
-    postgres: str
+    server_version: str
 
     def dump(self, path: Path) -> Binaries:
         """Write a dump of the snapshot to `path`, and return the Postgres installation whose pg_dump was used.
@@ -99,7 +99,7 @@ class Snapshot:
         Raises:
             StorageError: no installed pg_dump is as new as the server, or pg_dump fails.
         """
-        programs = find_programs(int(self.postgres.split(".")[0]), why="the server")
+        programs = find_programs(int(self.server_version.split(".")[0]), why="the server")
         run_program(
             programs,
             "pg_dump",

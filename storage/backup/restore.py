@@ -18,7 +18,7 @@ from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.archive import ArchiveReader, Manifest, UnpackedArchive
 from hpsearch.storage.backup.dumps import count_rows, find_programs, open_session, restore_dump
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.database.migrate import MIGRATIONS, known_revisions, migrate
+from hpsearch.storage.database.migrate import MIGRATIONS, list_revisions, migrate
 from hpsearch.storage.database.schema import PARTIAL_RESTORE_QUERY, RESTORE_SCHEMA
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.postgres_binaries import Binaries
@@ -46,7 +46,7 @@ def check_schema_revisions(manifest: Manifest) -> None:
         ("MLflow", manifest.mlflow_schema, Path(mlflow.__file__).parent / "store" / "db_migrations"),
     )
     for name, found, scripts in packages:
-        if found is not None and found not in known_revisions(scripts):
+        if found is not None and found not in list_revisions(scripts):
             raise StorageError(
                 f"the backup is of a newer {name} (schema {found}; made by hpsearch {manifest.hpsearch_version}): "
                 "install the versions that made it"
@@ -65,7 +65,7 @@ def upgrade_mlflow(url: str) -> None:
         engine.dispose()
 
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 _STUDY_TABLES = ("studies",)
 _MLFLOW_TABLES = ("runs", "registered_models")
@@ -80,16 +80,16 @@ class RestoreResult:
         tracking_uri: address of the MLflow server that has the restored runs; None if unknown.
         checkpoints: (name, checkpoint URL) of each study whose checkpoints are outside of the home folder, and
             therefore not in the backup.
-        left_out: number of artifact files whose content is not in the backup, only their index entries.
-        unsent: names of the studies with COMPLETE trials whose records had not reached MLflow; `sync STUDY` rebuilds
-            the records.
+        missing_files: number of artifact files whose content is not in the backup, only their index entries.
+        unsent_studies: names of the studies with COMPLETE trials whose records had not reached MLflow; `sync STUDY`
+            rebuilds the records.
     """
 
     manifest: Manifest
     tracking_uri: str | None
     checkpoints: Sequence[tuple[str, str]]
-    left_out: int
-    unsent: Sequence[str]
+    missing_files: int
+    unsent_studies: Sequence[str]
 
 
 def restore(  # noqa: PLR0913 a keyword for each flag
@@ -101,7 +101,7 @@ def restore(  # noqa: PLR0913 a keyword for each flag
     ui_url: str | None = None,
     home: str | None = None,
     dashboard: Sequence[str],
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> RestoreResult:
     """Restore a backup into services that contain no studies, runs or registered models.
 
@@ -157,7 +157,7 @@ def _parse_major_version(version: str) -> int:
 
 @contextmanager
 def _open_empty_services(
-    folder: Path, owner_url: str | None, artifacts: str | None, manifest: Manifest, progress: Progress
+    folder: Path, owner_url: str | None, artifacts: str | None, manifest: Manifest, progress: OnProgress
 ) -> Iterator[tuple[backup.Locations, EmbeddedStack | None]]:
     """Yield the data locations of empty services, and the locked embedded stack (None for external services).
 
@@ -215,9 +215,9 @@ def _is_partial_restore(cursor: Any) -> bool:
 
 
 def _restore_all(
-    unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: Progress
+    unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
-    """Restore files, then databases; return the fields `checkpoints` and `unsent` of the `RestoreResult`."""
+    """Restore files, then databases; return the fields `checkpoints` and `unsent_studies` of the `RestoreResult`."""
     with open_session(*locations.studies) as cursor:
         again = _is_partial_restore(cursor)
         cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")

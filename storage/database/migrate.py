@@ -77,7 +77,7 @@ def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
     if found == REVISION:
         return
     if found is not None:
-        _check_known("hpsearch", found, known_revisions(MIGRATIONS), url, setting)
+        _check_known("hpsearch", found, list_revisions(MIGRATIONS), url, setting)
     config = _alembic_config(MIGRATIONS)
     engine = make_engine(url, application_name="hpsearch-migrate")
     try:
@@ -93,7 +93,7 @@ def _check_known(name: str, found: str, known: Collection[str], url: str, settin
         raise StorageError(f"{setting} {redact(url)}: the tables are of a newer {name} (schema {found}): install it")
 
 
-def known_revisions(scripts: Path) -> set[str]:
+def list_revisions(scripts: Path) -> set[str]:
     """Return the revisions in a folder of Alembic migrations."""
     from alembic.script import ScriptDirectory
 

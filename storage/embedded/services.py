@@ -61,7 +61,7 @@ def make_mlflow_command(
     return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class EmbeddedStack:
             and self.mlflow.is_healthy()
         )
 
-    def start(self, progress: Progress) -> None:
+    def start(self, progress: OnProgress) -> None:
         """Start the services that do not run, and wait until all are healthy."""
         port = self.start_postgres(progress)
         if not self.mlflow.find():
@@ -185,7 +185,7 @@ class EmbeddedStack:
         self._save()
         return [f"{name} (process {pid})" for name, pid in stopped if pid is not None]
 
-    def start_postgres(self, progress: Progress) -> int:
+    def start_postgres(self, progress: OnProgress) -> int:
         """Start Postgres unless it runs, and return its port; missing data directory and databases are created."""
         server = EmbeddedPostgres(make_postgres_folder(self.home), self._logs / "postgres.log")
         self.state.postgres_folder = str(server.folder)

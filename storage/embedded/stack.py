@@ -17,13 +17,13 @@ import psutil
 
 from hpsearch.storage.database.roles import Databases
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.services import EmbeddedStack, Progress, StackInfo, require_server_packages
+from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackInfo, require_server_packages
 from hpsearch.storage.embedded.state import STATE_FILE, ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import HOME_VARIABLE, check_writable, make_private_folder, prepare_home
 
-__all__ = ["Progress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
+__all__ = ["OnProgress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
 
 _LOCK_TIMEOUT = 900.0  # seconds
 
@@ -48,7 +48,7 @@ class ServiceStatus:
     detail: str
 
 
-def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: None) -> StackInfo:
+def up(home: Path, *, dashboard: Sequence[str], progress: OnProgress = lambda _: None) -> StackInfo:
     """Start the services in `home` that do not run, and return the addresses of all services.
 
     Args:
@@ -80,7 +80,7 @@ def read_urls(home: Path) -> Databases:
 
 
 @contextmanager
-def lock(home: Path, *, progress: Progress = lambda _: None) -> Iterator[EmbeddedStack]:
+def lock(home: Path, *, progress: OnProgress = lambda _: None) -> Iterator[EmbeddedStack]:
     """Lock the stack in `home` for exclusive use of its databases, start Postgres if necessary, and yield the stack.
 
     No other command can start or stop services while the lock is held. The caller may stop services; `up` starts them
@@ -174,7 +174,7 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
 
 @contextmanager
 def _lock_stack(
-    home: Path, progress: Progress = lambda _: None, dashboard: Sequence[str] = ()
+    home: Path, progress: OnProgress = lambda _: None, dashboard: Sequence[str] = ()
 ) -> Iterator[EmbeddedStack]:
     """Lock the stack and yield it; wait while another command, which may be starting the services, holds the lock."""
     import filelock

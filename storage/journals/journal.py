@@ -31,7 +31,7 @@ JOURNAL_FILE = "journal.jsonl"
 MLFLOW = "mlflow"  # the consumer that every study has
 
 
-def position_file_name(consumer: str) -> str:
+def get_position_file_name(consumer: str) -> str:
     """Return the name of the file with a consumer's position.
 
     The file for MLflow has the name that versions with MLflow as the only consumer used.
@@ -46,8 +46,8 @@ class Position:
     Attributes:
         offset: the number of bytes of the journal that the consumer has stored.
         run_id: the id of the trial's run; None until it is known.
-        creating: "run" while a run is being created, else None. After a crash, "run" means that the run may exist,
-            so it is looked up before another run is created.
+        pending_creation: "run" while a run is being created, else None. After a crash, "run" means that the run may
+            exist, so it is looked up before another run is created.
         has_all_artifacts: whether the consumer has read the record that all artifacts are in the journal.
         rejection: the reason why the service rejected the rest permanently; the journal waits until a user starts a
             retry. None if nothing was rejected.
@@ -57,7 +57,7 @@ class Position:
 
     offset: int = 0
     run_id: str | None = None
-    creating: str | None = None
+    pending_creation: str | None = None
     has_all_artifacts: bool = False
     rejection: str | None = None
     problem: str | None = None
@@ -235,7 +235,7 @@ class Cursor:
     def __init__(self, journal: Journal, consumer: str) -> None:
         self.journal = journal
         self.consumer = consumer
-        self._path = journal.folder / position_file_name(consumer)
+        self._path = journal.folder / get_position_file_name(consumer)
         self.position = self._load_position()
         self.buffered_lines_read = 0
         # Higher than the committed offset while entries are in flight; guarded by the mutex.

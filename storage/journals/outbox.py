@@ -79,7 +79,7 @@ class Outbox:
                         raise
         raise AssertionError
 
-    def take_orphaned(self) -> Iterator[Journal]:
+    def take_orphaned_journals(self) -> Iterator[Journal]:
         """Lock and yield, one by one, the journals whose locks no process holds."""
         for folder in self._folders():
             if (descriptor := _lock_journal(folder / JOURNAL_FILE)) is None:
@@ -98,7 +98,7 @@ class Outbox:
         """Return whether the outbox contains a journal whose name begins with `prefix`."""
         return any(folder.name.startswith(prefix) for folder in self._folders())
 
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         """Return whether the size of all journals is below the limit, so that artifacts are still stored."""
         return compute_folder_bytes(self.folder) < self._limit_bytes
 

@@ -150,7 +150,7 @@ class Sender:
                 locked_journals = list(self._locked_journals)
             for journal in locked_journals:
                 self._assign(journal)
-            for journal in self._outbox.take_orphaned():
+            for journal in self._outbox.take_orphaned_journals():
                 with self._changed:
                     self._locked_journals.append(journal)
                 self._assign(journal, is_orphan=True)

@@ -49,13 +49,13 @@ class _Batch:
         both = (self, other)
         params_or_tags = max(sum(len(batch.params) for batch in both), sum(len(batch.tags) for batch in both))
         entities = sum(len(batch.metrics) + len(batch.params) + len(batch.tags) for batch in both)
-        characters = sum(batch.characters for batch in both)
+        characters = sum(batch.character_count for batch in both)
         return not self.entries or (
             entities <= _MAX_ENTITIES and params_or_tags <= _MAX_PARAMS_OR_TAGS and characters <= _MAX_CHARACTERS
         )
 
     @property
-    def characters(self) -> int:
+    def character_count(self) -> int:
         return sum(len(str(value)) for value in (*self.params.values(), *self.tags.values()))
 
     def add(self, other: _Batch) -> None:
@@ -247,7 +247,7 @@ class MlflowConsumer(Consumer):
         """
         if cursor.position.run_id is None:
             cursor.position.run_id = self._find_or_create_run(cursor)
-            cursor.position.creating = None  # the database has the run
+            cursor.position.pending_creation = None  # the database has the run
             cursor.save()
         return cursor.position.run_id
 
@@ -257,12 +257,12 @@ class MlflowConsumer(Consumer):
             run_id = links.read_attr(RUN_ID)
             if run_id is not None and not self._tracking.has_run(run_id):
                 run_id = None
-            if run_id is None and (header.resumed or not cursor.journal.is_live or cursor.position.creating):
+            if run_id is None and (header.resumed or not cursor.journal.is_live or cursor.position.pending_creation):
                 run_id = self._tracking.find_trial_run(header.study, header.number, parent=parent)
             if run_id is not None:
                 self._tracking.reopen_run(run_id)
             else:
-                cursor.position.creating = "run"
+                cursor.position.pending_creation = "run"
                 cursor.save()
                 run_id = self._tracking.create_trial_run(
                     header.study, header.number, parent=parent, tags=header.tags, start_ms=header.began

@@ -53,13 +53,13 @@ class RungRank:
     Attributes:
         rung: the rung, from 0.
         rank: rank, from 1, among all trials that have reached the rung, in any state.
-        reached: number of trials that have reached the rung.
+        reached_count: number of trials that have reached the rung.
         is_promoted: whether the trial is promoted, so that it continues.
     """
 
     rung: int
     rank: int
-    reached: int
+    reached_count: int
     is_promoted: bool
 
 

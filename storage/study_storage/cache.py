@@ -47,7 +47,7 @@ class StudyCache:
         """Return a trial from the cache if the cached version is finished; None otherwise."""
         with self.lock:
             place = self._index_of.get(trial_id)
-            return None if place is None or trial_id in self._known.unfinished else self._trials[place]
+            return None if place is None or trial_id in self._known.unfinished_ids else self._trials[place]
 
     def get_trial_id(self, number: int) -> int | None:
         """Return the id of the trial with this number; None if the trial is not cached."""
@@ -117,7 +117,7 @@ class StudyCache:
         if known is None or not _is_unchanged(row, known):
             self._put(merge_row(row, known))
         if STATE_BY_NAME[row.state] not in FINISHED_STATES:
-            self._known.loaded.add(row.trial_id)
+            self._known.loaded_ids.add(row.trial_id)
 
     def _put(self, trial: FrozenTrial) -> None:
         """Add a trial to the cache, or replace its cached version."""
@@ -131,13 +131,13 @@ class StudyCache:
         for name, distribution in trial.distributions.items():
             self.distributions.setdefault(name, distribution)
         if trial.state in FINISHED_STATES:
-            known.unfinished.discard(trial_id)
-            known.loaded.discard(trial_id)
+            known.unfinished_ids.discard(trial_id)
+            known.loaded_ids.discard(trial_id)
             self._finished.clear()
         else:
-            if place is not None and trial_id not in known.unfinished:
+            if place is not None and trial_id not in known.unfinished_ids:
                 self._finished.clear()  # a finished trial was reopened
-            known.unfinished.add(trial_id)
+            known.unfinished_ids.add(trial_id)
 
 
 def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:

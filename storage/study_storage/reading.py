@@ -163,18 +163,18 @@ class ReadCursor:
 
     Attributes:
         last_trial_id: highest trial id that was read; -1 if no trial was read.
-        unfinished: ids of the trials that were not finished at the last read.
-        loaded: ids of the unfinished trials whose details were read completely up to `horizon`.
+        unfinished_ids: ids of the trials that were not finished at the last read.
+        loaded_ids: ids of the unfinished trials whose details were read completely up to `horizon`.
         horizon: id of a transaction; the next read of loaded trials reads only rows written since this transaction.
     """
 
     last_trial_id: int = -1
-    unfinished: set[int] = field(default_factory=set)
-    loaded: set[int] = field(default_factory=set)
+    unfinished_ids: set[int] = field(default_factory=set)
+    loaded_ids: set[int] = field(default_factory=set)
     horizon: str = _NO_HORIZON
 
     def _parameters(self, study_id: int) -> dict[str, Any]:
-        return {"study_id": study_id, "seen": self.last_trial_id, "unfinished": list(self.unfinished)}
+        return {"study_id": study_id, "seen": self.last_trial_id, "unfinished": list(self.unfinished_ids)}
 
 
 def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | None:
@@ -222,7 +222,7 @@ def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[
     Raises:
         KeyError: the study does not exist.
     """
-    parameters = known._parameters(study_id) | {"loaded": list(known.loaded), "horizon": known.horizon}
+    parameters = known._parameters(study_id) | {"loaded": list(known.loaded_ids), "horizon": known.horizon}
     rows = database.fetch_rows(_UPDATES, parameters)
     return _get_trial_rows(rows, study_id), rows[0].horizon
 

@@ -52,7 +52,7 @@ class Spending:
         budget, unit = next((b, unit) for spent, b, unit in self._units() if spent >= b)
         return f"the budget of {budget:.12g} {unit} was spent"
 
-    def has_room_for_epoch(self, running: int) -> bool:
+    def has_budget_for_epoch(self, running: int) -> bool:
         """Return whether another epoch can start while each of `running` trials trains an epoch."""
         return not self.is_exhausted and (self.budget_epochs is None or self.epochs + running < self.budget_epochs)
 

@@ -33,7 +33,7 @@ from hpsearch.storage.rungs.rungs import (
 from hpsearch.storage.trials import LEASE, claim_sql, finishing, report_sql
 from hpsearch.storage.trials.budget import Spending, read_spending_in
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
+from hpsearch.storage.trials.process_identity import get_machine_prefix, get_process_name, has_ended
 
 if TYPE_CHECKING:
     from hpsearch.storage.checkpoints.store import StoredFile
@@ -93,12 +93,12 @@ class ReportResult:
     Attributes:
         is_stopped: whether the study was stopped, so that the worker must release the trial.
         is_counted: whether the epoch was written; False if the budget in epochs was already spent.
-        has_room: whether the budgets in epochs and seconds allow the trial's next epoch.
+        has_budget: whether the budgets in epochs and seconds allow the trial's next epoch.
     """
 
     is_stopped: bool
     is_counted: bool = True
-    has_room: bool = True
+    has_budget: bool = True
 
 
 ClaimResult = Claim | RetriesExhausted | PrunedTrial | NoTrialAvailable | StudyStopped
@@ -142,7 +142,7 @@ class Claims:
         self._database = Database(engine, retry_seconds)
         self._study_id = study_id
         self._worker = worker
-        self._process = current_process()
+        self._process = get_process_name()
         self.lease = lease
         self._rungs = rungs
         self._metered_epochs = metered_epochs
@@ -203,7 +203,7 @@ class Claims:
             "keys": [ATTEMPT, WORKER],
         }
         spending = self._spending(connection)
-        room = spending is None or spending.has_room_for_epoch(row.running)
+        room = spending is None or spending.has_budget_for_epoch(row.running)
         why = "the time was up" if spending is None or not spending.is_exhausted else spending.exhausted_reason
         may_open = open_new and room and row.total - row.enqueued < row.opens
         trial_id, rung = row.given_back, None
@@ -280,7 +280,7 @@ class Claims:
         A trial with retries left waits for another worker. If `fail` is set, the first trial without retries left is
         set to FAIL and returned.
         """
-        suspects = {"study": self._study_id, "machine": f"{current_machine()}/"}
+        suspects = {"study": self._study_id, "machine": f"{get_machine_prefix()}/"}
         for row in connection.execute(claim_sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
             expired = row.expired and time.monotonic() - self._back_at > row.lease
             if not (expired or has_ended(row.process)):
@@ -309,7 +309,7 @@ class Claims:
             # A trial that waits at a rung must be promoted or pruned.
             at_rung = self._rungs and find_next_to_prune(connection, self._study_id, self._rungs, n_trials=0, over=True)
             spending = self._spending(connection)
-        room = spending is None or spending.has_room_for_epoch(row.running)
+        room = spending is None or spending.has_budget_for_epoch(row.running)
         waits = open_new and room and row.total - row.enqueued < row.opens
         return bool(row.given_back or row.running or at_rung or waits)
 
@@ -414,7 +414,7 @@ class Claims:
         rungs = self._rungs
         assert rungs is not None
 
-        def reached(connection: sa.Connection, repeated: bool) -> RungRank | None:
+        def record_value(connection: sa.Connection, repeated: bool) -> RungRank | None:
             study = self._study(connection)
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
@@ -429,11 +429,11 @@ class Claims:
             if at.is_promoted:
                 record_promotion(connection, claim.trial_id, rung)
             else:
-                paused = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached}
+                paused = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached_count}
                 finishing.finish_attempt(*place, Outcome.PAUSED, attrs={RUNG: paused}, system=system)
             return at
 
-        if (found := self._database.run_transaction(reached)) is None:
+        if (found := self._database.run_transaction(record_value)) is None:
             raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
         return found
 
@@ -462,14 +462,14 @@ class Claims:
             ClaimLostError: another attempt owns the trial, or the trial has ended; nothing was written.
         """
 
-        def settled(connection: sa.Connection) -> bool:
+        def end_attempt(connection: sa.Connection) -> bool:
             place = (connection, claim.trial_id, claim.attempt)
             # A retry finds an attempt that the first call has ended, if only the reply of that call was lost.
             return finishing.finish_attempt(
                 *place, outcome, retry=retry, value=value, attrs=attrs, system=system
             ) or finishing.has_ended_as(*place, outcome)
 
-        if not self._database.run_autocommit(settled):
+        if not self._database.run_autocommit(end_attempt):
             raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)
 
     def count_failures(self, claim: Claim) -> int:

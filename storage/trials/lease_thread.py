@@ -38,7 +38,7 @@ class LeaseKeeper:
         self._thread.join(timeout=self._claims.lease)
 
     @contextmanager
-    def renewing(self, claim: Claim) -> Iterator[None]:
+    def renew_periodically(self, claim: Claim) -> Iterator[None]:
         """Renew the lease of the claim within the context."""
         self._claim = claim
         try:

@@ -22,17 +22,17 @@ _PROC = Path("/proc")
 _UNKNOWN = "unknown"  # start time of a process that /proc does not show
 
 
-def current_process() -> str:
+def get_process_name() -> str:
     """Return the name of this process."""
-    return process_name(os.getpid())
+    return make_process_name(os.getpid())
 
 
-def current_machine() -> str:
+def get_machine_prefix() -> str:
     """Return the common prefix of the names of all processes that this process can check."""
     return _machine()
 
 
-def process_name(pid: int) -> str:
+def make_process_name(pid: int) -> str:
     """Return the name of a process of this machine, given its process id in this namespace."""
     return f"{_machine()}/{pid}/{_start(pid)}"
 

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.trials.process_identity import current_process, has_ended
+from hpsearch.storage.trials.process_identity import get_process_name, has_ended
 
 _HEARTBEAT_SECONDS = 10.0  # interval of heartbeats of a worker without a trial; other workers renew a lease instead
 
@@ -61,7 +61,7 @@ class WorkerRegistration:
 
     def register(self) -> None:
         """Insert the row of this worker."""
-        self._write(_INSERT, study=self._study_id, process=current_process(), **vars(self._identity))
+        self._write(_INSERT, study=self._study_id, process=get_process_name(), **vars(self._identity))
 
     def send_heartbeat(self) -> None:
         """Update the time of the worker's last heartbeat, at most every 10 seconds."""

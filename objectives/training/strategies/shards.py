@@ -32,7 +32,7 @@ def count_shard_bytes(value: Any) -> int:
 
 def should_shard(parts: dict[str, Any], above_gib: float) -> bool:
     """Return whether a checkpoint of a state is sharded: the sharded tensors exceed `above_gib` GiB."""
-    return sharded_bytes(parts) > above_gib * 2**30
+    return count_shard_bytes(parts) > above_gib * 2**30
 
 
 @kill_point("write shards")

@@ -88,13 +88,12 @@ def assert_chosen(study: StoredStudy, found: Finalists) -> None:
 def assert_printed(arena: Arena, found: Finalists) -> None:
     said = arena.run(*CHOICE)
     assert found.winner is not None
-    row = found.row(found.winner)
+    row = found.get_row(found.winner)
     assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 new splits" in said
-    assert found.expected is not None
-    between = f"{found.expected.low:.4f} to {found.expected.high:.4f} (90%)"
-    assert (
-        f"expect {found.expected.mean:.4f} on new data, {between}: each seed has a new train/validation split" in said
-    )
+    score = found.expected_score
+    assert score is not None
+    between = f"{score.low:.4f} to {score.high:.4f} (90%)"
+    assert f"expect {score.mean:.4f} on new data, {between}: each seed has a new train/validation split" in said
     assert re.search(rf"^ +1 +{row.trial} +{row.search_value:.4f} .* winner", said, re.MULTILINE)
     assert "worker logs" not in said, "there is nothing left to train"
 

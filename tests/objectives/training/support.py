@@ -83,7 +83,7 @@ def take_step(run, *window):
     """Take one optimizer step over the training rows of each micro-batch."""
     batches = [run.batch_source.batch(torch.tensor(rows)) for rows in window]
     step = train_step(run, batches, POINT, RunningMetrics(run.metrics))
-    return step.loss, step.norm
+    return step.loss, step.grad_norm
 
 
 def weights_of(run):

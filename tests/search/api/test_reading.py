@@ -82,9 +82,9 @@ def test_the_best_trial_and_the_reason_of_another(study: Study) -> None:
 def test_list_studies_has_a_row_for_each_study(study: Study, database_url: str) -> None:
     study.stop()
     (row,) = list_studies(storage_url=database_url)
-    assert (row.name, row.finished, row.budget, row.best_value, row.best_number) == ("s", 3, 4, 0.9, 1)
+    assert (row.name, row.finished_trials, row.budget, row.best_value, row.best_number) == ("s", 3, 4, 0.9, 1)
     assert row.is_stopped
-    assert row.promoted == ()
+    assert row.promotions == ()
 
 
 def test_a_study_has_a_notebook_view(study: Study) -> None:

@@ -75,7 +75,7 @@ def train(
         if isinstance(claim, NoTrialAvailable):
             break
         assert isinstance(claim, Claim)
-        value = value_of(*of.assignment(claim.number))
+        value = value_of(*of.get_trial_and_seed(claim.number))
         if value is None:
             claims.finish_attempt(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:

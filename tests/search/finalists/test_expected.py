@@ -25,7 +25,7 @@ def expected(
 def test_the_mean_of_the_winner_is_shrunk_for_selection_bias() -> None:
     """Means 0.54 and 0.50, so B = 0.0008; their difference has the error 0.02, so E = 0.0002: a quarter is chance."""
     table = {0: [0.56, 0.52], 1: [0.50, 0.50]}
-    assert select_winner(table, maximize=True).error == pytest.approx(0.02)
+    assert select_winner(table, maximize=True).standard_error == pytest.approx(0.02)
     assert expected(table).mean == pytest.approx(0.52 + 0.75 * 0.02)
     assert expected({0: [0.56, 0.52]}).mean == pytest.approx(0.54), "alone it was not chosen"
 
@@ -44,7 +44,7 @@ def test_equal_runs_have_an_interval_from_sampling_error_only() -> None:
     """The variance is b^2 (f + v / t), with f = 1/3 and equal validation and test sizes; f = 1 for fixed splits."""
     found = expected({0: [0.5, 0.5], 1: [0.4, 0.4]})
     assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(1 / 3 + 1), rel=1e-3)
-    runs = {0: [RunScore(0.5, 0.01, *SIZES, divided=False)] * 2}
+    runs = {0: [RunScore(0.5, 0.01, *SIZES, has_new_split=False)] * 2}
     fixed = estimate_test_score(runs, select_winner({0: [0.5, 0.5]}, maximize=True), metric="gain", maximize=True)
     assert fixed is not None
     assert (fixed.high - fixed.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(2), rel=1e-3)

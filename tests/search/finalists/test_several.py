@@ -16,7 +16,7 @@ from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.promotion.evidence import Confirmation
 from hpsearch.search.promotion.preference import parse_preference, select_preferred
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.tracking.study_run import table_record
+from hpsearch.search.tracking.study_run import make_table_record
 from hpsearch.storage.attributes import REMOVED
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -109,11 +109,11 @@ def test_the_pareto_front_of_finalists_is_that_of_the_means(
     found = confirm(study, trials=5)
     assert (found.front, found.winner, found.is_decided, found.pending) == ((), None, False, 1)
     found = confirm(study)
-    assert (found.front, found.winner, found.tie, found.expected) == ((0, 2), None, (), None)
-    assert found.row(0).means == (pytest.approx(0.91), pytest.approx(5.1))
-    assert (found.row(0).search_values, found.row(0).mean) == ((0.90, 5.0), pytest.approx(0.91))
-    assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["front", "dominated", "front"]
-    assert found.dominating(found.row(1), study.spec.maximized) == [0]
+    assert (found.front, found.winner, found.tie, found.expected_score) == ((0, 2), None, (), None)
+    assert found.get_row(0).means == (pytest.approx(0.91), pytest.approx(5.1))
+    assert (found.get_row(0).search_values, found.get_row(0).mean) == ((0.90, 5.0), pytest.approx(0.91))
+    assert [found.verdict(found.get_row(trial)) for trial in (0, 1, 2)] == ["front", "dominated", "front"]
+    assert found.find_dominating(found.get_row(1), study.spec.maximize_each) == [0]
     assert [found.is_confirmed(trial) for trial in (0, 1, 2)] == [True, False, True]
     assert [row.trial for row in rank_finalists(study, found)] == [0, 2, 1]
     assert format_confirmation(study) == [
@@ -128,14 +128,14 @@ def test_the_pareto_front_of_finalists_is_that_of_the_means(
         ["2", "0.8", "0.805", "2", "2.1", "front"],
         ["1", "0.95", "0.9", "9", "9.1", "dominated", "by", "0"],
     ]
-    record = table_record(study, found)
+    record = make_table_record(study, found)
     assert (record["front"], record["directions"], record["winner"]) == ([0, 2], study.spec.directions, None)
 
 
 def test_a_finalist_that_dominates_all_others_wins(study: StoredStudy) -> None:
     found = confirm(study, {**FRESH, 0: ([0.95, 1.0], [0.96, 1.0])})
     assert (found.front, found.winner) == ((0,), 0)
-    assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["winner", "dominated", "dominated"]
+    assert [found.verdict(found.get_row(trial)) for trial in (0, 1, 2)] == ["winner", "dominated", "dominated"]
     assert format_confirmation(study)[0] == "winner: trial 0, which dominates all other finalists on 2 new splits"
     candidate = choose_candidate(study, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, "s.finalists")
@@ -144,7 +144,7 @@ def test_a_finalist_that_dominates_all_others_wins(study: StoredStudy) -> None:
 def test_a_finalist_without_values_for_all_seeds_is_not_on_the_pareto_front(study: StoredStudy) -> None:
     found = confirm(study, {**FRESH, 2: ([0.99, 0.1], None)})
     assert (found.front, found.winner) == ((0,), 0)
-    assert found.verdict(found.row(2)) == "incomplete"
+    assert found.verdict(found.get_row(2)) == "incomplete"
     assert [row.trial for row in rank_finalists(study, found)] == [0, 1, 2]
 
 

@@ -195,7 +195,7 @@ def test_a_failed_finalist_is_retried(study: StoredStudy, say: Say) -> None:
     assert "hpsearch finalists s" in say("retry", "s.finalists", "--trial", "1")
     assert table(study).pending == 1
     train(chosen, lambda *_: 0.75)
-    assert table(study).row(1).values == (None, 0.75)
+    assert table(study).get_row(1).values == (None, 0.75)
 
 
 @pytest.mark.parametrize(("settings", "message"), [({"top": 0}, "--top 0"), ({"seeds": "x"}, "--seeds 'x'")])

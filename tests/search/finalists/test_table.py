@@ -36,7 +36,7 @@ def test_the_table_of_new_seeds_decides(study: StoredStudy) -> None:
     found = table(study)
     assert (found.winner, found.tie, found.pending) == (4, (), 0)
     assert found.seeds == tuple(of.seeds)
-    row = found.row(4)
+    row = found.get_row(4)
     assert (row.search_value, row.values, row.mean) == (0.8, (0.85, 0.88), pytest.approx(0.865))
     assert row.spread == pytest.approx(0.0212132, abs=1e-6), "the sample standard deviation"
     lines = format_confirmation(study)
@@ -56,7 +56,7 @@ def test_new_splits_give_an_expected_test_score(study: StoredStudy) -> None:
     assert of.divisions
     train(chosen, lambda trial, seed: 0.8 + trial / 100 + of.seeds.index(seed) / 100, fresh=DIVIDED)
     found = table(study)
-    expected = found.expected
+    expected = found.expected_score
     assert (found.winner, found.is_resplit) == (4, True)
     assert expected is not None
     assert expected.low < 0.845 < expected.high
@@ -99,7 +99,7 @@ def test_fixed_splits_are_mentioned(study: StoredStudy) -> None:
 def test_without_sampling_errors_there_is_no_expected_test_score(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "error": None})
-    assert (table(study).winner, table(study).expected) == (3, None)
+    assert (table(study).winner, table(study).expected_score) == (3, None)
     assert "no prediction interval: the error from the validation samples is unknown" in format_confirmation(study)
 
 
@@ -114,7 +114,7 @@ def test_a_set_of_finalists_from_before_new_splits_continues_without_them(study:
     assert get_resplit_seed(chosen.spec, 0) == get_resplit_seed(chosen.spec, 1) != get_resplit_seed(chosen.spec, 2)
     train(again, lambda trial, _: trial / 10)
     found = table(study)
-    assert (found.winner, found.expected, found.is_resplit) == (3, None, False)
+    assert (found.winner, found.expected_score, found.is_resplit) == (3, None, False)
 
 
 def test_a_finalist_without_all_values_cannot_win(study: StoredStudy) -> None:
@@ -130,8 +130,8 @@ def test_a_finalist_without_all_values_cannot_win(study: StoredStudy) -> None:
     train(chosen, value)
     found = table(study)
     assert found.winner == 3
-    row = found.row(1)
-    assert (row.values, row.reasons, row.is_complete) == ((0.8, None), (None, "diverged"), False)
+    row = found.get_row(1)
+    assert (row.values, row.missing_reasons, row.is_complete) == ((0.8, None), (None, "diverged"), False)
     assert (row.mean, row.spread) == (0.8, None)
     assert found.verdict(row) == "incomplete"
 
@@ -147,7 +147,7 @@ def test_ties_and_unknown_spreads_are_mentioned(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     train(chosen, lambda *_: 0.75)
     found = table(study)
-    assert (found.winner, found.tie, found.row(1).spread) == (1, (3,), None)
+    assert (found.winner, found.tie, found.get_row(1).spread) == (1, (3,), None)
     lines = format_confirmation(study)
     assert "tied with trial 3, equal values; the lower trial number wins" in lines
     assert "with one seed the standard deviation is unknown, and a difference may be due to chance" in lines

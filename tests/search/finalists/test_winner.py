@@ -19,8 +19,8 @@ def test_the_error_of_two_finalists_is_that_of_paired_differences() -> None:
     first, second = [0.91, 0.88, 0.93, 0.90], [0.90, 0.85, 0.93, 0.86]
     differences = [a - b for a, b in zip(first, second, strict=True)]
     choice = select_winner({0: first, 1: second}, maximize=True)
-    assert choice.error is not None
-    assert math.isclose(choice.error, statistics.stdev(differences) / math.sqrt(len(differences)))
+    assert choice.standard_error is not None
+    assert math.isclose(choice.standard_error, statistics.stdev(differences) / math.sqrt(len(differences)))
 
 
 def test_a_common_effect_of_a_seed_is_not_part_of_the_spread() -> None:
@@ -31,8 +31,8 @@ def test_a_common_effect_of_a_seed_is_not_part_of_the_spread() -> None:
 def test_a_difference_within_the_error_is_a_tie() -> None:
     choice = select_winner({7: [0.90, 0.86], 1: [0.85, 0.90], 5: [0.50, 0.51]}, maximize=True)
     assert (choice.winner, choice.tie) == (7, (1,))
-    assert choice.error is not None
-    assert 0.005 < choice.error < 0.38
+    assert choice.standard_error is not None
+    assert 0.005 < choice.standard_error < 0.38
 
 
 def test_the_error_is_pooled_over_all_finalists() -> None:
@@ -50,7 +50,7 @@ def test_ties_are_named_the_better_mean_first() -> None:
 
 def test_one_seed_gives_no_spread() -> None:
     choice = select_winner({3: [0.90], 5: [0.91], 4: [0.91]}, maximize=True)
-    assert (choice.winner, choice.tie, choice.error) == (4, (5,), None)
+    assert (choice.winner, choice.tie, choice.standard_error) == (4, (5,), None)
 
 
 def test_one_finalist_wins_and_none_has_no_winner() -> None:

@@ -65,7 +65,7 @@ def test_distances_between_choices_and_to_absent_parameters():
     distance = np.linalg.norm(features[0] - features[1:], axis=1)
     np.testing.assert_allclose(distance[:2], 1.0)
     assert distance[2] == pytest.approx(math.sqrt(0.5))
-    assert list(space.feature_owner) == [0, 0, 0, 1, 1]
+    assert list(space.param_by_feature) == [0, 0, 0, 1, 1]
 
 
 def nested(trial) -> None:

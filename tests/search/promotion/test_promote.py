@@ -280,7 +280,7 @@ def test_later_finalists_and_test_scores_update_a_promotion(tracked: Tracked) ->
     refresh_evidence(tracked.stored, tracked.tracking)
     assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the winner among the finalists is trial 2"
     done = promote(tracked.stored, tracked.tracking)
-    assert (done.trial, done.unconfirmed) == (2, "it was not evaluated on the test set")
+    assert (done.trial, done.unconfirmed_reason) == (2, "it was not evaluated on the test set")
     (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     opening = record_test_evaluation(
         tracked.storage.engine,
@@ -310,10 +310,10 @@ def test_a_test_score_without_finalists_does_not_confirm_a_promotion(tracked: Tr
         engine, tracked.stored.study_id, trial_number=1, model_sha256="0" * 64, opened_by="me", finalists=None
     )
     write_scores(engine, tracked.stored.study_id, opening, {"accuracy": 0.875})
-    assert promote(tracked.stored, tracked.tracking).unconfirmed == "no finalists were trained"
+    assert promote(tracked.stored, tracked.tracking).unconfirmed_reason == "no finalists were trained"
     train_finalists(tracked, [1, 2], winner=1)
     done = promote(tracked.stored, tracked.tracking)
-    assert done.unconfirmed == "it was evaluated on the test set without finalists"
+    assert done.unconfirmed_reason == "it was evaluated on the test set without finalists"
 
 
 def test_an_ended_promotion_stays_ended(tracked: Tracked) -> None:

@@ -75,7 +75,7 @@ def test_a_trial_of_the_pareto_front_must_be_named(several: Tracked) -> None:
     )
     assert several.promotion_rows() == []
     done = promote(several.stored, several.tracking, trial=0)
-    assert (done.trial, done.version, done.unconfirmed) == (0, 1, "no finalists were trained")
+    assert (done.trial, done.version, done.unconfirmed_reason) == (0, 1, "no finalists were trained")
     tags = several.version("champion").tags
     assert (tags["hpsearch.metric"], tags["hpsearch.value"]) == ("val_accuracy", "0.9")
 
@@ -98,7 +98,7 @@ def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: 
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
     with pytest.raises(SearchError, match="choose from 1, 0 with --trial"):
         choose_candidate(stored, trial=None, unconfirmed=False)
-    assert promote(stored, several.tracking, trial=0).unconfirmed == "it was not evaluated on the test set"
+    assert promote(stored, several.tracking, trial=0).unconfirmed_reason == "it was not evaluated on the test set"
     (finalists,) = read_finalist_studies(engine, stored.study_id)
     candidate = choose_candidate(stored, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, finalists)

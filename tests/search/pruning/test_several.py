@@ -36,7 +36,7 @@ class Search:
         self.storage.set_trial_intermediate_value(trial_id, step, vector[0])
         reported = {**dict(zip(self.spec.direction_by_metric, vector, strict=True)), **measured}
         trial = self.storage.get_trial(trial_id)
-        return self.judge(trial, trial.intermediate_values, reported=reported, vector=vector)
+        return self.judge(trial, trial.intermediate_values, reported=reported, objective_values=vector)
 
 
 def test_successive_halving_prunes_by_rank_in_pareto_fronts(database_url: str) -> None:
@@ -66,7 +66,7 @@ def test_ties_keep_the_earlier_trial_and_decisions_are_repeatable(
     first = search.report(late, 1, [0.5, 5.0])
     assert first.prune
     trial = search.storage.get_all_trials(1)[late]
-    assert search.judge(trial, trial.intermediate_values, vector=[0.5, 5.0]) == first
+    assert search.judge(trial, trial.intermediate_values, objective_values=[0.5, 5.0]) == first
 
 
 def test_an_unfilled_rung_promotes_no_trial(database_url: str) -> None:

@@ -82,7 +82,7 @@ def test_the_hypervolume_decreases_if_a_best_epoch_worsens_another_metric(storag
 
 def test_identical_trials_have_no_hypervolume(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 2.0))])
-    assert compute_hypervolume_history(made, compute_epoch_usage(made).order) is None
+    assert compute_hypervolume_history(made, compute_epoch_usage(made).epoch_order) is None
     page, _ = page_of(made, tmp_path)
     assert "Shown when complete trials within bounds differ in every metric." in page
     assert "The Pareto front in accuracy and latency_ms has one of 1 trial: trial 0." in page

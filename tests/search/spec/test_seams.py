@@ -113,7 +113,7 @@ def test_a_registered_setting_is_a_field_of_the_spec(monkeypatch: pytest.MonkeyP
         return 0
 
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(options.with_flags(toy))
+    app.command()(options.add_flags(toy))
     said = CliRunner().invoke(app, ["--help"]).output
     assert re.search(r"--toy-sparkle +<int> +How much it glitters +\[default: 3\]", said), said
     assert CliRunner().invoke(app, ["digits", "--toy-sparkle", "5"]).exit_code == 0

@@ -18,7 +18,7 @@ def test_the_first_of_several_metrics_is_the_main_one(given: Any) -> None:
     made = spec(directions=given)
     assert (made.metric, made.direction, made.direction_by_metric) == ("accuracy", "maximize", WAYS)
     assert made.is_multi_objective
-    assert made.maximized == (True, False)
+    assert made.maximize_each == (True, False)
     assert made.reported_metrics == ("latency_ms",)
     assert (made.sampler.name, made.pruner.name) == ("freeze_thaw", "asha")
 

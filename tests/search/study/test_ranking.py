@@ -7,7 +7,7 @@ import random
 import pytest
 from optuna.trial import FrozenTrial, create_trial
 
-from hpsearch.search.study.ranking import best_first, find_pareto_front, is_among_best, is_on_front, rank_trials
+from hpsearch.search.study.ranking import find_pareto_front, is_among_best, is_on_front, rank_trials, sort_best_first
 from hpsearch.storage.attributes import VIOLATIONS
 
 
@@ -24,7 +24,7 @@ def test_the_final_best_were_among_the_best_when_they_ended(maximize: bool) -> N
             seen = {other: values[other] for other in order[: max(0, place - rng.randint(0, 2))]}
             if is_among_best(number, values[number], seen, top=top, maximize=maximize):
                 chosen.add(number)
-        assert set(best_first(values, maximize=maximize)[:top]) <= chosen
+        assert set(sort_best_first(values, maximize=maximize)[:top]) <= chosen
 
 
 @pytest.mark.parametrize(("number", "value", "among"), [(3, 0.8, False), (0, 0.8, True), (3, 0.85, True)])

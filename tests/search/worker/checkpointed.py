@@ -102,7 +102,7 @@ class Attempt:
         pending = self.kept.pending
         assert pending is not None
         self.study.claims.report(self.claim, self.epoch, 0.5, pending)
-        self.kept.committed(self.epoch)
+        self.kept.mark_committed(self.epoch)
 
     def epochs(self, *epochs: int, parts: bool = False) -> Attempt:
         for epoch in epochs:

@@ -119,7 +119,7 @@ def test_outcomes_of_multi_objective_trials(ran: Ran, stack: StackInfo, database
     assert good.constraints == {"parameters": -90.0, "cost": -41.0}
     assert tags(stack, costly)["hpsearch.out_of_bounds"] == OUT
     assert "hpsearch.out_of_bounds" not in tags(stack, good)
-    maximize = study.spec.maximized
+    maximize = study.spec.maximize_each
     assert [trial.number for trial in find_pareto_front(study.trials, maximize)] == [1, 2]
     assert {trial.number for trial in rank_trials(study.trials, maximize)} == {0, 1, 2}
     assert {trial.number for trial in rank_trials(study.trials, maximize, infeasible=True)} == {0, 1, 2, 4, 5}

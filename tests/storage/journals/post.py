@@ -40,7 +40,7 @@ class Post:
 
     def left(self) -> list[Cursor]:
         """Take over the journals of dead processes."""
-        return [journal.cursors[self.reader] for journal in self.box.take_orphaned()]
+        return [journal.cursors[self.reader] for journal in self.box.take_orphaned_journals()]
 
     def consume(self, reader: Consumer, journal: Journal) -> bool:
         return reader.consume(journal.cursors[self.reader])

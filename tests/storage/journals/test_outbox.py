@@ -77,7 +77,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_process_loses_no_appended_record(box: Outbox) -> None:
     done = subprocess.run([sys.executable, "-c", _WRITER, str(box.folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
-    [journal] = box.take_orphaned()
+    [journal] = box.take_orphaned_journals()
     records = [entry.record for entry in cursor(journal).read_pending()]
     assert records == [HEAD, *(Epoch(epoch, 0.0, {"loss": 1 / 3}) for epoch in range(50))]
     assert journal.header == HEAD
@@ -86,10 +86,10 @@ def test_a_killed_process_loses_no_appended_record(box: Outbox) -> None:
 
 def test_a_journal_has_one_owner(box: Outbox) -> None:
     mine = box.open("0007-1", HEAD)
-    assert list(box.take_orphaned()) == []
+    assert list(box.take_orphaned_journals()) == []
     mine.close()
-    [taken] = box.take_orphaned()
-    assert list(box.take_orphaned()) == []
+    [taken] = box.take_orphaned_journals()
+    assert list(box.take_orphaned_journals()) == []
     taken.remove()
     assert box.count_journals() == 0
 
@@ -100,14 +100,14 @@ def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
     journal.close()
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"params","values":{"torn')
-    [left] = box.take_orphaned()
+    [left] = box.take_orphaned_journals()
     assert values(left) == [{"lr": 0.1}]
 
 
 def test_an_empty_journal_is_removed(box: Outbox) -> None:
     (box.folder / "0001-1").mkdir(parents=True)
     (box.folder / "0001-1" / JOURNAL_FILE).write_bytes(b'{"kind":"open","numb')
-    assert list(box.take_orphaned()) == []
+    assert list(box.take_orphaned_journals()) == []
     assert box.count_journals() == 0
 
 
@@ -152,7 +152,7 @@ def test_sent_records_are_not_read_again_by_the_next_process(box: Outbox) -> Non
     cursor(journal).commit(cursor(journal).read_pending())
     journal.append(Params({"epochs": 3}))
     journal.close()
-    [left] = box.take_orphaned()
+    [left] = box.take_orphaned_journals()
     assert values(left) == [{"epochs": 3}]
     assert cursor(left).position.run_id == "r"
 
@@ -174,7 +174,7 @@ def test_a_full_disk_is_logged_once_and_records_are_written_later(
     ]
     journal.append(Epoch(0, 0.0, {"epoch": 3}))
     journal.close()
-    [left] = box.take_orphaned()
+    [left] = box.take_orphaned_journals()
     assert values(left) == [{"epoch": epoch} for epoch in range(4)]
 
 
@@ -188,7 +188,7 @@ def test_records_sent_from_memory_are_not_written_later(box: Outbox) -> None:
         cursor(journal).release_buffered_lines()
     journal.append(Epoch(0, 0.0, {"epoch": 2}))
     journal.close()
-    [left] = box.take_orphaned()
+    [left] = box.take_orphaned_journals()
     assert values(left) == [{"epoch": 1}, {"epoch": 2}]
 
 
@@ -217,10 +217,10 @@ def test_queued_files_are_independent_of_the_original(box: Outbox, tmp_path: Pat
 def test_files_above_the_size_limit_are_not_queued(tmp_path: Path) -> None:
     box = Outbox(tmp_path / "study", limit_bytes=1000)
     journal = box.open("0007-1", HEAD)
-    assert box.has_room()
+    assert box.has_space()
     (tmp_path / "large").write_bytes(os.urandom(2000))
     journal.store_artifact(tmp_path / "large")
-    assert not box.has_room()
+    assert not box.has_space()
 
 
 def test_a_name_in_use_gets_a_number(box: Outbox) -> None:
@@ -251,10 +251,10 @@ def test_a_journal_during_its_removal_is_not_taken(box: Outbox, monkeypatch: pyt
     rmtree = shutil.rmtree
 
     def remove(path: Path, *, ignore_errors: bool) -> None:
-        taken.extend(box.take_orphaned())
+        taken.extend(box.take_orphaned_journals())
         rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", remove)
     journal.remove()
     assert taken == []
-    assert list(box.take_orphaned()) == []
+    assert list(box.take_orphaned_journals()) == []

@@ -14,7 +14,7 @@ import pytest
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.journals.consumer import Consumer, Failure, OutcomePendingError, TrialOutcomes
-from hpsearch.storage.journals.journal import MLFLOW, Cursor, Journal, JournalEntry, position_file_name
+from hpsearch.storage.journals.journal import MLFLOW, Cursor, Journal, JournalEntry, get_position_file_name
 from hpsearch.storage.journals.journal_records import End, Epoch, Header, Record, Released
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
@@ -161,7 +161,7 @@ def test_the_next_process_does_not_repeat_a_completed_reader(
     journal = box.open("0007-1", HEAD)
     sender.add(journal)
     write(journal, 3)
-    sent = journal.folder / position_file_name(MLFLOW)
+    sent = journal.folder / get_position_file_name(MLFLOW)
     wait_for(lambda: sent.exists() and json.loads(sent.read_text())["over"], "the end of the journal")
     sender.close()
     listeners[1].error = None
@@ -256,7 +256,7 @@ def test_each_reader_gets_every_record_once_despite_a_full_disk(box: Outbox) -> 
     assert read_steps(second) == [2, 3]
     assert read_steps(second) == []
     journal.close()
-    [left] = box.take_orphaned()
+    [left] = box.take_orphaned_journals()
     assert [read_steps(left.cursors[name]) for name in READERS] == [[], []]
 
 
@@ -273,6 +273,6 @@ def test_unconfirmed_records_are_read_again(box: Outbox) -> None:
     cursor.mark_in_flight(entries)
     cursor.commit_in_flight()
     journal.close()
-    [left] = box.take_orphaned()
+    [left] = box.take_orphaned_journals()
     assert left.cursors["second"].read_pending() == []
     assert len(left.cursors[MLFLOW].read_pending()) == 3

@@ -54,7 +54,7 @@ def test_promotions_precede_new_trials_and_the_whole_budget_is_started(
     pause(claims, 0.1)
     second = take(claims)
     standing = claims.report_rung(second, 0, 0.9)
-    assert (standing.rank, standing.reached, standing.is_promoted) == (1, 2, True)  # it never waits
+    assert (standing.rank, standing.reached_count, standing.is_promoted) == (1, 2, True)  # it never waits
     claims.finish_attempt(second, Outcome.COMPLETE, value=0.9)
     assert [take(claims).number for _ in range(2)] == [2, 3]  # trial 0 is not the best
 

@@ -11,7 +11,7 @@ from optuna.storages import BaseStorage
 
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.process_identity import process_name
+from hpsearch.storage.trials.process_identity import make_process_name
 
 
 def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:
@@ -44,7 +44,7 @@ def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
 def kill(engine: sa.Engine, claim: Claim) -> None:
     """Make the claim look like that of a dead worker on this machine."""
     with subprocess.Popen(["sleep", "600"]) as child:
-        ended = process_name(child.pid)
+        ended = make_process_name(child.pid)
         child.kill()
     with engine.begin() as connection:
         statement = "UPDATE hpsearch_attempts SET process = :process WHERE trial_id = :trial AND ended_at IS NULL"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.trials.process_identity import _start, current_process, has_ended
+from hpsearch.storage.trials.process_identity import _start, get_process_name, has_ended
 
 _PROGRAM = """
 import sys
-from hpsearch.storage.trials.process_identity import current_process
-print(current_process(), flush=True)
+from hpsearch.storage.trials.process_identity import get_process_name
+print(get_process_name(), flush=True)
 sys.stdin.read()
 """
 
@@ -37,13 +37,13 @@ def test_a_process_ends_when_it_is_killed_even_before_its_parent_looks() -> None
 
 
 def test_a_reused_process_id_is_another_process() -> None:
-    machine, pid, started = current_process().rsplit("/", 2)
-    assert not has_ended(current_process())
+    machine, pid, started = get_process_name().rsplit("/", 2)
+    assert not has_ended(get_process_name())
     assert has_ended(f"{machine}/{pid}/{int(started) - 1}")
 
 
 def test_processes_of_other_machines_and_containers_are_not_judged() -> None:
-    machine, _, started = current_process().rsplit("/", 2)
+    machine, _, started = get_process_name().rsplit("/", 2)
     boot, processes, times = machine.split("/")
     assert not has_ended(f"{boot}/pid:[1]/{times}/999999999/{started}")
     assert not has_ended(f"{boot}/{processes}/time:[1]/999999999/{started}")
@@ -84,7 +84,7 @@ def test_a_process_hidden_in_proc_counts_as_running() -> None:
 def in_namespaces(*options: str) -> list[str]:
     """Return whether this process has ended, as seen from a process in other namespaces, and that process's name."""
     source = "from hpsearch.storage.trials.process_identity import *; "
-    said = f"{source}print(has_ended({current_process()!r}), current_process())"
+    said = f"{source}print(has_ended({get_process_name()!r}), get_process_name())"
     command = ["unshare", *options, sys.executable, "-c", said]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and "unshare" in done.stderr:
@@ -105,5 +105,5 @@ def test_start_times_of_other_time_namespaces_are_not_compared() -> None:
     """Another time namespace has another boot time, and so other start times of processes."""
     judged, name = in_namespaces("--time", "--boottime", "100000", "--fork")
     assert judged == "False"
-    assert name.rsplit("/", 2)[0] != current_process().rsplit("/", 2)[0]
+    assert name.rsplit("/", 2)[0] != get_process_name().rsplit("/", 2)[0]
     assert not has_ended(name)

@@ -54,7 +54,7 @@ def run(claims: Claims, claim: Claim, *, first: int = 0) -> bool:
     """Report epochs as a worker does; return whether the trial reached its last epoch."""
     for epoch in range(first, EPOCHS):
         reported = claims.report(claim, epoch, 0.5)
-        if not reported.is_counted or (epoch < EPOCHS - 1 and not reported.has_room):
+        if not reported.is_counted or (epoch < EPOCHS - 1 and not reported.has_budget):
             claims.finish_attempt(claim, Outcome.RELEASED)
             return False
     claims.finish_attempt(claim, Outcome.COMPLETE, value=0.5)
@@ -85,7 +85,7 @@ def test_running_epochs_of_other_trials_count_in_the_budget(
     spend(epochs=2)
     first, second = take(claims), take(claims)
     assert claims.claim() == NoTrialAvailable(running=2)
-    assert not claims.report(first, 0, 0.5).has_room  # the other epoch belongs to the second trial, which trains it now
+    assert not claims.report(first, 0, 0.5).has_budget  # the second trial trains the other epoch now
     claims.finish_attempt(first, Outcome.RELEASED)
     assert claims.claim() == NoTrialAvailable(running=1)
     claims.finish_attempt(second, Outcome.FAILED)  # it did not use its epoch
@@ -176,13 +176,13 @@ def test_a_time_budget_counts_seconds_between_reports_and_prunes_after_the_epoch
                 )
 
     let_pass(60)
-    assert claims.report(claim, 0, 0.5).has_room
+    assert claims.report(claim, 0, 0.5).has_budget
     let_pass(30)
-    assert claims.report(claim, 1, 0.5).has_room
+    assert claims.report(claim, 1, 0.5).has_budget
     let_pass(60)
     reported = claims.report(claim, 2, 0.5)
     assert reported.is_counted, "it was begun in time"
-    assert not reported.has_room
+    assert not reported.has_budget
     claims.finish_attempt(claim, Outcome.RELEASED)
     spending = read_spending(engine, study_id)
     assert spending is not None
@@ -250,7 +250,7 @@ while (claim := claims.claim()) != NoTrialAvailable(0):
     for epoch in range(5):
         reported = claims.report(claim, epoch, 0.5)
         print("reported", flush=True)
-        if not reported.is_counted or (epoch < 4 and not reported.has_room):
+        if not reported.is_counted or (epoch < 4 and not reported.has_budget):
             claims.finish_attempt(claim, Outcome.RELEASED)
             break
         if epoch < 4 and drawn.random() < 0.2:

@@ -43,8 +43,8 @@ def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
 def cut(claims: Claims) -> PrunedTrial:
     """Spend the budget, and return the trial that it ends."""
     claim = take(claims)
-    assert claims.report(claim, 0, 0.5).has_room
-    assert not claims.report(claim, 1, 0.6).has_room
+    assert claims.report(claim, 0, 0.5).has_budget
+    assert not claims.report(claim, 1, 0.6).has_budget
     claims.finish_attempt(claim, Outcome.RELEASED)
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
@@ -66,7 +66,7 @@ def test_the_spent_budget_is_printed_in_its_unit(
     assert load_study(storage, "s").is_spent(1)
     assert "1 trial, 2/2 epochs" in say("studies")
     [row] = list_studies({"storage_url": database_url})
-    assert row.done == "1 trial, 2/2 epochs"
+    assert row.used_budget == "1 trial, 2/2 epochs"
     assert storage.get_trial(retired.trial_id).user_attrs[BUDGET_CUT] is True
 
 

@@ -17,7 +17,7 @@ from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.process_identity import current_process
+from hpsearch.storage.trials.process_identity import get_process_name
 from tests.search.study.steering.support import Say, rows, take
 
 
@@ -115,7 +115,7 @@ def test_retry_resets_the_count_of_retries(say: Say, claims: Claims, database_ur
 
 def bury_workers(url: str) -> None:
     """Make the workers of live attempts look like dead ones of this machine."""
-    machine, pid, _ = current_process().rsplit("/", 2)
+    machine, pid, _ = get_process_name().rsplit("/", 2)
     rows(url, f"UPDATE hpsearch_attempts SET process = '{machine}/{pid}/1' RETURNING 1")
 
 
