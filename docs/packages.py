@@ -15,7 +15,7 @@ import hpsearch
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("storage", "objectives", "search")
-_PUBLIC = {f"hpsearch.{name}": f"{module}.{name}" for name, module in hpsearch.MODULES.items()}
+_PUBLIC = {f"hpsearch.{name}": f"{module}.{name}" for name, module in hpsearch.MODULE_BY_NAME.items()}
 
 PACKAGES = (
     # storage: the database, checkpoints and trackers

@@ -168,13 +168,13 @@ def shield_children() -> None:
     torch_signals: Any = signal_handling  # the module is not typed
     handle_faults, bind = torch_signals._set_worker_signal_handlers, make_parent_death_hook()
 
-    def begin_loader() -> None:
+    def set_loader_signals() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         handle_faults()
         signal.signal(signal.SIGTERM, _ignore_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
-    torch_signals._set_worker_signal_handlers = begin_loader
+    torch_signals._set_worker_signal_handlers = set_loader_signals
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # SIGTERM is shielded
     util.register_after_fork(shield_children, lambda _: bind())
 

@@ -181,8 +181,8 @@ def fit_feature_extractor(seed: int) -> Callable[[Tensor], Tensor]:
     found = MLPClassifier((64, 32), tol=1e-3, random_state=0).fit(train.x.flatten(1) / 16, train.y)
     layers = [torch.from_numpy(part) for pair in zip(found.coefs_, found.intercepts_, strict=True) for part in pair]
 
-    def extract(x: Tensor) -> Tensor:
+    def extract_features(x: Tensor) -> Tensor:
         first = torch.relu(x.flatten(1).double() / 16 @ layers[0] + layers[1])
         return torch.relu(first @ layers[2] + layers[3])
 
-    return extract
+    return extract_features

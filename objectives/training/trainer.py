@@ -254,7 +254,7 @@ class Trainer(BaseTrainer):
         due = self.session.mid_epoch_action(lambda: elapsed / sums.steps * (steps - sums.steps) + run.epoch_end_seconds)
         if due is MidEpochAction.NONE:
             return
-        run.guard.flush()  # only finite states are saved
+        run.finite_guard.flush()  # only finite states are saved
         sums.seconds = elapsed
         try:
             state = run.mid_epoch_state_dict(sums.state_dict())

@@ -117,7 +117,7 @@ def write_study_report(services: Services, study: StoredStudy, output: Path | No
         raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
 
 
-def log(services: Services, study: StoredStudy, report: Path) -> None:
+def log_report(services: Services, study: StoredStudy, report: Path) -> None:
     """Log a report and the study's results to its MLflow run; do nothing if the study has no tracking server.
 
     Raises:

@@ -653,7 +653,7 @@ class Study:
         from hpsearch.search.api import actions
 
         report = actions.write_study_report(self._services, self._stored, None if path is None else Path(path))
-        actions.log(self._services, self._stored, report)
+        actions.log_report(self._services, self._stored, report)
         return report
 
     def sync(self) -> SyncResult:

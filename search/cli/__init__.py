@@ -35,13 +35,13 @@ def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code; print a user error as one line on stderr and return 2."""
     command = typer.main.get_command(app)
 
-    def work() -> int:
+    def call_command() -> int:
         read_secret_files()  # before the options are parsed, which read environment variables
         result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
         return result if isinstance(result, int) else 0
 
     try:
-        return report_errors(work)
+        return report_errors(call_command)
     except typer.TyperException as error:
         message = error.format_message()
         # Without a command, the message is the help.

@@ -137,4 +137,4 @@ def report(
     study = Study.open(name, **where)
     path = actions.write_study_report(study._services, study._stored, output)
     typer.echo(str(path))
-    actions.log(study._services, study._stored, path)
+    actions.log_report(study._services, study._stored, path)

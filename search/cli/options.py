@@ -112,7 +112,7 @@ def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]
         None if a parameter of this type is not replaced by flags.
     """
     if kind is Settings:
-        fields = {key: field for key, field in specs.StudySpec.model_fields.items() if key not in specs.IN_FILES_ONLY}
+        fields = {key: field for key, field in specs.StudySpec.model_fields.items() if key not in specs.FILE_ONLY_KEYS}
         flags = [flag for key, field in fields.items() for flag in _study_flags(key, field)]
         flags = [flags.pop([flag.name for flag in flags].index("objective")), _parameter("spec", _Spec), *flags]
         return flags, lambda values: gather_settings(values.pop("spec"), values)

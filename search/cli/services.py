@@ -166,7 +166,7 @@ def restore(
         )
     at = ("--home", home) if home else ()
     typer.echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
-    for study, url in done.checkpoints:
+    for study, url in done.external_checkpoints:
         typer.echo(f"the backup has no checkpoints of {study}; they are at {url}")
     for study in done.unsent_studies:
         typer.echo(f"{study}: some trials are not in MLflow; rebuild them with: {format_command('sync', study, *at)}")

@@ -26,9 +26,9 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
-    FOLDER,
+    FOLDER_NAME,
     PARENT_TRIAL,
-    REMOVED,
+    REMOVED_BY,
     RUN_ID,
     RUN_URL,
     SOURCE_SHA256,
@@ -88,7 +88,7 @@ def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     """Return the user attributes of the new study: its folder and spec, and attributes copied from the search."""
     attrs = study.attrs
     shared = {key: attrs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in attrs}
-    return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
+    return {**shared, FOLDER_NAME: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 
 def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
@@ -180,7 +180,7 @@ def select_finalists(
     found = [
         trial
         for trial in study.best_trials(infeasible=infeasible)
-        if math.isfinite(get_first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
+        if math.isfinite(get_first_value(trial) or 0.0) and (removed or REMOVED_BY not in trial.user_attrs)
     ]
     if spec.is_multi_objective:
         members = {found[i].number for i in find_front(to_losses([t.values for t in found], spec.maximize_each))}
@@ -194,7 +194,7 @@ def select_finalists(
 
 def list_excluded_trials(study: StoredStudy, top: int) -> list[int]:
     """Return the numbers of the trials that would be among the best `top` if their models had not been deleted."""
-    return [t.number for t in select_finalists(study, top, removed=True) if REMOVED in t.user_attrs]
+    return [t.number for t in select_finalists(study, top, removed=True) if REMOVED_BY in t.user_attrs]
 
 
 def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:

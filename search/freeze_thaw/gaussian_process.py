@@ -100,7 +100,7 @@ class GaussianProcess:
         columns, is_invariant = self.param_by_feature.numpy(), self.is_epoch_invariant
         mean, deviation = _make_prior(columns, multi_study=self._is_multi_study, is_epoch_invariant=is_invariant)
 
-        def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
+        def compute_loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
             factor, info = torch.linalg.cholesky_ex(GaussianProcess(self.param_by_feature, at).noisy_covariance(points))
             if info.item():
@@ -114,7 +114,7 @@ class GaussianProcess:
         bounds = [(float(m - 6 * d), float(m + 6 * d)) for m, d in zip(mean, deviation, strict=True)]
         start, options = self.theta.numpy(), {"maxiter": MAX_FIT_STEPS}
         with torch.enable_grad():
-            found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+            found = minimize(compute_loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         return GaussianProcess(self.param_by_feature, torch.from_numpy(found.x), self.is_epoch_invariant)
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
@@ -162,20 +162,20 @@ class Posterior:
         process: the process.
         points: the observed points.
         y: observed scores [n].
-        factor: Cholesky factor of the noisy covariance [n, n].
+        cholesky_factor: Cholesky factor of the noisy covariance [n, n].
         weights: inverse noisy covariance times `y` [n].
     """
 
     process: GaussianProcess
     points: Points
     y: Tensor
-    factor: Tensor
+    cholesky_factor: Tensor
     weights: Tensor
 
     def predict(self, points: Points) -> tuple[Tensor, Tensor]:
         """Return the means and standard deviations [m] of the latent function at the points."""
         cross = self.process.covariance(points, self.points)
-        white = torch.linalg.solve_triangular(self.factor, cross.T, upper=False)
+        white = torch.linalg.solve_triangular(self.cholesky_factor, cross.T, upper=False)
         variance = self.process.variance(points) - white.square().sum(0)
         return cross @ self.weights, variance.clamp(min=1e-10).sqrt()
 

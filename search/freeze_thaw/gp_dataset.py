@@ -91,7 +91,7 @@ class GPDataset:
             is_epoch_invariant: whether all points are at the last epoch and depend only on the configuration.
         """
         warm_start = warm_start or WarmStartData()
-        space = Space(distributions, [t.params for t in trials], warm_start.sampled)
+        space = Space(distributions, [t.params for t in trials], warm_start.sampled_configurations)
         so_far = curves is None
         curves = [read_losses(t, maximize=maximize, epochs=epochs) for t in trials] if curves is None else curves
         found = select_observations(

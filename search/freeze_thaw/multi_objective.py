@@ -142,7 +142,7 @@ class MultiObjectiveSuggester:
         worst = predicted[unchosen or slice(None)].max(0)
         probes: list[torch.Tensor] = []
 
-        def acquisition(rows: np.ndarray) -> np.ndarray:
+        def compute_acquisition(rows: np.ndarray) -> np.ndarray:
             at = Points.at_final_epoch(space.to_features(rows))
             expected = [belief.predict(at) for belief in beliefs]
             if not probes:  # the first call evaluates the random candidates, whose predictions determine the bounds
@@ -157,7 +157,7 @@ class MultiObjectiveSuggester:
 
         tops = self._select_tops(predicted, good)
         had = np.concatenate([space.rows, unreported])
-        row, top = maximize_acquisition(acquisition, space, self._random, around=space.rows[tops], had=had)
+        row, top = maximize_acquisition(compute_acquisition, space, self._random, around=space.rows[tops], had=had)
         given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
         if not given:
             at = Points.at_final_epoch(space.to_features(row[None]))

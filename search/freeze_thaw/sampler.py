@@ -83,13 +83,13 @@ class FreezeThawSampler(BaseSampler):
         unreported = get_unreported_rows(study, space, exclude=trial.number)
         posterior = fantasize_running(posterior, space, space.rows[running], running, unreported)
 
-        def acquisition(rows: np.ndarray) -> np.ndarray:
+        def compute_acquisition(rows: np.ndarray) -> np.ndarray:
             at = Points.at_final_epoch(space.to_features(rows))
             return log_expected_improvement(*posterior.predict(at), incumbent).numpy()
 
         best = np.argsort(predicted, kind="stable")[:TOP_TRIALS]
         had = np.concatenate([space.rows, unreported])
-        row, top = maximize_acquisition(acquisition, space, self._random, around=dataset.rows[best], had=had)
+        row, top = maximize_acquisition(compute_acquisition, space, self._random, around=dataset.rows[best], had=had)
         given = any(not d.single() for d in trial.distributions.values())  # an earlier attempt has sampled parameters
         if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
             mean, deviation = posterior.predict(Points.at_final_epoch(space.to_features(row[None])))

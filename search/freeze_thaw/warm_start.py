@@ -50,13 +50,14 @@ class WarmStartData:
     Attributes:
         studies: names of the earlier studies.
         distributions: distributions of the new study's parameters.
-        sampled: configurations sampled from the new search space, from which its conditions are inferred.
+        sampled_configurations: configurations sampled from the new search space, from which its conditions are
+            inferred.
         trials: selected trials of all studies; per study, the most informative trials first.
     """
 
     studies: list[str] = field(default_factory=list)
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
-    sampled: list[dict[str, Any]] = field(default_factory=list)
+    sampled_configurations: list[dict[str, Any]] = field(default_factory=list)
     trials: list[SourceTrial] = field(default_factory=list)
 
     @classmethod
@@ -114,7 +115,7 @@ class WarmStartData:
         return {
             "studies": self.studies,
             "distributions": {name: distribution_to_json(d) for name, d in self.distributions.items()},
-            "drawn": self.sampled,
+            "drawn": self.sampled_configurations,
             "trials": [[t.study, t.number, t.params, t.points] for t in self.trials],
         }
 

@@ -26,7 +26,7 @@ from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
-from hpsearch.storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
+from hpsearch.storage.attributes import PENDING, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.mlflow.client import Tracking, sanitize_name
 from hpsearch.storage.mlflow.health import describe_error, mlflow_request
 from hpsearch.storage.mlflow.model import ensure_model
@@ -59,7 +59,7 @@ class BestWeights:
         run_id = self.trial.user_attrs.get(RUN_ID)
         if run_id is None:
             raise SearchError(f"trial {number} of {name!r} has no MLflow run and no stored weights; {self.error_end}")
-        if removed := self.trial.user_attrs.get(REMOVED):
+        if removed := self.trial.user_attrs.get(REMOVED_BY):
             raise SearchError(f"the weights of trial {number} were deleted ({removed}); {self.error_end}")
         try:
             return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
@@ -118,7 +118,7 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
         StorageError: MLflow is unavailable or rejects the model, or another process is making the model.
     """
     missing = f"--trial {trial.number}: MLflow has no model of it"
-    if removed := trial.user_attrs.get(REMOVED):
+    if removed := trial.user_attrs.get(REMOVED_BY):
         raise SearchError(f"{missing} ({removed}); promote a trial with a model")
     if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
         raise SearchError(f"{missing} yet ({known}); send it with {format_command('sync', study.spec.name)}")

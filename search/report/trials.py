@@ -88,20 +88,20 @@ class EpochUsage:
 
     Attributes:
         epochs: total number of epochs of all trials, including pruned and failed trials.
-        best: each new best value, as (epochs of the study so far, value, trial, epoch of the trial from 1).
+        best_values: each new best value, as (epochs of the study so far, value, trial, epoch of the trial from 1).
         pause_epochs: epochs, counted from 1, after which a trial paused, by trial number.
         epoch_order: (trial, epoch from 0) of all epochs, in the order in which the epochs ended.
     """
 
     epochs: int
-    best: list[tuple[int, float, int, int]]
+    best_values: list[tuple[int, float, int, int]]
     pause_epochs: dict[int, list[int]]
     epoch_order: list[tuple[int, int]]
 
     @property
     def figure(self) -> dict[str, Any]:
         """The JSON data of the figure of epochs over time."""
-        return {"epochs": self.epochs, "best": [(at, float(f"{v:.6g}"), *which) for at, v, *which in self.best]}
+        return {"epochs": self.epochs, "best": [(at, float(f"{v:.6g}"), *which) for at, v, *which in self.best_values]}
 
 
 def compute_epoch_usage(study: StoredStudy) -> EpochUsage:

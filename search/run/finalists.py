@@ -241,7 +241,7 @@ def run_refit(
         StorageError: a service is unusable.
     """
 
-    def make() -> tuple[StoredStudy, bool]:
+    def make_refit() -> tuple[StoredStudy, bool]:
         if isinstance(load_objective(study.spec.objective), LoopObjective):
             raise SearchError(
                 f"--refit is not available for {study.spec.objective}, whose custom training loop splits its own data; "
@@ -252,7 +252,7 @@ def run_refit(
     console = PlainConsole()
     with show_steps(console) as show_step:
         show_step("creating the refit")
-        companion = open_companion_study(services, study, options, make)
+        companion = open_companion_study(services, study, options, make_refit)
     made, found = companion.study, tabulate_refit(companion.study)
     console.print(
         f"refit of trial {found.search_trial} of {study.spec.name}{' (new)' if companion.is_new else ''}: "

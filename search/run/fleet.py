@@ -47,7 +47,7 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
     """
     done, stopped = threading.Event(), threading.Event()
 
-    def watch() -> None:
+    def restart_dead_services() -> None:
         while not done.wait(_SUPERVISION_SECONDS):
             try:
                 states = {service.state for service in stack.read_status(home)}
@@ -58,7 +58,7 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
             except StorageError:
                 continue  # the next check may succeed; workers report unavailable services
 
-    thread = threading.Thread(target=watch, name="keeper", daemon=True)
+    thread = threading.Thread(target=restart_dead_services, name="keeper", daemon=True)
     thread.start()
     try:
         yield stopped

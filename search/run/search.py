@@ -33,7 +33,7 @@ class RunResult:
 
     Attributes:
         summary: summary of the study at the end of the run.
-        report: path of the report; None if it was not written.
+        report_path: path of the report; None if it was not written.
         is_interrupted: whether a signal ended the run; its trials were saved.
         stopped: user and time of a stop request; empty if the study was not stopped.
         is_finished: whether the budget is spent or the timeout has expired.
@@ -41,7 +41,7 @@ class RunResult:
     """
 
     summary: Summary
-    report: Path | None = None
+    report_path: Path | None = None
     is_interrupted: bool = False
     stopped: str = ""
     is_finished: bool = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.spec import KEYS
+from hpsearch.search.spec.spec import KEY_BY_FLAG
 
 if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
     pass
@@ -78,7 +78,7 @@ def replace_flags_in_errors(keys: Container[str] | None = None) -> Iterator[None
     """
 
     def replace_flag(match: re.Match[str]) -> str:
-        key = KEYS.get(match[0], match[0].removeprefix("--").replace("-", "_"))
+        key = KEY_BY_FLAG.get(match[0], match[0].removeprefix("--").replace("-", "_"))
         return match[0] if match[0].startswith("hpsearch ") or not (keys is None or key in keys) else key
 
     try:

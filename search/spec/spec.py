@@ -33,10 +33,10 @@ from hpsearch.storage.urls import Addresses
 SPEC_VERSION: Literal[1] = 1
 
 # The other settings have the flag of their name.
-FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
-KEYS = {flag: key for key, flag in FLAGS.items()}
+FLAG_BY_KEY = {"n_trials": "--trials", "objective": "OBJECTIVE"}
+KEY_BY_FLAG = {flag: key for key, flag in FLAG_BY_KEY.items()}
 BUDGETS = ("n_trials", "budget_epochs", "budget_seconds")
-IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
+FILE_ONLY_KEYS = frozenset({"version", "retry_on", "finalists_of"})
 
 MAX_TRIALS = 1_000_000  # also `n_trials` of a study that has only a budget in epochs or seconds
 
@@ -351,8 +351,8 @@ class Settings(Addresses, total=False):
 
 def get_option_name(setting: str) -> str:
     """Return the flag of a setting; for a positional argument, its name; for a setting without a flag, its key."""
-    is_flag = setting in StudySpec.model_fields and setting not in IN_FILES_ONLY
-    return FLAGS.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
+    is_flag = setting in StudySpec.model_fields and setting not in FILE_ONLY_KEYS
+    return FLAG_BY_KEY.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
 
 
 def parse_spec(values: dict[str, Any]) -> StudySpec:

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
 from hpsearch.search.study.study import StoredStudy, get_runs_folder, list_finalist_trials
 from hpsearch.search.study.summary import summarise
-from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
+from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import compute_folder_bytes
@@ -27,7 +27,7 @@ from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.test_evaluations import read_test_evaluation
 
-KEEP_TOP = 5
+KEPT_TOP_TRIALS = 5
 _REMOVED_BY_GC = "hpsearch gc removed its model and its best checkpoint"
 
 _ATTEMPT_DIR = re.compile(r"(\d{4,})-(\d+)")
@@ -56,7 +56,7 @@ class Garbage:
 
 
 def find_garbage(
-    study: StoredStudy, *, home: Path, tracking: Tracking | None, keep_top: int = KEEP_TOP
+    study: StoredStudy, *, home: Path, tracking: Tracking | None, keep_top: int = KEPT_TOP_TRIALS
 ) -> tuple[list[Garbage], list[str]]:
     """Return the removable files of a study, and an error text for each place that could not be searched.
 
@@ -122,7 +122,7 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
             needed = _list_needed(study)
             left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
             left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in files}
-            links.set_attr_of_trials(left.values(), REMOVED, _REMOVED_BY_GC)
+            links.set_attr_of_trials(left.values(), REMOVED_BY, _REMOVED_BY_GC)
         freed = 0
         try:
             for run_id in list(left):
@@ -131,7 +131,7 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
                     freed += files[run_id].model_bytes + files[run_id].checkpoint_bytes
                     del left[run_id]
         finally:
-            links.remove_attr_of_trials(left.values(), REMOVED)
+            links.remove_attr_of_trials(left.values(), REMOVED_BY)
         return freed
 
     size = sum(of_run.model_bytes + of_run.checkpoint_bytes for of_run in files.values())

@@ -38,7 +38,7 @@ from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
-from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
@@ -152,7 +152,7 @@ def create_or_join(
     name, made = str(settings.get("name", objective.name)), list[int]()
 
     @functools.cache  # retries after lost connections must not repeat the checks
-    def new_spec() -> StudySpec:
+    def make_spec() -> StudySpec:
         if (searched := parse_parent_name(name)) is not None:
             raise SearchError(
                 f"--name {name!r} is reserved for the finalists of {searched!r}; train them with "
@@ -171,7 +171,7 @@ def create_or_join(
     def create_or_join_once() -> tuple[StoredStudy, bool]:
         with name_lock(storage.engine, name) as lock:
             if find_study(storage, name) is None:
-                study = _create(storage, new_spec(), objective, enqueued, lock)
+                study = _create(storage, make_spec(), objective, enqueued, lock)
                 made.append(study.study_id)
                 set_metric_names(storage, study.spec)
                 return study, True
@@ -204,18 +204,17 @@ def _create(
 ) -> StoredStudy:
     """Create the study with its attributes and first trials, in one transaction."""
     warm_start, trials = make_warm_start_attrs(storage, spec, objective), _make_first_trials(spec, objective, enqueued)
-    folder = f"{spec.name}-{secrets.token_hex(8)}"
-    release = version("hpsearch")
-    attrs = {SOURCE_SHA256: source_hash(objective), FOLDER: folder, VERSION: release, SPEC: spec.model_dump()}
+    folder, release = f"{spec.name}-{secrets.token_hex(8)}", version("hpsearch")
+    attrs = {SOURCE_SHA256: source_hash(objective), FOLDER_NAME: folder, VERSION: release, SPEC: spec.model_dump()}
 
-    def fill(connection: sa.Connection, study_id: int) -> None:
+    def add_details(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:
             create_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
         set_attrs_in(connection, study_id, warm_start, kind="system")
 
     check_lock_held(lock)
     directions = get_study_directions(spec)
-    study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=fill)
+    study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=add_details)
     return StoredStudy(spec, storage, study_id)
 
 

@@ -21,7 +21,7 @@ from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
-from hpsearch.storage.attributes import FOLDER, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -89,7 +89,7 @@ class StoredStudy:
     def folder(self) -> str:
         """The name, unique across studies, of the study's folders for run directories and checkpoints."""
         # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
-        return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
+        return str(self.attrs.get(FOLDER_NAME, f"{self.spec.name}-{self.study_id}"))
 
     @property
     def finalists_of(self) -> FinalistsOf:

@@ -52,9 +52,9 @@ class Worker:
                     case StudyStopped(reason):
                         log.info("study stopped: %s", reason)
                         return EXIT_DONE
-                    case NoTrialAvailable(running=0):
+                    case NoTrialAvailable(running_trials=0):
                         return EXIT_DONE
-                    case NoTrialAvailable(running=running):
+                    case NoTrialAvailable(running_trials=running):
                         if self._is_idle_too_long(running):
                             return EXIT_DONE
                         self._wait()

@@ -73,17 +73,17 @@ _NAMES_BY_MODULE = {
     "search.errors": ("SearchError",),
     "storage.errors": ("StorageError",),
 }
-MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names}
-__all__ = list(MODULES)
+MODULE_BY_NAME = {name: f"{__name__}.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names}
+__all__ = list(MODULE_BY_NAME)
 
 
 def __getattr__(name: str) -> object:
-    if name in MODULES:
-        return getattr(importlib.import_module(MODULES[name]), name)
+    if name in MODULE_BY_NAME:
+        return getattr(importlib.import_module(MODULE_BY_NAME[name]), name)
     from hpsearch.objectives.errors import suggest_names
 
     error = ImportError if _is_from_import(sys._getframe(1)) else AttributeError
-    raise error(f"module {__name__!r} has no attribute {name!r}; {suggest_names(name, list(MODULES))}")
+    raise error(f"module {__name__!r} has no attribute {name!r}; {suggest_names(name, list(MODULE_BY_NAME))}")
 
 
 def _is_from_import(frame: FrameType) -> bool:

@@ -78,7 +78,7 @@ class RestoreResult:
     Attributes:
         manifest: manifest of the backup.
         tracking_uri: address of the MLflow server that has the restored runs; None if unknown.
-        checkpoints: (name, checkpoint URL) of each study whose checkpoints are outside of the home folder, and
+        external_checkpoints: (name, checkpoint URL) of each study whose checkpoints are outside of the home folder, and
             therefore not in the backup.
         missing_files: number of artifact files whose content is not in the backup, only their index entries.
         unsent_studies: names of the studies with COMPLETE trials whose records had not reached MLflow; `sync STUDY`
@@ -87,7 +87,7 @@ class RestoreResult:
 
     manifest: Manifest
     tracking_uri: str | None
-    checkpoints: Sequence[tuple[str, str]]
+    external_checkpoints: Sequence[tuple[str, str]]
     missing_files: int
     unsent_studies: Sequence[str]
 
@@ -217,7 +217,7 @@ def _is_partial_restore(cursor: Any) -> bool:
 def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
-    """Restore files, then databases; return the fields `checkpoints` and `unsent_studies` of the `RestoreResult`."""
+    """Restore files, then databases; return `external_checkpoints` and `unsent_studies` of the `RestoreResult`."""
     with open_session(*locations.studies) as cursor:
         again = _is_partial_restore(cursor)
         cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")

@@ -139,7 +139,7 @@ def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5
     """
     with ExitStack() as stack:
 
-        def acquire() -> bool:
+        def acquire_lock() -> bool:
             connection = engine.connect()
             stack.callback(_close, connection)  # ends the transaction and releases the lock
             try:
@@ -150,7 +150,7 @@ def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5
                 return False
             return True
 
-        yield acquire
+        yield acquire_lock
 
 
 def _close(connection: sa.Connection) -> None:

@@ -41,20 +41,20 @@ class Database:
     def run_autocommit(self, call: Callable[[sa.Connection], T]) -> T:
         """Run `call(connection)` and return its result. Each statement commits on its own; retries may repeat it."""
 
-        def run(_: bool) -> T:
+        def run_call(_: bool) -> T:
             with open_autocommit(self.engine) as connection:
                 return call(connection)
 
-        return self.retry(run)
+        return self.retry(run_call)
 
     def run_transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
         """Run `call(connection, is_retry)` in a transaction, commit the transaction, and return the result."""
 
-        def run(is_retry: bool) -> T:
+        def run_call(is_retry: bool) -> T:
             with self.engine.begin() as connection:
                 return call(connection, is_retry)
 
-        return self.retry(run)
+        return self.retry(run_call)
 
     def retry(self, call: Callable[[bool], T]) -> T:
         """Run `call(is_retry)` until it raises no transient error, and return its result."""
@@ -65,14 +65,14 @@ class Database:
                 raise
             failed: DBAPIError | None = error
 
-        def call_again() -> T:
+        def retry_call() -> T:
             nonlocal failed
             if failed is not None:  # the failed call is the first attempt, so that the wait precedes the second
                 error, failed = failed, None
                 raise error
             return call(True)
 
-        return retrying(self.retry_seconds)(call_again)
+        return retrying(self.retry_seconds)(retry_call)
 
     def run_once(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement without retries and return its rows."""

@@ -113,14 +113,14 @@ def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTria
     batches = _make_batches(trials)
     sent: list[tuple[int, int]] = []
 
-    def run(connection: sa.Connection, repeated: bool) -> list[tuple[int, int]]:
+    def insert_rows(connection: sa.Connection, repeated: bool) -> list[tuple[int, int]]:
         # If the connection broke during the commit, the trials may exist.
         if repeated and sent and _exists(connection, study_id, sent[-1][0]):
             return sent
         sent[:] = _insert_batches(connection, study_id, batches)
         return sent
 
-    return database.run_transaction(run) if trials else []
+    return database.run_transaction(insert_rows) if trials else []
 
 
 def insert_trials_in(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:

@@ -298,26 +298,26 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
 def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
     """Add details to the trials; rows of trials that finished after `trials` was read are skipped."""
 
-    def rows(table: str, order: str, columns: str) -> Rows:
+    def fetch(table: str, order: str, columns: str) -> Rows:
         return database.fetch_rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
 
-    for trial_id, name, value, text in rows("trial_params", "param_id", "param_name, param_value, distribution_json"):
+    for trial_id, name, value, text in fetch("trial_params", "param_id", "param_name, param_value, distribution_json"):
         if trial_id in trials:
             trial, distribution = trials[trial_id], parse_distribution(text)
             trial._params[name] = distribution.to_external_repr(value)
             trial._distributions[name] = distribution
     columns = "step, intermediate_value, intermediate_value_type"
-    for trial_id, step, value, kind in rows("trial_intermediate_values", "trial_intermediate_value_id", columns):
+    for trial_id, step, value, kind in fetch("trial_intermediate_values", "trial_intermediate_value_id", columns):
         if trial_id in trials:
             trials[trial_id].intermediate_values[step] = value if value is not None else decode_value(value, kind)
-    for trial_id, value, kind in rows("trial_values", "objective", "value, value_type"):
+    for trial_id, value, kind in fetch("trial_values", "objective", "value, value_type"):
         if trial_id in trials:
             trial = trials[trial_id]
             trial.values = [*(trial.values or ()), decode_value(value, kind)]
-    for trial_id, key, text in rows("trial_user_attributes", "trial_user_attribute_id", "key, value_json"):
+    for trial_id, key, text in fetch("trial_user_attributes", "trial_user_attribute_id", "key, value_json"):
         if trial_id in trials:
             trials[trial_id]._user_attrs[key] = json.loads(text)
-    for trial_id, key, text in rows("trial_system_attributes", "trial_system_attribute_id", "key, value_json"):
+    for trial_id, key, text in fetch("trial_system_attributes", "trial_system_attribute_id", "key, value_json"):
         if trial_id in trials:
             trials[trial_id]._system_attrs[key] = json.loads(text)
 

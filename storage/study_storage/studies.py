@@ -99,7 +99,7 @@ def create_study(
     """
     created: list[int] = []
 
-    def run(connection: sa.Connection, repeated: bool) -> int:
+    def insert_rows(connection: sa.Connection, repeated: bool) -> int:
         # If the connection broke during the commit, the study may exist.
         if repeated and created and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == created[0]:
             return created[0]
@@ -109,7 +109,7 @@ def create_study(
         return created[0]
 
     try:
-        return database.run_transaction(run)
+        return database.run_transaction(insert_rows)
     except IntegrityError:
         raise DuplicatedStudyError(f"there is a study named {name!r} already") from None
 

@@ -73,10 +73,10 @@ class NoTrialAvailable:
     """The result of a claim when no trial is available.
 
     Attributes:
-        running: number of running trials, which may be released later; if it is 0, the study is finished.
+        running_trials: number of running trials, which may be released later; if it is 0, the study is finished.
     """
 
-    running: int
+    running_trials: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Claims:
         """
         claim_id = uuid.uuid4()
 
-        def take(connection: sa.Connection, repeated: bool) -> ClaimResult:
+        def take_trial(connection: sa.Connection, repeated: bool) -> ClaimResult:
             if repeated:  # the first try may have been committed, with its reply lost
                 self.record_outage()
                 claimed = connection.execute(claim_sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
@@ -183,7 +183,7 @@ class Claims:
                     return Claim(claimed.trial_id, claimed.number, claimed.attempt)
             return self._take(connection, claim_id, open_new=open_new)
 
-        return self._database.run_transaction(take)
+        return self._database.run_transaction(take_trial)
 
     @kill_point("write claim")
     def _take(self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool) -> ClaimResult:

@@ -26,13 +26,13 @@ class LazyBatch(NamedTuple):
 
     Attributes:
         size: number of samples over all ranks.
-        get: loads this rank's samples onto the device.
+        load: loads this rank's samples onto the device.
         has_samples: False if this rank has no sample of the micro-batch. The rank then gets one sample with weight 0,
             because all ranks must take part in a step.
     """
 
     size: int
-    get: Callable[[], Batch]
+    load: Callable[[], Batch]
     has_samples: bool = True
 
 

@@ -127,7 +127,7 @@ def build_run(
         schedule=build_schedule(optimizer, config, total_steps, epoch_steps=epoch_steps, maximize=maximize),
         precision=Precision(config.precision, device),
         average=average,
-        guard=FiniteGuard(device),
+        finite_guard=FiniteGuard(device),
         steplog=steplog,
         curve=curve or Curve(objective.metric, maximize=maximize, keep_last=plan.refit is not None),
         ranks=ranks,
@@ -204,7 +204,7 @@ def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed:
 def _try_step(run: Run) -> None:
     """Run a forward and a backward pass as a test, and restore the model afterwards."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    batch = next(iter(run.batch_source.iterate_steps(0)))[0].get()
+    batch = next(iter(run.batch_source.iterate_steps(0)))[0].load()
     run.model.train()
     try:
         run.step_function(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]  # torch's

@@ -122,7 +122,7 @@ def train_epoch(
         run.on_step()
         _validate_mid_epoch(run, epoch)
         after_step(sums)
-    run.guard.flush()
+    run.finite_guard.flush()
     sums.compute()
     return sums
 
@@ -154,20 +154,20 @@ def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, runn
     size = sum(batch.size for batch in batches)
     counts = [batch.has_samples for batch in batches]
     if run.sam is None:
-        loss, weight = _add_gradient(run, (batch.get() for batch in batches), counts, size, running)
+        loss, weight = _add_gradient(run, (batch.load() for batch in batches), counts, size, running)
     else:
-        loaded = [batch.get() for batch in batches]  # both passes use the same augmented samples
+        loaded = [batch.load() for batch in batches]  # both passes use the same augmented samples
         loss, weight = _add_gradient(run, loaded, counts, size, running)
         with run.sam.perturbed_weights(run.model):
             _add_gradient(run, loaded, counts, size, None)
     run.precision.scaler.unscale_(run.optimizer)
     run.steplog.record_step(point, loss)
     norm = clip_gradients(run.strategy, run.optimizer, run.config)
-    run.guard.check(point, loss, norm, scaled=run.precision.scaled)
+    run.finite_guard.check(point, loss, norm, scaled=run.precision.scaled)
     if stepped := run.precision.step(run.optimizer):
         run.schedule.step()
         run.average.after_step()
-    run.guard.count(point, norm, stepped=stepped)
+    run.finite_guard.count(point, norm, stepped=stepped)
     run.step += 1
     if run.precision.scaled:
         norm = torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has no finite norm
@@ -237,7 +237,7 @@ def _validate_mid_epoch(run: Run, epoch: int) -> None:
     """Validate within an epoch if configured, for the step records; the run does not change."""
     every = run.config.validate_every
     if every is not None and run.step % every == 0:
-        run.guard.flush()
+        run.finite_guard.flush()
         run.steplog.add_scores(epoch, run.step, run.validate(copy.deepcopy(run.metrics)))
 
 

@@ -79,7 +79,7 @@ class Run:
     schedule: Schedule
     precision: Precision
     average: WeightAveraging
-    guard: FiniteGuard
+    finite_guard: FiniteGuard
     steplog: StepLog
     curve: Curve
     ranks: Ranks = SINGLE_PROCESS

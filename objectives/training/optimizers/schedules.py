@@ -165,12 +165,12 @@ def build_schedule(
         return Schedule(optimizer, lambda step: _one_cycle(step, plan))
     decay, length = _DECAYS[config.schedule], max(total_steps - plan.warmup_steps, 1)
 
-    def factor(step: int) -> float:
+    def compute_factor(step: int) -> float:
         if step < plan.warmup_steps:
             return _warmup_factor(step, config, plan)
         return decay(min(step - plan.warmup_steps, length), length, config, plan)
 
-    return Schedule(optimizer, factor)
+    return Schedule(optimizer, compute_factor)
 
 
 def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> None:

@@ -78,8 +78,8 @@ def _digests(data: Dataset) -> list[bytes]:
 def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
     """List skipped and clipped steps, jumps of the loss, and layers with vanished or exploded gradients."""
     found = []
-    if run.guard.skipped_in_all:
-        found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
+    if skipped := run.finite_guard.skipped_in_all:
+        found.append(f"- {skipped} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
     # Each of the first steps has a record. Evenly spaced records represent the run, if there are enough of them.
     even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
     steps, limit = even if len(even) >= _MIN_STEPS else steps, run.config.clip_grad_norm

@@ -17,7 +17,7 @@ from hpsearch.search.promotion.evidence import Confirmation
 from hpsearch.search.promotion.preference import parse_preference, select_preferred
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.study_run import make_table_record
-from hpsearch.storage.attributes import REMOVED
+from hpsearch.storage.attributes import REMOVED_BY
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
@@ -85,7 +85,7 @@ def test_a_removed_finalist_is_replaced_by_a_trial_only_it_dominates(storage: Po
     def without(*gone: int) -> StoredStudy:
         trials = copy.deepcopy(TRIALS)
         for number in gone:
-            trials[number].user_attrs = {REMOVED: "gc"}
+            trials[number].user_attrs = {REMOVED_BY: "gc"}
         return search_several(storage, f"s-{len(gone)}", trials, **BOUND)
 
     assert numbers(without(0)) == [1, 2, 5]

@@ -15,7 +15,7 @@ from hpsearch.search.finalists.text import format_confirmation
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, derive_training_seed, suggest
 from hpsearch.search.study.study import StoredStudy, load_parent_study, load_study
-from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
+from hpsearch.storage.attributes import FOLDER_NAME, PARENT_TRIAL, REMOVED_BY, STOPPED, TRAINING_SEED
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
@@ -58,7 +58,7 @@ def test_finalist_trials_are_enqueued_in_turns_with_common_new_seeds(study: Stor
         "none",
         None,
     )
-    assert chosen.attrs[FOLDER] != study.folder
+    assert chosen.attrs[FOLDER_NAME] != study.folder
     assert [t.state for t in study.trials()] == [TrialState.COMPLETE] * 5, "the search itself is unchanged"
     assert load_study(study.storage, "s.finalists").spec == chosen.spec
     assert load_parent_study(chosen).study_id == study.study_id
@@ -124,7 +124,7 @@ def test_a_new_set_of_finalists_counts_once_it_has_a_winner(study: StoredStudy) 
 def test_a_trial_without_its_model_is_skipped(study: StoredStudy, database_url: str) -> None:
     best = study.trials()[1]
     with RunLinks(study.storage.engine).lock_run(best._trial_id) as page:
-        page.set_attrs({REMOVED: "hpsearch gc removed its model"})
+        page.set_attrs({REMOVED_BY: "hpsearch gc removed its model"})
     again = load_study(open_storage(database_url, application_name="another process"), "s")
     assert [trial.number for trial in select_finalists(again, 3)] == [3, 4, 2]
     assert list_excluded_trials(again, 3) == [1]

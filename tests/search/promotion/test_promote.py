@@ -20,7 +20,7 @@ from hpsearch.search.report.show import format_promotions, print_trial
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
-from hpsearch.storage.attributes import REASON, REMOVED, TRACKING
+from hpsearch.storage.attributes import REASON, REMOVED_BY, TRACKING
 from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
@@ -123,7 +123,7 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
             r"no model of it yet \(pending: .* host\); send it with .* sync s-",
         ),
         (
-            REMOVED,
+            REMOVED_BY,
             "hpsearch gc removed it",
             r"no model of it \(hpsearch gc removed it\); promote a trial with a model$",
         ),
@@ -131,7 +131,7 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
         links.set_attr_of_trials([trial_id], key, value)
         with pytest.raises(SearchError, match=rf"^--trial 2: MLflow has {said}"):
             promote(own_tracked.stored, own_tracked.tracking, trial=2)
-    for key in (TRACKING, REMOVED):
+    for key in (TRACKING, REMOVED_BY):
         links.remove_attr_of_trials([trial_id], key)
     with pytest.raises(SearchError, match=r"^the weights of trial 2 are unusable: .*; nothing was promoted$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=2)

@@ -14,7 +14,7 @@ from hpsearch.search.promotion.evaluate_test import choose_candidate, evaluate_o
 from hpsearch.search.promotion.promote import promote
 from hpsearch.search.study.cleanup import Garbage, find_garbage
 from hpsearch.search.study.study import get_runs_folder, load_study
-from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING
+from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.disk_usage import RunDiskUsage, RunStorage
@@ -102,7 +102,7 @@ def test_failed_removals_are_not_counted(
     with pytest.raises(StorageError, match="MLflow is away"):
         garbage.remove()
     again = load_study(open_storage(database_url, application_name="another process"), own_tracked.stored.spec.name)
-    marked = [trial.user_attrs[RUN_ID] for trial in again.trials() if REMOVED in trial.user_attrs]
+    marked = [trial.user_attrs[RUN_ID] for trial in again.trials() if REMOVED_BY in trial.user_attrs]
     assert marked == removed
 
 

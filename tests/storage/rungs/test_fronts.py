@@ -105,7 +105,7 @@ def test_no_trial_is_pruned_before_all_have_arrived(
         assert not come(claims, claim, vector).is_promoted
     goes_on = take(claims)
     assert goes_on.number == 0
-    assert claims.claim() == NoTrialAvailable(running=2), "the last may change any order"
+    assert claims.claim() == NoTrialAvailable(running_trials=2), "the last may change any order"
     assert come(claims, held[3], [0.6, 0.5]).is_promoted, "no other dominates it"
     assert places(engine) == [0, 3, 1, 2]
     for claim in (goes_on, held[3]):
@@ -113,7 +113,7 @@ def test_no_trial_is_pruned_before_all_have_arrived(
         claims.finish_attempt(claim, Outcome.COMPLETE, value=[0.9, 1.0])
     ended = [claims.claim() for _ in range(3)]
     assert [each.number for each in ended if isinstance(each, PrunedTrial)] == [2, 1]
-    assert ended[2] == NoTrialAvailable(running=0)
+    assert ended[2] == NoTrialAvailable(running_trials=0)
 
 
 def test_the_reason_of_a_pruned_trial_has_its_rank_by_pareto_fronts(claims: Claims, storage: BaseStorage) -> None:

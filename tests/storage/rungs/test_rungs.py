@@ -127,13 +127,13 @@ def test_waiting_trials_are_pruned_when_no_running_trial_can_change_the_rank(
     claims = asha()
     runs = take(claims)
     pause(claims, 0.5)
-    assert claims.claim() == NoTrialAvailable(running=1)
+    assert claims.claim() == NoTrialAvailable(running_trials=1)
     assert claims.has_trials_left()
     claims.finish_attempt(runs, Outcome.COMPLETE, value=0.4)  # before it writes that it reached the rung
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, promoted: none"
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert not claims.has_trials_left()
 
 
@@ -153,12 +153,12 @@ def test_the_best_trial_completes_if_too_few_trials_arrive(
     assert (best.number, best.attempt) == (0, 3)
     retired = [claims.claim() for _ in range(4)]
     assert {each.number for each in retired if isinstance(each, PrunedTrial)} == {2, 3, 4, 5}
-    assert claims.claim() == NoTrialAvailable(running=1)
+    assert claims.claim() == NoTrialAvailable(running_trials=1)
     claims.finish_attempt(best, Outcome.FAILED)
     other = take(claims)  # at least one trial has to complete
     assert (other.number, other.attempt) == (1, 3)
     claims.finish_attempt(other, Outcome.COMPLETE, value=1.0)
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
@@ -183,7 +183,7 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
         last.append(take(claims))
         claims.finish_attempt(last[-1], Outcome.COMPLETE, value=1.0)
     assert [claim.number for claim in last] == [0, 1, 2]
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert isinstance(ended[0], PrunedTrial)
     assert "promoted: best 3 of 6 trials" in ended[0].reason
 

@@ -27,7 +27,7 @@ from tests.storage.trials.support import Join, budget, kill, outcomes, rows, sta
 
 def test_the_budget_limits_the_started_trials(storage: BaseStorage, study_id: int, join: Join) -> None:
     assert [take(join()).number, take(join()).number] == [0, 1]
-    assert join().claim() == NoTrialAvailable(running=2)
+    assert join().claim() == NoTrialAvailable(running_trials=2)
     assert states(storage, study_id) == ["RUNNING", "RUNNING"]
 
 
@@ -44,11 +44,11 @@ def test_a_spent_budget_allows_no_claim_until_it_is_raised(storage: BaseStorage,
     claims = join()
     for value in (0.5, 0.25):
         claims.finish_attempt(take(claims), Outcome.COMPLETE, value=value, attrs={REASON: "well done"})
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert optuna.load_study(study_name="s", storage=storage).best_value == 0.5
     assert storage.get_all_trials(study_id)[0].user_attrs[REASON] == "well done"
     budget(storage, study_id, n_trials=3)
-    assert claims.claim(open_new=False) == NoTrialAvailable(running=0)
+    assert claims.claim(open_new=False) == NoTrialAvailable(running_trials=0)
     assert take(claims).number == 2
 
 
@@ -60,7 +60,7 @@ def test_the_trial_of_a_dead_worker_is_taken_over_at_once_with_parameters(
     claim = take(dying)
     study = optuna.load_study(study_name="s", storage=storage)
     value = optuna.trial.Trial(study, claim.trial_id).suggest_float("x", 0, 1)
-    assert living.claim() == NoTrialAvailable(running=1)
+    assert living.claim() == NoTrialAvailable(running_trials=1)
     kill(engine, claim)
     again = take(living)
     assert (again.trial_id, again.number, again.attempt, again.is_resumed) == (claim.trial_id, 0, 2, True)
@@ -78,7 +78,7 @@ def test_a_trial_that_kills_its_workers_fails(
     assert states(storage, study_id) == ["RUNNING"]
     lost = join().claim()
     assert isinstance(lost, RetriesExhausted)
-    assert join().claim() == NoTrialAvailable(running=0)
+    assert join().claim() == NoTrialAvailable(running_trials=0)
     trial = storage.get_all_trials(study_id)[0]
     assert trial.state == TrialState.FAIL
     assert trial.datetime_complete is not None
@@ -117,7 +117,7 @@ def test_released_trials_count_in_the_budget_and_enqueued_ones_do_not_exceed_it(
     study = optuna.load_study(study_name="s", storage=storage)
     study.enqueue_trial({"x": 0.5})
     assert take(claims).number == 0
-    assert join().claim() == NoTrialAvailable(running=1)
+    assert join().claim() == NoTrialAvailable(running_trials=1)
     budget(storage, study_id, n_trials=2)
     enqueued = take(join())
     assert enqueued.number == 1
@@ -127,7 +127,7 @@ def test_released_trials_count_in_the_budget_and_enqueued_ones_do_not_exceed_it(
 def test_a_trial_created_in_a_notebook_is_not_claimed(storage: BaseStorage, study_id: int, join: Join) -> None:
     optuna.load_study(study_name="s", storage=storage).ask()
     assert take(join()).number == 1
-    assert join().claim() == NoTrialAvailable(running=1)
+    assert join().claim() == NoTrialAvailable(running_trials=1)
 
 
 def test_an_externally_ended_trial_is_lost(storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join) -> None:
@@ -143,7 +143,7 @@ def test_an_externally_ended_trial_is_lost(storage: BaseStorage, engine: sa.Engi
     other = take(claims)
     storage.set_trial_state_values(other.trial_id, TrialState.FAIL)
     kill(engine, other)
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert outcomes(engine) == [(1, "cancelled"), (1, "cancelled")]
 
 

@@ -95,8 +95,8 @@ def test_leases_that_expired_during_an_outage_are_extended(engine: sa.Engine, jo
         connection.execute(sa.text("UPDATE hpsearch_attempts SET expires_at = now() - interval '1 minute'"))
     other = join(lease=3600.0)
     assert take(other).number == 1
-    assert other.claim() == NoTrialAvailable(running=2)
-    assert join(lease=0.1).claim() == NoTrialAvailable(running=2), "it is not its own lease that counts"
+    assert other.claim() == NoTrialAvailable(running_trials=2)
+    assert join(lease=0.1).claim() == NoTrialAvailable(running_trials=2), "it is not its own lease that counts"
     assert claim.attempt == 1
 
 

@@ -71,7 +71,7 @@ def test_a_trial_is_pruned_when_the_budget_is_spent_with_that_reason(
     assert isinstance(retired, PrunedTrial)
     assert retired.is_out_of_budget
     assert retired.reason == "after epoch 2 of 4: the budget of 6 epochs was spent"
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert not claims.has_trials_left()
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.5, retired.reason)
@@ -84,10 +84,10 @@ def test_running_epochs_of_other_trials_count_in_the_budget(
 ) -> None:
     spend(epochs=2)
     first, second = take(claims), take(claims)
-    assert claims.claim() == NoTrialAvailable(running=2)
+    assert claims.claim() == NoTrialAvailable(running_trials=2)
     assert not claims.report(first, 0, 0.5).has_budget  # the second trial trains the other epoch now
     claims.finish_attempt(first, Outcome.RELEASED)
-    assert claims.claim() == NoTrialAvailable(running=1)
+    assert claims.claim() == NoTrialAvailable(running_trials=1)
     claims.finish_attempt(second, Outcome.FAILED)  # it did not use its epoch
     again = take(claims)
     assert again.trial_id == first.trial_id
@@ -127,7 +127,7 @@ def test_a_trial_with_all_epochs_completes_with_a_spent_budget(
     kill(engine, claim)  # before it was completed
     again = take(claims)
     assert run(claims, again, first=EPOCHS - 1)
-    assert claims.claim() == NoTrialAvailable(running=0)
+    assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert spent(engine, study_id) == EPOCHS
 
 

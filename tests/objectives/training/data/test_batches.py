@@ -65,7 +65,7 @@ def test_loading_draws_nothing_from_the_generators_of_training(objective_with):
     before = torch.get_rng_state()
     for window in plain.batch_source.iterate_steps(0):
         for batch in window:
-            batch.get()
+            batch.load()
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -170,7 +170,7 @@ def test_an_error_while_augment_is_created_is_reported(objective_with):
 def test_data_in_memory_need_no_loader(wine, monkeypatch):
     monkeypatch.setattr(torch_data, "DataLoader", None)
     run = started(wine, TrainConfig(batch_size=16))
-    batch = next(run.batch_source.iterate_steps(0))[0].get()
+    batch = next(run.batch_source.iterate_steps(0))[0].load()
     assert (len(batch.x), len(batch.y), batch.size) == (16, 16, 16)
 
 
@@ -179,7 +179,7 @@ def test_each_epoch_has_another_order(wine, workers):
     run = started(wine, TrainConfig(batch_size=16, num_workers=workers))
 
     def order(epoch):
-        return torch.cat([batch.get()[0] for window in run.batch_source.iterate_steps(epoch) for batch in window])
+        return torch.cat([batch.load()[0] for window in run.batch_source.iterate_steps(epoch) for batch in window])
 
     assert torch.equal(order(0), order(0))
     assert not torch.equal(order(0), order(1))

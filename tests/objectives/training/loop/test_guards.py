@@ -36,8 +36,8 @@ def test_a_non_finite_step_ends_the_epoch_before_the_optimizer_step(objective_wi
     run = built(objective_with(loss=lambda *_: _Poisoned(9, gradient)), batch_size=16, lr=0.25)
     train_epoch(run, 0)  # 6 steps
     weights = []
-    original = run.guard.check
-    run.guard.check = lambda *args, **kwargs: (weights.append(weights_of(run)), original(*args, **kwargs))
+    original = run.finite_guard.check
+    run.finite_guard.check = lambda *args, **kwargs: (weights.append(weights_of(run)), original(*args, **kwargs))
     with pytest.raises(NonFiniteError) as caught:
         train_epoch(run, 1)
     error = caught.value
@@ -103,14 +103,14 @@ def test_out_of_memory_is_an_error_of_its_own_with_the_configuration(objective_w
 def test_all_steps_of_an_epoch_are_checked_before_its_results_are_used(objective_with):
     """As on an accelerator, where steps are checked in groups. The last group must be checked too."""
     run = built(objective_with(loss=lambda *_: _Poisoned(5)), batch_size=16)
-    run.guard = FiniteGuard(torch.device("cuda"), every=1000)
+    run.finite_guard = FiniteGuard(torch.device("cuda"), every=1000)
     with pytest.raises(NonFiniteError, match="loss is nan at epoch 1, step 4, batch 4"):
         train_epoch(run, 0)
 
 
 def test_no_mid_epoch_validation_follows_a_non_finite_step(objective_with):
     run = built(objective_with(loss=lambda *_: _Poisoned(3)), batch_size=16, validate_every=4)
-    run.guard = FiniteGuard(torch.device("cuda"), every=1000)
+    run.finite_guard = FiniteGuard(torch.device("cuda"), every=1000)
     with pytest.raises(NonFiniteError, match="step 2"):
         train_epoch(run, 0)
     assert [record for record in run.steplog.drain() if "val_loss" in record] == []

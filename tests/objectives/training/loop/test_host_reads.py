@@ -37,7 +37,7 @@ def test_an_epoch_synchronizes_with_the_device_a_fixed_number_of_times(objective
         return Splits.make(torch.randn(2000, 13), torch.arange(2000) % 3, seed=seed)
 
     run = built(objective_with(data=data), batch_size=8, log_every=10, precision="bf16", **settings)
-    run.guard = FiniteGuard(torch.device("cuda"))  # as on an accelerator; the guard itself touches no device
+    run.finite_guard = FiniteGuard(torch.device("cuda"))  # as on an accelerator; the guard itself touches no device
     reads = _Reads(monkeypatch)
     trained = train_epoch(run, 0)
     run.steplog.drain()

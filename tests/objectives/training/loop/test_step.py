@@ -30,7 +30,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
     spy(run.precision, "backward", "backward")
     spy(run.precision.scaler, "unscale_", "unscale")
     spy(nn.utils, "clip_grad_norm_", "clip")
-    spy(run.guard, "check", "guard")
+    spy(run.finite_guard, "check", "guard")
     spy(run.optimizer, "step", "step")
     spy(run.steplog, "record_step", "record_step")
     spy(run.schedule, "step", "schedule")
@@ -153,7 +153,7 @@ def test_an_epoch_equals_a_loop_written_by_hand(wine):
     run = built(wine, batch_size=8, gradient_accumulation_steps=4, drop_last=False, **plain)
     by_hand = copy.deepcopy(run.model)
     for window in run.batch_source.iterate_steps(0):
-        x, y = (torch.cat(parts) for parts in zip(*(pending.get()[:2] for pending in window), strict=True))
+        x, y = (torch.cat(parts) for parts in zip(*(pending.load()[:2] for pending in window), strict=True))
         by_hand.zero_grad()
         nn.functional.cross_entropy(by_hand(x), y).backward()
         with torch.no_grad():

@@ -45,10 +45,10 @@ def test_a_step_that_loss_scaling_skips_changes_no_state(wine):
     assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
     assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.average.average.n_averaged)) == before[1:3]
     assert run.precision.scaler.get_scale() == before[3] / 2
-    assert run.guard.skipped == 1
+    assert run.finite_guard.skipped == 1
     handle.remove()
     take_step(run, range(8))
-    assert run.guard.skipped == 0
+    assert run.finite_guard.skipped == 0
     assert run.schedule.state_dict()["steps"]["last_epoch"] == before[1] + 1
     assert not torch.equal(weights_of(run), before[0])
 

@@ -31,7 +31,7 @@ def test_an_extension_applies_to_later_claims(
     assert load_study(storage, "s").spec.n_trials == budget
     for _ in range(budget - 1):
         take(claims)
-    assert claims.claim() == NoTrialAvailable(running=budget)
+    assert claims.claim() == NoTrialAvailable(running_trials=budget)
 
 
 def test_an_unchanged_budget_is_reported(say: Say, study: optuna.Study) -> None:
@@ -110,7 +110,7 @@ def test_a_waiting_claim_uses_the_new_budget(claims: Claims, database_url: str) 
             "WHERE key = %s",
             (SPEC,),
         )
-    assert got == [NoTrialAvailable(running=1)]
+    assert got == [NoTrialAvailable(running_trials=1)]
 
 
 def test_a_concurrently_deleted_study_is_an_error(stored: StoredStudy, storage: PostgresStorage) -> None:
