@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from hpsearch.former_names import RENAMED
+from hpsearch.former_names import CURRENT_NAMES
 
 # Package names that differ from the name of their module.
 _PACKAGE_BY_MODULE = {
@@ -87,7 +87,7 @@ class MetricError(ObjectiveError):
 
 def suggest_names(name: str, known: list[str]) -> str:
     """Return a hint for an unknown name: the new name if it was renamed, similar names, or the list of known names."""
-    if (renamed := RENAMED.get(name)) in known:
+    if (renamed := CURRENT_NAMES.get(name)) in known:
         return f"it is now {renamed!r}"
     if close := get_close_matches(name, known, n=3, cutoff=0.5):
         return "did you mean " + " or ".join(repr(match) for match in close) + "?"

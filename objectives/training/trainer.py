@@ -184,7 +184,7 @@ class Trainer(BaseTrainer):
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
         run.strategy.sync_buffers(run.model)
-        run.average.after_epoch(epoch, run.batch_source.inputs, get_forward_call(run.step_function))
+        run.weight_averaging.after_epoch(epoch, run.batch_source.inputs, get_forward_call(run.step_function))
         run.strategy.sync_buffers(run.eval_model)
         scores = run.validate_epoch()
         measured = self._measure(run, scores, epoch)

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from hpsearch.former_names import RENAMED
+from hpsearch.former_names import CURRENT_NAMES
 from hpsearch.search.cli import confirm, monitor, objective, run, services, steer
 from hpsearch.search.cli.app import app
 from hpsearch.search.errors import suggest_names
@@ -61,7 +61,7 @@ def _add_value(error: typer.TyperException, message: str, given: list[str]) -> s
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
-        near = [*(error.possibilities or ()), *filter(None, [RENAMED.get(error.option_name)])]
+        near = [*(error.possibilities or ()), *filter(None, [CURRENT_NAMES.get(error.option_name)])]
         close = suggest_names(error.option_name, near) if near else ""
         message = f"unknown option {error.option_name}{close}"
     context = getattr(error, "ctx", None)

@@ -91,11 +91,11 @@ def _root(version: _Version = False) -> None: ...
 def register(section: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as a command in a section of --help; see `add_flags` for its flags."""
 
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register_command(function: Callable[..., Any]) -> Callable[..., Any]:
         app.command(cls=_Command, rich_help_panel=section)(add_flags(function))
         return function
 
-    return add
+    return register_command
 
 
 def add_group(name: str, section: str, help_text: str) -> typer.Typer:

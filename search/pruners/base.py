@@ -267,7 +267,7 @@ class PrunerSpec(RegisteredOptions):
     """A pruner and its options."""
 
     family: ClassVar[str] = "pruner"
-    unsupported: ClassVar[Mapping[str, str]] = {
+    unsupported_reasons: ClassVar[Mapping[str, str]] = {
         "wilcoxon": "its test needs independent measurements, such as folds, and epochs of one training are not "
         "independent; use 'median' or 'patient'"
     }

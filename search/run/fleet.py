@@ -141,7 +141,7 @@ def run_fleet(
         try:
             fleet.start()
             with supervisor as is_down, LiveView(console, study.spec, fleet) as view:
-                while fleet.poll(progress.count_with_result, is_outage=is_outage):
+                while fleet.poll(progress.trials_with_result, is_outage=is_outage):
                     progress, is_outage = poll_progress()
                     view.update(progress, is_outage=is_outage)
                     if is_down is not None and is_down.is_set():

@@ -15,7 +15,7 @@ _TRAINING = {"accumulate": "gradient_accumulation_steps", "shard_above": "shard_
 RENAMED_VARIABLES = {"HPSEARCH_STALL": "HPSEARCH_STALL_FACTOR"}
 
 # Current name by former name, for error messages.
-RENAMED = {
+CURRENT_NAMES = {
     **_SETTINGS,
     **_SAMPLERS,
     **_TRAINING,

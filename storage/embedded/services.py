@@ -99,7 +99,7 @@ class EmbeddedStack:
         self.state = state
         self._dashboard = dashboard
         self._logs = home / "logs"
-        service = partial(WebService, save=self._save, home=home)
+        service = partial(WebService, save_state=self._save, home=home)
         self.mlflow = service(
             name="MLflow",
             health_path="/api/2.0/mlflow/experiments/search?max_results=1",  # includes a query of the database

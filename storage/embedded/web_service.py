@@ -36,7 +36,7 @@ class WebService:
         health_path: path of a GET request that returns 200 if the service works.
         command: function that returns the command line and additional environment variables for a port.
         record: current state of the service.
-        save: function that writes the state file, which contains `record`.
+        save_state: function that writes the state file, which contains `record`.
         home: home folder, which is the working directory of the service.
         log: log file of the service.
     """
@@ -45,7 +45,7 @@ class WebService:
     health_path: str
     command: Callable[[int], tuple[list[str], dict[str, str]]]
     record: ServiceRecord
-    save: Callable[[], None]
+    save_state: Callable[[], None]
     home: Path
     log: Path
 
@@ -128,12 +128,12 @@ class WebService:
         # The port of a killed process may stay bound for a moment.
         port = ports.choose_port(self.record.port, wait_seconds=2.0 if self.stop() else 0.0)
         self.record.port = port
-        self.save()
+        self.save_state()
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
         env |= {"PYTHONUNBUFFERED": "1", process.MARKER_VARIABLE: self.process_marker} | added
         self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home)
-        self.save()
+        self.save_state()
 
     def _wait(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout

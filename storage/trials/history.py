@@ -171,7 +171,7 @@ class Progress:
         return max(trials, 0.0 if self.spending is None else self.spending.spent_fraction)
 
     @property
-    def count_with_result(self) -> int:
+    def trials_with_result(self) -> int:
         """Number of COMPLETE and PRUNED trials."""
         return self.complete + self.pruned
 

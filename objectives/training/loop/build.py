@@ -126,7 +126,7 @@ def build_run(
         sam=sam,
         schedule=build_schedule(optimizer, config, total_steps, epoch_steps=epoch_steps, maximize=maximize),
         precision=Precision(config.precision, device),
-        average=average,
+        weight_averaging=average,
         finite_guard=FiniteGuard(device),
         steplog=steplog,
         curve=curve or Curve(objective.metric, maximize=maximize, keep_last=plan.refit is not None),

@@ -166,7 +166,7 @@ def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, runn
     run.finite_guard.check(point, loss, norm, scaled=run.precision.scaled)
     if stepped := run.precision.step(run.optimizer):
         run.schedule.step()
-        run.average.after_step()
+        run.weight_averaging.after_step()
     run.finite_guard.count(point, norm, stepped=stepped)
     run.step += 1
     if run.precision.scaled:

@@ -78,7 +78,7 @@ class Run:
     sam: SAM | None
     schedule: Schedule
     precision: Precision
-    average: WeightAveraging
+    weight_averaging: WeightAveraging
     finite_guard: FiniteGuard
     steplog: StepLog
     curve: Curve
@@ -97,7 +97,7 @@ class Run:
     @property
     def eval_model(self) -> nn.Module:
         """The model that is evaluated and saved: the weight average, or the trained model without averaging."""
-        return self.average.eval_model
+        return self.weight_averaging.eval_model
 
     @property
     def cross_fit(self) -> CrossFit | None:
@@ -156,7 +156,7 @@ class Run:
         parts: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "average": self.average.state_dict(),
+            "average": self.weight_averaging.state_dict(),
         }
         return {
             **self.identity,
@@ -187,7 +187,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint, except identity and environment."""
         parameters = dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
-        average = self.average.state_dict()
+        average = self.weight_averaging.state_dict()
         like = {"model": self.model.state_dict(), "optimizer": parameters, "average": average or {}}
         folder = Path(state["shards"]["folder"]) if "shards" in state else None
         own = self.strategy.load_checkpoint_state({part: state[part] for part in like}, like, folder)
@@ -196,7 +196,7 @@ class Run:
         self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])
         if average is not None:
-            self.average.load_state_dict(own["average"])
+            self.weight_averaging.load_state_dict(own["average"])
         self.step = state["step"]
         self.resume_notes = [*state["notes"], *(note for note in self.resume_notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]

@@ -48,7 +48,7 @@ class Small:
             health_path="/",
             command=lambda port: ([sys.executable, "-S", "-c", _PROGRAM, str(port), *self.refusing], {}),
             record=record or self.state.mlflow,
-            save=lambda: self.state.save(self.home),
+            save_state=lambda: self.state.save(self.home),
             home=self.home,
             log=self.home / "small.log",
         )

@@ -34,7 +34,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
     spy(run.optimizer, "step", "step")
     spy(run.steplog, "record_step", "record_step")
     spy(run.schedule, "step", "schedule")
-    spy(run.average, "after_step", "average")
+    spy(run.weight_averaging, "after_step", "average")
     take_step(run, [0, 1], [2, 3])
     forward = ["forward", "loss", "backward"]
     assert calls == [

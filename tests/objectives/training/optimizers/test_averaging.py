@@ -18,7 +18,7 @@ def _normed(_self, _config, train):
 def _epoch(run, epoch):
     """Return the weights at the end of an epoch of training."""
     train_epoch(run, epoch)
-    run.average.after_epoch(epoch, run.batch_source.inputs, call_single)
+    run.weight_averaging.after_epoch(epoch, run.batch_source.inputs, call_single)
     return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 

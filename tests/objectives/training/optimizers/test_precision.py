@@ -36,14 +36,16 @@ def test_a_step_that_loss_scaling_skips_changes_no_state(wine):
     before = (
         weights_of(run),
         run.schedule.state_dict()["steps"]["last_epoch"],
-        int(run.average.average.n_averaged),
+        int(run.weight_averaging.average.n_averaged),
         run.precision.scaler.get_scale(),
     )
     state = {k: v["exp_avg"].clone() for k, v in run.optimizer.state_dict()["state"].items()}
     take_step(run, range(8))
     assert torch.equal(weights_of(run), before[0])
     assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
-    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.average.average.n_averaged)) == before[1:3]
+    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.weight_averaging.average.n_averaged)) == before[
+        1:3
+    ]
     assert run.precision.scaler.get_scale() == before[3] / 2
     assert run.finite_guard.skipped == 1
     handle.remove()

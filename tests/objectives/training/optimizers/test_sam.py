@@ -31,10 +31,16 @@ def test_a_sam_step_that_loss_scaling_skips_changes_no_state(wine):
     run = _sam(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
     take_step(run, range(8))
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    before = (weights_of(run), run.schedule.state_dict()["steps"]["last_epoch"], int(run.average.average.n_averaged))
+    before = (
+        weights_of(run),
+        run.schedule.state_dict()["steps"]["last_epoch"],
+        int(run.weight_averaging.average.n_averaged),
+    )
     take_step(run, range(8))
     assert torch.equal(weights_of(run), before[0])
-    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.average.average.n_averaged)) == before[1:]
+    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.weight_averaging.average.n_averaged)) == before[
+        1:
+    ]
     assert run.finite_guard.skipped == 1
     assert not any("old_p" in state for state in run.optimizer.state.values())
 
