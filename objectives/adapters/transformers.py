@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import OnProgress, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -75,7 +75,7 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
     arguments = trainer.args
     if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
         raise ObjectiveError("train(): the Trainer needs args=training_arguments(trial, ...)")
-    for callback in (OnProgress, PrinterCallback):
+    for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(_EpochReporter(trial, trainer.model))
     with _quiet():

@@ -43,9 +43,8 @@ def test_a_step_that_loss_scaling_skips_changes_no_state(wine):
     take_step(run, range(8))
     assert torch.equal(weights_of(run), before[0])
     assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
-    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.weight_averaging.average.n_averaged)) == before[
-        1:3
-    ]
+    steps = run.schedule.state_dict()["steps"]["last_epoch"]
+    assert (steps, int(run.weight_averaging.average.n_averaged)) == before[1:3]
     assert run.precision.scaler.get_scale() == before[3] / 2
     assert run.finite_guard.skipped == 1
     handle.remove()

@@ -38,9 +38,8 @@ def test_a_sam_step_that_loss_scaling_skips_changes_no_state(wine):
     )
     take_step(run, range(8))
     assert torch.equal(weights_of(run), before[0])
-    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.weight_averaging.average.n_averaged)) == before[
-        1:
-    ]
+    steps = run.schedule.state_dict()["steps"]["last_epoch"]
+    assert (steps, int(run.weight_averaging.average.n_averaged)) == before[1:]
     assert run.finite_guard.skipped == 1
     assert not any("old_p" in state for state in run.optimizer.state.values())
 
