@@ -109,7 +109,7 @@ def _extrapolate_gain(curves: Sequence[Mapping[int, float]], trials: float) -> f
 def _compute_joint_posterior(posterior: Posterior, points: Points) -> tuple[np.ndarray, np.ndarray]:
     """Return the posterior mean at n points [n], and the Cholesky factor of the posterior covariance [n, n]."""
     cross = posterior.process.covariance(points, posterior.points)
-    white = torch.linalg.solve_triangular(posterior.factor, cross.T, upper=False)
+    white = torch.linalg.solve_triangular(posterior.cholesky_factor, cross.T, upper=False)
     covariance = posterior.process.covariance(points, points) - white.T @ white
     factor = torch.linalg.cholesky(covariance + _JITTER * torch.eye(len(points.log_epoch), dtype=torch.float64))
     return (cross @ posterior.weights).numpy(), factor.numpy()

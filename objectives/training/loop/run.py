@@ -166,8 +166,8 @@ class Run:
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "step": self.step,
-            "skipped": self.guard.skipped,
-            "skipped_in_all": self.guard.skipped_in_all,
+            "skipped": self.finite_guard.skipped,
+            "skipped_in_all": self.finite_guard.skipped_in_all,
             **self.curve.state_dict(),
             **({} if self.cross_fit is None else {"halves": self.cross_fit.state_dict()}),
             **({"measured": measured} if (measured := self.measurer.state_dict()) else {}),
@@ -199,7 +199,7 @@ class Run:
             self.weight_averaging.load_state_dict(own["average"])
         self.step = state["step"]
         self.resume_notes = [*state["notes"], *(note for note in self.resume_notes if note not in state["notes"])]
-        self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
+        self.finite_guard.skipped, self.finite_guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.curve.load_state_dict(state)
         if self.cross_fit is not None:
             self.cross_fit.load_state_dict(state["halves"])

@@ -83,7 +83,7 @@ def test_outputs_are_kept_if_they_are_few_and_tensors():
             else:
                 found._halves[row].metrics = _Nothing()
                 found.add(step, range(row, row + 1))
-        assert not any(half.kept for half in found._halves)
+        assert not any(half.outputs for half in found._halves)
 
 
 class _Nothing:
