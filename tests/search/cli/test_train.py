@@ -120,7 +120,7 @@ def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
     assert code == 1
     assert out.startswith("step     0  loss 2.3")
     assert "step    49" in out.splitlines()[-1]
-    assert re.fullmatch(r"hpsearch: failed: the loss of one batch is \S+ after 50 steps .*\n", err)
+    assert re.fullmatch(r"hpsearch: failed: the loss of one batch is \S+ after 50 steps, .*\n", err)
 
 
 def test_lr_range_suggests_a_rate_and_plots_the_curve(capsys) -> None:

@@ -183,7 +183,7 @@ def test_a_lost_password_file_is_named(old: EmbeddedPostgres) -> None:
     old.stop()
     password = old.folder / "password"
     kept = password.rename(password.with_name("kept"))
-    with pytest.raises(StorageError, match="password of the embedded Postgres, is missing"):
+    with pytest.raises(StorageError, match="password of Postgres, is missing"):
         old.start(None)
     kept.rename(password)
 
