@@ -86,8 +86,8 @@ class Study:
             assert Study.create(spec={"objective": "wine.py", "name": "example"}).name == study.name
         """
         from hpsearch.search.spec import spec as specs
-        from hpsearch.search.spec.resolve import check_settings
-        from hpsearch.search.spec.settings import convert_names_to_tables, read_spec_file, replace_flags_in_errors
+        from hpsearch.search.spec.resolve import check_settings, convert_names_to_tables, replace_flags_in_errors
+        from hpsearch.search.spec.spec_file import read_spec_file
 
         _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
@@ -179,7 +179,7 @@ class Study:
         return self._parse(method, how)
 
     def _parse(self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None) -> WorkerOptions:
-        from hpsearch.search.spec.settings import replace_flags_in_errors
+        from hpsearch.search.spec.resolve import replace_flags_in_errors
         from hpsearch.search.worker import options
 
         _require_known(method, how, options.FleetWorkerOptions.__annotations__)
@@ -417,7 +417,7 @@ class Study:
         Example:
             assert study.extend("+1").new_budget == 4
         """
-        from hpsearch.search.spec.settings import replace_flags_in_errors
+        from hpsearch.search.spec.resolve import replace_flags_in_errors
 
         budgets = {"n_trials": n_trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
         with replace_flags_in_errors():
@@ -459,7 +459,7 @@ class Study:
             assert study.enqueue_trial({"lr": 0.01}) == 0
         """
         from hpsearch.search.api.opening import print_warning
-        from hpsearch.search.spec.settings import replace_flags_in_errors
+        from hpsearch.search.spec.resolve import replace_flags_in_errors
         from hpsearch.search.study.enqueue import enqueue, find_stopped_warning
 
         stored = self._stored

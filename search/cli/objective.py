@@ -57,7 +57,7 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
     from hpsearch.objectives.errors import ObjectiveError
     from hpsearch.objectives.training.config import TrainConfig
     from hpsearch.search.errors import SearchError, as_search_error
-    from hpsearch.search.spec.settings import parse_options
+    from hpsearch.search.spec.resolve import parse_options
 
     given = {key: _to_number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):

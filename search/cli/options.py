@@ -17,7 +17,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import RegisteredOptions
 from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
-from hpsearch.search.spec.settings import parse_options, read_spec_file
+from hpsearch.search.spec.resolve import parse_options
+from hpsearch.search.spec.spec_file import read_spec_file
 from hpsearch.search.worker.options import (
     PER_WORKER_OPTIONS,
     FleetWorkerOptions,

@@ -31,8 +31,7 @@ def run(
     from hpsearch.search.fleet.cores_and_gpus import count_gpu_workers, visible_gpus
     from hpsearch.search.fleet.fork_server import start_fork_server
     from hpsearch.search.services import check_pair
-    from hpsearch.search.spec.resolve import check_settings
-    from hpsearch.search.spec.settings import replace_flags_in_errors
+    from hpsearch.search.spec.resolve import check_settings, replace_flags_in_errors
 
     with replace_flags_in_errors(settings.file_keys):
         check_settings(settings.values)

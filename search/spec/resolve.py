@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS, parse_constraints, resolve_metrics
-from hpsearch.search.spec.spec import BUDGETS, MAX_TRIALS, StudySpec, get_option_name, parse_spec
+from hpsearch.search.spec.spec import BUDGETS, KEY_BY_FLAG, MAX_TRIALS, StudySpec, get_option_name, parse_spec
 
 if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
     from hpsearch.objectives.objective import BaseObjective
+
+
+def convert_names_to_tables(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, in which a sampler or pruner that is only a name is replaced by ``{"name": NAME}``."""
+    short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
+    return {**settings, **short}
+
+
+def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
+    """Return ``KEY=VALUE`` pairs as a dictionary. Values are parsed as YAML scalars (``5``, ``true``, ``0.1``)."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise SearchError(f"{flag} {pair!r} is invalid; write KEY=VALUE, such as n_startup_trials=5")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise SearchError(f"{flag} {pair!r}: the value is not valid YAML; quote it") from None
+    return options
+
+
+# Matches commands too, because their flags are not replaced.
+_FLAG = re.compile(r"hpsearch [^:;,]*|OBJECTIVE|--[a-z]+(-(?!option)[a-z]+)*(?![a-z-])")
+
+
+@contextmanager
+def replace_flags_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
+    """In the messages of errors in this block, replace the flags of settings by their keys in programs and spec files.
+
+    Args:
+        keys: the settings that were given by key, not by flag; None selects all settings.
+    """
+
+    def replace_flag(match: re.Match[str]) -> str:
+        key = KEY_BY_FLAG.get(match[0], match[0].removeprefix("--").replace("-", "_"))
+        return match[0] if match[0].startswith("hpsearch ") or not (keys is None or key in keys) else key
+
+    try:
+        yield
+    except SearchError as error:
+        raise SearchError(_FLAG.sub(replace_flag, str(error))) from None
 
 
 def check_settings(settings: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from optuna.study import StudyDirection
 
 from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.resolve import check_settings
-from hpsearch.search.spec.settings import convert_names_to_tables, read_spec_file
+from hpsearch.search.spec.resolve import check_settings, convert_names_to_tables
+from hpsearch.search.spec.spec_file import read_spec_file
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows

@@ -1,0 +1,39 @@
+"""Read the settings of a study from a TOML or YAML file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.resolve import convert_names_to_tables
+
+
+def read_spec_file(path: Path) -> dict[str, Any]:
+    """Return the settings in a ``.toml``, ``.yaml`` or ``.yml`` file as JSON types.
+
+    Raises:
+        SearchError: the file is missing, has another extension, cannot be parsed, or does not contain a table.
+    """
+    suffix = path.suffix.lower()
+    try:
+        text = path.read_text(encoding="utf-8")
+        if suffix == ".toml":
+            values = tomllib.loads(text)
+        elif suffix in {".yaml", ".yml"}:
+            values = yaml.safe_load(text)
+        else:
+            raise SearchError(f"--spec {path}: unknown file type {suffix!r}; use .toml, .yaml or .yml")
+    except OSError as error:
+        raise SearchError(f"--spec {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SearchError(f"--spec {path}: is not UTF-8 text") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        detail = " ".join(str(error).split())
+        raise SearchError(f"--spec {path}: {detail}") from None
+    if not isinstance(values, dict):
+        raise SearchError(f"--spec {path}: must contain settings such as 'n_trials', not {type(values).__name__}")
+    return convert_names_to_tables(values)
