@@ -610,7 +610,7 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
-        from hpsearch.search.promotion.preference import resolve_trial
+        from hpsearch.search.promotion.promote import resolve_trial
 
         trial = resolve_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:

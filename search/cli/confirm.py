@@ -76,7 +76,7 @@ def evaluate_test(
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
     from hpsearch.search.finalists.text import format_confirmation
-    from hpsearch.search.promotion.preference import resolve_trial
+    from hpsearch.search.promotion.promote import resolve_trial
 
     study = Study.open(name, **where)
     trial = resolve_trial(study._stored, trial, prefer)
@@ -129,7 +129,7 @@ def promote(
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.promotion.preference import resolve_trial
+    from hpsearch.search.promotion.promote import resolve_trial
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):

@@ -1,4 +1,4 @@
-"""Choice of a trial: by its number, or by a preference such as ``accuracy >= 0.98 then latency_ms``."""
+"""Preferences that select a trial of the Pareto front, such as ``accuracy >= 0.98 then latency_ms``."""
 
 from __future__ import annotations
 
@@ -72,19 +72,6 @@ def _parse_limit(text: str, given: str) -> float:
         if not math.isnan(limit):
             return limit
     raise SearchError(f"--prefer {text!r}: {given!r} is not a number; write it as in 'accuracy >= 0.98'")
-
-
-def resolve_trial(study: StoredStudy, trial: int | None, prefer: str | None, *, infeasible: bool = False) -> int | None:
-    """Return `trial`, or the number of the trial that `prefer` selects; None if both are None.
-
-    Raises:
-        SearchError: both `trial` and `prefer` are given, or no trial satisfies the preference.
-    """
-    if prefer is None:
-        return trial
-    if trial is not None:
-        raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one")
-    return select_preferred(study, prefer, infeasible=infeasible)
 
 
 def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:

@@ -11,7 +11,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
 from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe_evidence, gather_evidence, version_tags
-from hpsearch.search.promotion.preference import describe_no_candidate, read_front
+from hpsearch.search.promotion.preference import describe_no_candidate, read_front, select_preferred
 from hpsearch.search.promotion.weights import make_model_from_checkpoint
 from hpsearch.search.study.control import find_trial, get_user_and_host
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -176,6 +176,19 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
     """Write the evidence for a trial to the tags and the description of a model version."""
     text = describe_evidence(evidence, address=version.uri, written=version.description)
     registry.update_version(version, tags=version_tags(evidence), description=text)
+
+
+def resolve_trial(study: StoredStudy, trial: int | None, prefer: str | None, *, infeasible: bool = False) -> int | None:
+    """Return `trial`, or the number of the trial that `prefer` selects; None if both are None.
+
+    Raises:
+        SearchError: both `trial` and `prefer` are given, or no trial satisfies the preference.
+    """
+    if prefer is None:
+        return trial
+    if trial is not None:
+        raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one")
+    return select_preferred(study, prefer, infeasible=infeasible)
 
 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
