@@ -64,7 +64,7 @@ def test_a_skipped_first_step_leaves_no_optimizer_state(wine, optimizer):
     del garbage
     handle = skipping.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
     take_step(skipping, range(8))
-    assert skipping.guard.skipped == 1
+    assert skipping.finite_guard.skipped == 1
     handle.remove()
     for run in (skipping, plain):
         run.precision.scaler.load_state_dict({**run.precision.scaler.state_dict(), "scale": 1024.0})
@@ -82,7 +82,7 @@ def test_the_state_of_loss_scaling_is_saved(wine):
     other = built(wine, precision="fp16")
     other.load_state_dict(state)
     assert other.precision.scaler.get_scale() == run.precision.scaler.get_scale() == 65536 / 8
-    assert other.guard.skipped == 3
+    assert other.finite_guard.skipped == 3
 
 
 def test_endless_skipping_of_steps_is_a_divergence(wine):
