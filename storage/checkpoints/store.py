@@ -244,11 +244,11 @@ def _open(url: str, head: str) -> tuple[Any, str]:
 
     protocol = url.partition("://")[0] if "://" in url else "file"
     if not url.strip():
-        raise StorageError(f"{head} is empty: give a folder or a URL such as s3://bucket/prefix, or omit it")
+        raise StorageError(f"{head} is empty: give a folder or a URL such as s3://bucket/prefix")
     if protocol == "file":
         path = Path(url.removeprefix("file://")).expanduser()
         if "://" in url and not path.is_absolute():
-            raise StorageError(f"{head} is not absolute: write file:///FOLDER, with three slashes")
+            raise StorageError(f"{head} is not an absolute path: write file:///FOLDER, with three slashes")
         url = f"file://{path.absolute()}"
     try:
         fs, root = fsspec.core.url_to_fs(url)

@@ -33,7 +33,7 @@ _UNKNOWN_HOST = re.compile("name or service not known|nodename nor servname", re
 _EXPLANATIONS = (
     (
         "could not translate host name|name or service not known|nodename nor servname",
-        "the host {host!r} is not known: check its spelling and the network",
+        "the host name {host!r} cannot be resolved: check its spelling and the network",
     ),
     (
         'database ".*" does not exist|no such database',
@@ -41,15 +41,15 @@ _EXPLANATIONS = (
     ),
     (
         'role ".*" does not exist',
-        "there is no user {user!r} on {where}: create it, or correct the URL",
+        "there is no user {user!r} on {where}: create the user, or correct the URL",
     ),
     (
         "password authentication failed|no password supplied|authentication failed|no such user",
-        "Postgres at {where} rejected the password of user {user!r}: correct the URL",
+        "Postgres at {where} rejected the password of user {user!r}: correct the password",
     ),
     (
         r"no pg_hba\.conf entry",
-        "Postgres at {where} does not admit user {user!r} from this host: allow it in pg_hba.conf",
+        "Postgres at {where} does not admit user {user!r} from this host: add both to pg_hba.conf",
     ),
     (
         "permission denied for database",
@@ -255,12 +255,12 @@ def _check_once(url: str) -> None:
         cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
         user, read_only, schema = cursor.fetchone()
         if read_only:
-            raise StorageError(f"{head}: this Postgres is a read-only replica: give the primary's URL")
+            raise StorageError(f"{head}: this Postgres server is a read-only replica: give the primary's URL")
         if schema is None:
             raise StorageError(f"{head}: user {user!r} cannot use the schema: GRANT USAGE ON SCHEMA public TO {user}")
         cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
-            raise StorageError(f"{head}: a restore into it was interrupted: run the same 'hpsearch restore' again")
+            raise StorageError(f"{head}: a restore was interrupted: run the same 'hpsearch restore' again")
         _check_tables(cursor, user, head)
         for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:
@@ -312,7 +312,7 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
     if all(is_missing for _, is_missing, _ in rows):
         raise StorageError(f"{head}: the tables do not exist: run hpsearch migrate as the owner of the database")
     if missing := ", ".join(name for name, is_missing, _ in rows if is_missing):
-        raise StorageError(f"{head}: tables are missing ({missing}): run hpsearch migrate as the owner")
+        raise StorageError(f"{head}: tables are missing ({missing}): run hpsearch migrate as the database's owner")
     if lacking := ", ".join(sorted({right for *_, rights in rows for right in rights})):
         tables = [name for name, _, rights in rows if rights]
         raise StorageError(

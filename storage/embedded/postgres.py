@@ -90,7 +90,7 @@ def read_major_version(data: Path) -> str | None:
     except FileNotFoundError:
         if not data.exists():
             return None
-    raise StorageError(f"{str(data)!r} is not a data directory of Postgres (no PG_VERSION): move it away, or {_REMEDY}")
+    raise StorageError(f"{str(data)!r} is not a Postgres data directory (no PG_VERSION): move it away, or {_REMEDY}")
 
 
 def remove_stale_pid_file(data: Path) -> None:
@@ -285,7 +285,7 @@ class EmbeddedPostgres:
             time.sleep(_POLL)
         raise StorageError(
             f"the Postgres of {str(self.folder)!r} is still running on {read_lock_holder(self.folder)}: run "
-            "hpsearch down there, give --storage-url, or set HPSEARCH_HOME to another folder"
+            "hpsearch down on that machine, give --storage-url, or set HPSEARCH_HOME to another folder"
         )
 
     def _launch(self, binaries: Binaries, account: Account, port: int, lock: int) -> bool:

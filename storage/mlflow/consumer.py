@@ -145,7 +145,7 @@ class MlflowConsumer(Consumer):
         """End the run of a trial whose process died before it recorded the outcome."""
         if end.outcome is Outcome.COMPLETE and not cursor.position.has_all_artifacts:
             # This happens, for example, in an interrupted rebuild. The next `sync` rebuilds from the checkpoint.
-            cursor.position.problem = f"{PENDING}: the process that sent it died before it had logged everything"
+            cursor.position.problem = f"{PENDING}: its process died before it had sent everything"
         self._end_run(cursor, end)
 
     def release(self, cursor: Cursor) -> None:
@@ -175,7 +175,7 @@ class MlflowConsumer(Consumer):
             case journal_records.Released():
                 pass
             case _:
-                raise ValueError(f"journal record {record} is unknown to this version; update hpsearch")
+                raise ValueError(f"journal record {record} is unknown to this version of hpsearch; update hpsearch")
 
     # Records that are sent in batches.
 
@@ -302,7 +302,7 @@ class MlflowConsumer(Consumer):
         self._tracking.end_trial_run(self._run_id(cursor), end.outcome, end.reason, end_ms=end.at)
         problem = cursor.position.problem
         if cursor.journal.lost_records:
-            problem = problem or f"incomplete: {cursor.journal.lost_records} records were lost: the disk was full"
+            problem = problem or f"incomplete: {cursor.journal.lost_records} records lost because the disk was full"
         self._links.record_delivery(cursor.journal.header.trial, problem)
         if end.kept and not (problem or "").startswith(PENDING):
             self._on_delivered(cursor.journal.header.number)

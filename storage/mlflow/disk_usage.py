@@ -83,7 +83,7 @@ class RunStorage:
 
         # If `path` is None, the whole location is deleted, so the location must belong to this run or model only.
         if owner_id not in location.split("/"):
-            raise StorageError(f"artifact location {location} does not contain {owner_id}; nothing is removed")
+            raise StorageError(f"artifact location {location} does not contain the id {owner_id}; nothing is removed")
         get_artifact_repository(location, tracking_uri=self._tracking.uri).delete_artifacts(path)
 
 

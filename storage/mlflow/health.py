@@ -53,7 +53,7 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
         if error.code == 401:
             remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to a user of the server"
         error_type = TrackingUnavailableError if error.code >= 500 else StorageError
-        raise error_type(f"{setting} {shown}: answers {error.code} {error.reason}; {remedy}") from None
+        raise error_type(f"{setting} {shown}: the server answers {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise TrackingUnavailableError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None

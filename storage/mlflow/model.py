@@ -83,7 +83,7 @@ def _check_dynamic_dims(
     for traced_name, (name, _), dims in zip(names, inputs, dynamic_dims, strict=True):
         for dim in dims:
             if isinstance(size := shapes[str(traced_name)][dim], int):
-                raise ValueError(f"the export fixed size {size} in dimension {dim} of {name or 'inputs'}")
+                raise ValueError(f"torch.export fixed dimension {dim} of {name or 'inputs'} at size {size}")
 
 
 def _make_signature(

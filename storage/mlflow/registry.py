@@ -73,11 +73,11 @@ def check_alias(alias: str) -> None:
     """
     setting = f"--alias {alias!r}"
     if not re.fullmatch(r"[\w-]+", alias) or len(alias) > _MAX_ALIAS:
-        raise StorageError(f"{setting}: use letters, digits, - and _ only, such as champion")
+        raise StorageError(f"{setting}: an alias contains only letters, digits, - and _, such as champion")
     if is_previous(alias):
-        raise StorageError(f"{setting}: reserved for replaced versions; choose another, such as {CHAMPION}")
+        raise StorageError(f"{setting}: reserved for replaced versions; choose another alias, such as {CHAMPION}")
     if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
-        raise StorageError(f"{setting}: MLflow reserves 'latest' and names like 'v3'; choose another")
+        raise StorageError(f"{setting}: MLflow reserves 'latest' and names like 'v3'; choose another alias")
 
 
 def check_model_name(name: str) -> None:
@@ -88,7 +88,7 @@ def check_model_name(name: str) -> None:
     """
     if not name.strip() or len(name) > _MAX_MODEL_NAME or set(name) & set('/:"') or name in {".", ".."}:
         raise StorageError(
-            f'--model {name!r}: a model name has up to {_MAX_MODEL_NAME} characters, none of / : "; choose another'
+            f'--model {name!r}: a name has 1 to {_MAX_MODEL_NAME} characters without / : "; choose another name'
         )
 
 

@@ -252,7 +252,7 @@ def record_promotion(connection: sa.Connection, trial_id: int, rung: int) -> Non
 
 
 def find_next_to_prune(
-    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "the time was up"
+    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "timeout reached"
 ) -> PrunedTrial | None:
     """Return the worst trial that waits at a rung and cannot be promoted any more; None if there is no such trial.
 
@@ -276,16 +276,16 @@ def find_next_to_prune(
         return None
     epochs = rungs.epochs[row.rung]
     if not over:
-        verdict = f"promoted: best {row.places} of {n_trials} trials"
+        verdict = f"only {row.places} of {n_trials} trials are promoted"
     elif row.better < row.places:
-        verdict = f"and {why}"
+        verdict = why
     else:
-        verdict = f"promoted: best {row.places}" if row.places else "promoted: none"
+        verdict = f"only {row.places} promoted" if row.places else "none promoted"
     by_fronts = " by Pareto fronts" if rungs.maximize_each else ""
     if rungs.maximize_each and row.places:  # the ranks may have differed when other trials were promoted
         counts = connection.execute(_SELECT_COUNTS, {"study": study_id})
         promoted = sum(at.promoted for at in counts if at.rung == row.rung)
-        verdict = f"promoted: {promoted}, by earlier ranks" if promoted else "promoted: none"
+        verdict = f"{promoted} promoted by earlier ranks" if promoted else "none promoted"
     reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.max_epochs}: rank {row.better + 1} of {row.reached}"
         f"{by_fronts} at rung {row.rung}, {verdict}"

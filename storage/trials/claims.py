@@ -204,7 +204,7 @@ class Claims:
         }
         spending = self._spending(connection)
         room = spending is None or spending.has_budget_for_epoch(row.running)
-        why = "the time was up" if spending is None or not spending.is_exhausted else spending.exhausted_reason
+        why = "timeout reached" if spending is None or not spending.is_exhausted else spending.exhausted_reason
         may_open = open_new and room and row.total - row.enqueued < row.opens
         trial_id, rung = row.given_back, None
         if trial_id is not None and spending is not None and not room and not self._is_trained(connection, trial_id):

@@ -34,7 +34,7 @@ class EarlyStop:
     @property
     def reason(self) -> str:
         """Message for users with the expected gain and the threshold."""
-        return f"the rest of the budget was expected to gain {self.gain:.2g} (< {self.threshold:g})"
+        return f"the remaining budget was expected to gain {self.gain:.2g} (< {self.threshold:g})"
 
     @classmethod
     def from_attrs(cls, attrs: Mapping[str, Any]) -> EarlyStop | None:

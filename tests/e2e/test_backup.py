@@ -73,7 +73,7 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     assert ", 0 registered models, " in said
     assert file.stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backup.tar", "gate"], "nothing else is left"
-    assert f"{str(file)!r} exists: give another file, or --force" in here("backup", str(file), code=2)
+    assert f"{str(file)!r} already exists: give another path, or --force" in here("backup", str(file), code=2)
 
     elsewhere = homes[1]
     said = here("restore", str(file), HPSEARCH_HOME=str(elsewhere))

@@ -120,8 +120,8 @@ class WandbConsumer(OptionalTracker):
             raise StorageError(f"WANDB_MODE {mode!r}: unknown mode; set it to online or offline, or unset it")
         if is_online() and not _has_key():
             raise StorageError(
-                f"--{cls.name} {setting}: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run "
-                "wandb login; or set WANDB_MODE=offline and send later with wandb sync"
+                f"--{cls.name} {setting}: no API key of Weights & Biases: set WANDB_API_KEY or WANDB_API_KEY_FILE, run "
+                "wandb login, or set WANDB_MODE=offline and send the runs later with wandb sync"
             )
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:

@@ -56,7 +56,7 @@ class Connection:
                 reply = self._receive(pipe, timeout_seconds)
             except (OSError, EOFError, WandbUnavailableError) as error:
                 self._stop(kill=True)
-                raise WandbUnavailableError(str(error) or "its process has died") from None
+                raise WandbUnavailableError(str(error) or "the wandb process has died") from None
             if "error" in reply:  # the library keeps its state after an error, and would reject a second attempt
                 self._stop(kill=True)
             elif command == "open":

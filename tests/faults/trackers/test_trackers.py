@@ -138,7 +138,7 @@ def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena,
     """Each error is one line with the setting, its value and a remedy."""
     arena.settings |= {"WANDB_MODE": "online", "NETRC": str(arena.folder / "netrc")}
     with pytest.raises(
-        AssertionError, match=r"hpsearch: --wandb me/faults: no key of Weights & Biases: set WANDB_API_"
+        AssertionError, match=r"hpsearch: --wandb me/faults: no API key of Weights & Biases: set WANDB_API_"
     ):
         arena.create(1, [], settings=settings(events))
     arena.settings["WANDB_MODE"] = "offline"
@@ -151,5 +151,5 @@ def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena,
     events.parent.unlink()
     arena.settings["WANDB_MODE"] = "online"
     said = arena.run("worker", "--study", arena.name, code=2)
-    assert "hpsearch: --wandb me/faults: no key of Weights & Biases" in said
+    assert "hpsearch: --wandb me/faults: no API key of Weights & Biases" in said
     assert "Traceback" not in said

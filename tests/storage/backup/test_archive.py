@@ -98,7 +98,7 @@ def test_an_archive_without_its_last_member_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="damaged"):
         unpack(path, tmp_path / "out")
     path.write_bytes(path.read_bytes() + b"\0" * 1024)
-    with pytest.raises(StorageError, match=r"damaged \(the end is missing"):
+    with pytest.raises(StorageError, match=r"damaged \(the end of the file is missing"):
         unpack(path, tmp_path / "again")
 
 
@@ -109,7 +109,7 @@ def test_a_changed_byte_is_detected(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"'studies\.dump' differs from the index"):
+    with pytest.raises(StorageError, match=r"'studies\.dump' is missing or does not match index\.jsonl"):
         unpack(path, tmp_path / "out")
 
 
@@ -130,7 +130,7 @@ def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
 )
 def test_a_path_outside_of_the_target_is_rejected(tmp_path: Path, name: str) -> None:
     path = add(tmp_path / "a.tar", lambda member: setattr(member, "name", name))
-    with pytest.raises(StorageError, match="is not expected"):
+    with pytest.raises(StorageError, match="contains the unexpected entry"):
         unpack(path, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "out"]
     assert not list((tmp_path / "out").rglob("*"))
@@ -141,13 +141,13 @@ def test_links_and_devices_in_an_archive_are_rejected(tmp_path: Path, kind: byte
     def change(member: tarfile.TarInfo) -> None:
         member.name, member.type, member.linkname, member.size = f"{ARTIFACTS}x", kind, "/etc/passwd", 0
 
-    with pytest.raises(StorageError, match="is not expected"):
+    with pytest.raises(StorageError, match="contains the unexpected entry"):
         unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
 
 
 def test_a_newer_format_names_the_required_version(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", dataclasses.replace(MANIFEST, format=2, hpsearch_version="9.1"))
-    with pytest.raises(StorageError, match=r"newer format \(2; .* install hpsearch 9\.1 or newer"):
+    with pytest.raises(StorageError, match=r"has backup format 2, .* install hpsearch 9\.1 or newer"):
         unpack(path, tmp_path / "out")
 
 
@@ -166,5 +166,5 @@ def test_a_file_that_is_no_backup_is_an_error(tmp_path: Path, content: bytes | N
 def test_a_tar_file_of_other_content_is_an_error(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("readme"), io.BytesIO())
-    with pytest.raises(StorageError, match=r"is not a backup of hpsearch \(the manifest is missing"):
+    with pytest.raises(StorageError, match=r"is not a backup of hpsearch \(its first entry is not manifest\.json"):
         unpack(tmp_path / "a.tar", tmp_path / "out")

@@ -130,10 +130,12 @@ def test_restore_overwrites_nothing(
     make(file, owner_url, home)
     migrate(target := postgres_server.url(other, user=OWNER))
     execute(target, "INSERT INTO studies (study_name) VALUES ('precious')")
-    with pytest.raises(StorageError, match=r"/restored_\d+.* is not empty \(studies: 1\): nothing is overwritten"):
+    with pytest.raises(
+        StorageError, match=r"/restored_\d+.* is not empty \(studies: 1\), and restore overwrites nothing"
+    ):
         restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT study_name FROM studies") == [("precious",)]
-    with pytest.raises(StorageError, match="exists: give another file, or --force"):
+    with pytest.raises(StorageError, match="already exists: give another path, or --force"):
         make(file, owner_url, home)
     make(file, owner_url, home, force=True)
 
@@ -158,7 +160,7 @@ def test_an_interrupted_restore_is_reported_and_repeated(
         patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
         with pytest.raises(Killed):
             restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(StorageError, match="a restore into it was interrupted: run the same 'hpsearch restore' again"):
+    with pytest.raises(StorageError, match="a restore was interrupted: run the same 'hpsearch restore' again"):
         check_database(workers)
     restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     check_database(workers)
@@ -206,7 +208,7 @@ def test_restored_tables_of_an_older_version_are_migrated(
         ({"schema": "0999"}, r"newer hpsearch \(schema 0999"),
         ({"optuna_schema": "v9"}, r"newer Optuna \(schema v9"),
         ({"mlflow_schema": "zz"}, r"newer MLflow \(schema zz"),
-        ({"postgres": "99.1"}, "from Postgres 99.1, and the server is Postgres 18"),
+        ({"postgres": "99.1"}, "from Postgres 99.1, but the server is Postgres 18"),
         ({"dumped_by": "99.1"}, "the backup needs pg_dump and pg_restore 99 or newer"),
     ],
 )
@@ -247,10 +249,10 @@ def test_backup_and_restore_need_explicit_services(file: Path, home: str, monkey
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
     with pytest.raises(StorageError, match="--artifacts is missing"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not local: add --no-artifacts"):
+    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not a local folder: give --no-artifacts"):
         backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
-    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set without HPSEARCH_OWNER_URL"):
+    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set, but HPSEARCH_OWNER_URL is not"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     assert not file.exists()
 
@@ -290,7 +292,7 @@ def test_later_records_of_mlflow_do_not_break_a_restore(
     storage.set_study_user_attr(study_id, RUN_ID, "parent")
     for _ in range(2):
         trial = storage.create_new_trial(study_id)
-        storage.set_trial_user_attr(trial, TRACKING, "pending: on its way from host")
+        storage.set_trial_user_attr(trial, TRACKING, "pending: records not yet sent from host")
         storage.set_trial_state_values(trial, TrialState.COMPLETE, [0.5])
     finalists = storage.create_new_study([StudyDirection.MAXIMIZE], "wine.finalists")
     storage.set_study_user_attr(finalists, RUN_ID, "parent")

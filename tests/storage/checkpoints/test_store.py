@@ -192,7 +192,7 @@ def test_a_folder_without_write_access_is_an_error(tmp_path: Path, local: Path) 
     [
         ("foo://bucket", ["unknown protocol 'foo'", "s3"]),
         ("", ["is empty", "s3://bucket/prefix"]),
-        ("file://relative/folder", ["not absolute", "three slashes"]),
+        ("file://relative/folder", ["not an absolute path", "three slashes"]),
     ],
 )
 def test_an_unusable_url_is_an_error_of_one_line(url: str, words: list[str]) -> None:

@@ -79,7 +79,7 @@ def test_a_wrong_password_database_user_or_host_is_an_error(postgres_server: Any
     assert f"rejected the password of user '{WORKER}'" in _refused(url(database, password="wrong"))
     assert "there is no database 'nowhere'" in _refused(url("nowhere"))
     assert "rejected the password of user 'stranger'" in _refused(url(database, user="stranger"))
-    assert "host 'nohost.invalid' is not known" in _refused(url(database).replace("127.0.0.1", "nohost.invalid"))
+    assert "'nohost.invalid' cannot be resolved" in _refused(url(database).replace("127.0.0.1", "nohost.invalid"))
     assert f"may not connect to database 'mlflow': GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
         url("mlflow")
     )

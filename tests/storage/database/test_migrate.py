@@ -108,7 +108,7 @@ def test_tables_of_a_newer_optuna_are_not_changed(owner_url: str) -> None:
 
 
 def test_a_worker_role_cannot_migrate(empty_database_url: str) -> None:
-    with pytest.raises(StorageError, match=r"HPSEARCH_OWNER_URL .* give the owner's URL") as raised:
+    with pytest.raises(StorageError, match=r"HPSEARCH_OWNER_URL .* give the database owner's URL") as raised:
         migrate(_worker_url(empty_database_url))
     assert "\n" not in str(raised.value)
     assert f":{WORKER}@" not in str(raised.value)

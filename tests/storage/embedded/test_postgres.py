@@ -164,7 +164,7 @@ def test_a_killed_setup_is_repeated(server: EmbeddedPostgres) -> None:
 def test_data_of_another_major_version_are_not_changed(server: EmbeddedPostgres) -> None:
     server.data_folder.mkdir()
     (server.data_folder / "PG_VERSION").write_text("9\n")
-    with pytest.raises(StorageError, match="the data directory is of Postgres 9, but only Postgres ") as raised:
+    with pytest.raises(StorageError, match="the data directory is from Postgres 9, but only Postgres ") as raised:
         server.start(None)
     assert "HPSEARCH_HOME" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -174,7 +174,7 @@ def test_data_of_another_major_version_are_not_changed(server: EmbeddedPostgres)
 def test_a_folder_that_is_no_data_directory_is_not_changed(server: EmbeddedPostgres) -> None:
     server.data_folder.mkdir()
     (server.data_folder / "letter.txt").touch()
-    with pytest.raises(StorageError, match="is not a data directory of Postgres"):
+    with pytest.raises(StorageError, match="is not a Postgres data directory"):
         server.start(None)
     assert (server.data_folder / "letter.txt").exists()
 
@@ -183,7 +183,7 @@ def test_a_lost_password_file_is_named(old: EmbeddedPostgres) -> None:
     old.stop()
     password = old.folder / "password"
     kept = password.rename(password.with_name("kept"))
-    with pytest.raises(StorageError, match="password of Postgres, is missing"):
+    with pytest.raises(StorageError, match="the password of Postgres, is missing"):
         old.start(None)
     kept.rename(password)
 
@@ -208,7 +208,9 @@ def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkey
     # As on a shared folder: its process id is of another machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
     monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
-    with pytest.raises(StorageError, match=f"still running on {os.uname().nodename}: run hpsearch down there"):
+    with pytest.raises(
+        StorageError, match=f"still running on {os.uname().nodename}: run hpsearch down on that machine"
+    ):
         old.start(port)
     pid_file.write_text(genuine)
     assert old.attach() == port
@@ -314,7 +316,7 @@ class TestAsRoot:
         assert copied.bin_folder.is_relative_to(home)
         assert account.can_run([copied.bin_folder / "initdb", "--version"])
         assert ensure_executable(hidden, account, home) == copied
-        with pytest.raises(StorageError, match="may not execute"):
+        with pytest.raises(StorageError, match="cannot execute"):
             ensure_executable(Binaries(hidden.bin_folder, hidden.version, None), account, home)
 
     def test_data_keep_their_owner(self, old: EmbeddedPostgres) -> None:

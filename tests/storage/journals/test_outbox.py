@@ -201,7 +201,7 @@ def test_memory_is_limited_and_losses_are_logged(
         for epoch in range(100):
             journal.append(Epoch(0, 0.0, {"epoch": epoch}))
     assert 50 < journal.lost_records < 100
-    assert sum("further records are dropped" in record.message for record in caplog.records) == 1
+    assert sum("further records of the trial are dropped" in record.message for record in caplog.records) == 1
 
 
 def test_queued_files_are_independent_of_the_original(box: Outbox, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from hpsearch.storage.mlflow.registry import check_alias, check_model_name, is_p
 
 @pytest.mark.parametrize("alias", ["", "two words", "a.b", "latest", "Latest", "v3", "V3", "a" * 256])
 def test_aliases_that_mlflow_rejects(alias: str) -> None:
-    with pytest.raises(StorageError, match=r"^--alias .*(, such as champion|; choose another)$"):
+    with pytest.raises(StorageError, match=r"^--alias .*(, such as champion|; choose another alias)$"):
         check_alias(alias)
 
 
 @pytest.mark.parametrize("alias", ["previous", "previous-x"])
 def test_reserved_aliases_are_rejected(alias: str) -> None:
     assert is_previous(alias)
-    with pytest.raises(StorageError, match=r"^--alias .*: reserved for replaced versions; choose another"):
+    with pytest.raises(StorageError, match=r"^--alias .*: reserved for replaced versions; choose another alias"):
         check_alias(alias)
 
 
@@ -30,7 +30,7 @@ def test_valid_aliases_are_accepted(alias: str) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a/b", "a:b", 'a"b', ".", "..", "a" * 257])
 def test_invalid_model_names_are_rejected(name: str) -> None:
-    with pytest.raises(StorageError, match=r"^--model .*; choose another$"):
+    with pytest.raises(StorageError, match=r"^--model .*; choose another name$"):
         check_model_name(name)
 
 

@@ -122,8 +122,8 @@ def test_the_reason_of_a_pruned_trial_has_its_rank_by_pareto_fronts(claims: Clai
         claims.finish_attempt(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [each.reason for each in ended if isinstance(each, PrunedTrial)] == [
-        "asha pruner at epoch 1 of 4: rank 4 of 4 by Pareto fronts at rung 0, promoted: 2, by earlier ranks",
-        "asha pruner at epoch 1 of 4: rank 3 of 4 by Pareto fronts at rung 0, promoted: 2, by earlier ranks",
+        "asha pruner at epoch 1 of 4: rank 4 of 4 by Pareto fronts at rung 0, 2 promoted by earlier ranks",
+        "asha pruner at epoch 1 of 4: rank 3 of 4 by Pareto fronts at rung 0, 2 promoted by earlier ranks",
     ]
     assert isinstance(ended[2], NoTrialAvailable)
     assert [storage.get_trial(claim.trial_id).values for claim in goes_on] == [_FOUR[1], _FOUR[3]]
@@ -186,7 +186,7 @@ def test_the_best_by_pareto_fronts_completes_if_too_few_trials_arrive(
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.number == 0
-    assert retired.reason.endswith("rank 2 of 2 by Pareto fronts at rung 0, promoted: 1, by earlier ranks")
+    assert retired.reason.endswith("rank 2 of 2 by Pareto fronts at rung 0, 1 promoted by earlier ranks")
 
 
 def _vector(number: int) -> Vector:

@@ -112,7 +112,7 @@ def test_a_trial_without_any_chance_of_promotion_is_pruned_at_once(
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.number == 2
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, promoted: best 2 of 4 trials"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, only 2 of 4 trials are promoted"
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.1, retired.reason)
     assert trial.user_attrs[PRUNING] == {
@@ -132,7 +132,7 @@ def test_waiting_trials_are_pruned_when_no_running_trial_can_change_the_rank(
     claims.finish_attempt(runs, Outcome.COMPLETE, value=0.4)  # before it writes that it reached the rung
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, promoted: none"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, none promoted"
     assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert not claims.has_trials_left()
 
@@ -185,7 +185,7 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
     assert [claim.number for claim in last] == [0, 1, 2]
     assert claims.claim() == NoTrialAvailable(running_trials=0)
     assert isinstance(ended[0], PrunedTrial)
-    assert "promoted: best 3 of 6 trials" in ended[0].reason
+    assert "only 3 of 6 trials are promoted" in ended[0].reason
 
 
 def test_no_promotion_after_the_time_budget_is_spent(asha: Asha, storage: BaseStorage, study_id: int) -> None:
@@ -196,8 +196,8 @@ def test_no_promotion_after_the_time_budget_is_spent(asha: Asha, storage: BaseSt
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
-    assert reasons[0].endswith("rank 2 of 2 at rung 0, promoted: best 1")
-    assert reasons[1].endswith("rank 1 of 2 at rung 0, and the time was up")
+    assert reasons[0].endswith("rank 2 of 2 at rung 0, only 1 promoted")
+    assert reasons[1].endswith("rank 1 of 2 at rung 0, timeout reached")
 
 
 def test_a_stopped_study_keeps_waiting_trials(asha: Asha, storage: BaseStorage, study_id: int) -> None:

@@ -205,7 +205,7 @@ def test_trials_waiting_at_a_rung_are_pruned_when_the_budget_is_spent(
     ended = [claims.claim() for _ in range(3)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
-    assert reasons[1].endswith("rank 1 of 2 at rung 0, and the budget of 2 epochs was spent")
+    assert reasons[1].endswith("rank 1 of 2 at rung 0, the budget of 2 epochs was spent")
     assert not any(each.is_out_of_budget for each in ended if isinstance(each, PrunedTrial))
     assert spent(engine, study_id) == 2
 
