@@ -45,7 +45,7 @@ def read_secret_files(environment: MutableMapping[str, str] | None = None) -> No
         try:
             secret = Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise SearchError(f"{setting} {path!r} cannot be read ({error.strerror}); set a readable file") from None
+            raise SearchError(f"{setting} {path!r} cannot be read ({error.strerror}); give a readable file") from None
         except UnicodeDecodeError:
             raise SearchError(f"{setting} {path!r} is not a text file; set it to a file that contains {name}") from None
         if not secret or "\0" in secret:

@@ -81,7 +81,7 @@ def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) ->
         return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
     if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
         if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):
-            raise SearchError(f"--nodes {nodes} differs from the {has} nodes of the Slurm job; give --nodes {has}")
+            raise SearchError(f"--nodes is {nodes}, but the Slurm job has {has} nodes; give --nodes {has}")
         step = given("SLURM_STEP_ID", "0")
         port = str(_FIRST_PORT + int(job) % _PORTS)
         return Rendezvous(f"{_find_first_host(hosts)}:{port}", f"hpsearch-{job}.{step}")
@@ -187,13 +187,13 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
         except (ChildFailedError, RendezvousConnectionError) as error:
             if stop.is_set():
                 return EXIT_DRAINED
-            why = f"rendezvous at {place.endpoint} lost"  # the rank's machine ended before it sent the cause
+            why = f"connection to rendezvous {place.endpoint} lost"  # the rank's machine ended before it sent the cause
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
                 code = failure.exitcode
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 why = f"rank {rank} of {options.world_size} ended by {how}"
-            sys.stderr.write(f"{why}; all ranks were ended\n")
+            sys.stderr.write(f"{why}; all ranks were terminated\n")
             return EXIT_UNAVAILABLE
     return int(next(iter(codes.values())))  # all ranks return the code of rank 0
 
@@ -214,8 +214,8 @@ def check_devices(options: WorkerOptions) -> None:
 
         if torch.cuda.device_count() < count:
             raise SearchError(
-                f"--devices {count} needs as many CUDA devices, and this machine has {torch.cuda.device_count()}; give "
-                "fewer, or set CUDA_VISIBLE_DEVICES= to train in as many CPU processes"
+                f"--devices {count} needs {count} CUDA devices, and this machine has {torch.cuda.device_count()}; give "
+                f"fewer devices, or set CUDA_VISIBLE_DEVICES= to train in {count} CPU processes"
             )
 
 

@@ -99,7 +99,7 @@ class WarmStartData:
                     kept.append((trial.number, params))
                     curves.append(curve)
             if not curves:
-                raise ValueError(f"{name}: no trial is in this search space; name another study or remove it")
+                raise ValueError(f"{name}: no trial is in the new search space; give another study")
             points = select_observations(curves, epochs, random)
             of_trial: dict[int, list[tuple[float, float]]] = {}
             for place, s, score in zip(

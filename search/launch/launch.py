@@ -82,7 +82,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise SearchError(f"no engine {self.engine!r}{suggest_names(self.engine, ENGINES)}")
+            raise SearchError(f"unknown engine {self.engine!r}{suggest_names(self.engine, ENGINES)}")
         if not re.fullmatch(NAME_PATTERN.removesuffix("$"), self.study) or len(self.study) > 100:
             raise SearchError(f"STUDY {self.study!r} is not a study name; use letters, digits, '.', '_' and '-'")
         for option, number, least, most in (
@@ -97,23 +97,23 @@ class LaunchConfig:
             raise SearchError(f"--memory {self.memory!r} is not a size; give a whole number with M, G or T, such as 8G")
         for name, engines in _OPTION_ENGINES.items():
             if getattr(self, name) and self.engine not in engines:
-                raise SearchError(f"--{name} is only for {' and '.join(engines)}; remove it for {self.engine}")
+                raise SearchError(f"--{name} is only for {' and '.join(engines)}; remove --{name} for {self.engine}")
         self._check_time()
         if self.engine == "kubernetes" and not self.image:
-            raise SearchError("--image is missing; give an image with hpsearch, such as one built from the Dockerfile")
+            raise SearchError("--image is missing; give a container image with hpsearch, built from the Dockerfile")
         if self.image and not _IMAGE.fullmatch(self.image):
             raise SearchError(f"--image {self.image!r} is not an image name such as registry.example/hpsearch:0.1.0")
         self._check_url()
         for name, text in (("--home", self.home), ("--command", " ".join(self.command)), ("the folder", self.folder)):
             if text and not text.isprintable():
-                raise SearchError(f"{name} {text!r} contains an unprintable character; remove it")
+                raise SearchError(f"{name} {text!r} contains an unprintable character; remove the character")
 
     def _check_gpus(self) -> None:
         gpus = self.gpus
         if not (math.isfinite(gpus) and 0 <= gpus <= 64 and (gpus < 1 or gpus == int(gpus))):
-            raise SearchError(f"--gpus-per-worker must be 0, below 1 (shared) or a whole number, not {gpus:g}")
+            raise SearchError(f"--gpus-per-worker must be 0, a fraction (shared GPU) or a whole number, not {gpus:g}")
         if 0 < gpus < 1 / 64:
-            raise SearchError(f"--gpus-per-worker {gpus:g} lets more than 64 workers share a GPU; give at least 1/64")
+            raise SearchError(f"--gpus-per-worker {gpus:g} lets more than 64 workers share a GPU; give at least 0.016")
         if self.engine == "kubernetes" and 0 < gpus < 1:
             raise SearchError(
                 f"--gpus-per-worker {gpus:g} is not available for kubernetes, which assigns whole GPUs; give 1, and "
@@ -127,19 +127,19 @@ class LaunchConfig:
             raise SearchError(f"--time {self.time!r} is invalid; give [DAYS-]HOURS:MINUTES:SECONDS, such as 4:00:00")
         days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
         if ((days * 24 + hours) * 60 + minutes) * 60 + seconds <= self.grace:
-            raise SearchError(f"--time {self.time!r} is not longer than --grace {self.grace}; give a longer time")
+            raise SearchError(f"--time {self.time!r} is not longer than --grace {self.grace} s; give a longer --time")
 
     def _check_url(self) -> None:
         if self.storage_url is None:
             return
         if redact(self.storage_url) != self.storage_url:
             raise SearchError(
-                f"--storage-url {redact(self.storage_url)!r} contains a password, which would be printed; remove it "
-                f"from the URL and put it {_PASSWORD_PLACES[self.engine]}"
+                f"--storage-url {redact(self.storage_url)!r} contains a password, which would be printed; move the "
+                f"password {_PASSWORD_PLACES[self.engine]}"
             )
         normalise_url(self.storage_url)
         if not self.storage_url.isprintable():
-            raise SearchError(f"--storage-url {self.storage_url!r} contains an unprintable character; remove it")
+            raise SearchError(f"--storage-url {self.storage_url!r} contains an unprintable character; correct the URL")
 
     @property
     def workers_per_gpu(self) -> int:

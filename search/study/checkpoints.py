@@ -46,7 +46,7 @@ def store_checkpoint_url(study: StoredStudy, url: str) -> None:
     if (kept := study.attrs.get(CHECKPOINT_URL, url)) != url:
         raise SearchError(
             f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are in {kept}; "
-            "remove the option to continue the study, or choose another --name"
+            "remove --checkpoint-url to continue the study, or choose another --name"
         )
     study.set_attr(CHECKPOINT_URL, url)
 

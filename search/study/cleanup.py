@@ -90,9 +90,9 @@ def remove_garbage(found: list[Garbage]) -> tuple[int, list[str]]:
         try:
             freed += garbage.remove()
         except (StorageError, OSError) as error:
-            problems.append(f"{garbage.study}: {garbage.kind}: not all removed: {error}")
+            problems.append(f"{garbage.study}: {garbage.kind}: not all files were removed: {error}")
         except KeyError:
-            problems.append(f"{garbage.study}: the study was deleted meanwhile")
+            problems.append(f"{garbage.study}: nothing was removed, because the study was deleted meanwhile")
     return freed, problems
 
 
@@ -137,7 +137,7 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
     size = sum(of_run.model_bytes + of_run.checkpoint_bytes for of_run in files.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in files))
     front = "the front and " if study.spec.is_multi_objective else ""
-    kind = f"models and best checkpoints beyond {front}the best {keep_top}"
+    kind = f"models and best checkpoints except those of {front}the best {keep_top}"
     return [Garbage(study.spec.name, kind, numbers, size, "MLflow", remove)]
 
 

@@ -119,7 +119,7 @@ def extend_study(
     flag, unit = get_option_name(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
         again = format_command("finalists", of.study, "--new-set")
-        instead = f"; choose others with {again}" if of.refit is None else ""
+        instead = f"; select other finalists with {again}" if of.refit is None else ""
         raise SearchError(f"study {study.spec.name!r} holds {of.description} and cannot be extended{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r} is invalid; give +N for N more {unit}, or the new budget as a number")
@@ -204,6 +204,6 @@ def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
         trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
     except KeyError:
         trials = study.storage.get_n_trials(study.study_id)
-        numbers = f"it has 0 to {trials - 1}" if trials else "it has none yet"
+        numbers = f"it has the trials 0 to {trials - 1}" if trials else "it has no trials yet"
         raise SearchError(f"--trial {number}: study {study.spec.name!r} has no such trial; {numbers}") from None
     return study.storage.read_trial(trial_id)

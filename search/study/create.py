@@ -69,8 +69,8 @@ def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: 
         if not {key for trial in trials for key in trial.params} & distributions.keys():
             names = ", ".join(sorted(distributions))
             raise SearchError(
-                f"--warm-start {name}: its trials have none of the parameters of {objective.name} ({names}); "
-                "name a study with the same parameters, or remove it"
+                f"--warm-start {name}: the study has none of the parameters of {objective.name} ({names}); "
+                "give a study with the same parameters, or remove the option"
             )
     with as_search_error("--warm-start "):
         data = WarmStartData.from_studies(
@@ -106,11 +106,11 @@ def sample_search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistrib
 def _load_earlier_study(storage: PostgresStorage, spec: StudySpec, name: str) -> StoredStudy:
     with as_search_error(f"--warm-start {name}: ", SearchError):
         study = load_study(storage, name)
-        study.require_search("name {study} instead")
+        study.require_search("give --warm-start {study} instead")
     if study.spec.direction != spec.direction:
         raise SearchError(
-            f"--warm-start {name}: its direction is {study.spec.direction} {study.spec.metric}, and that of this study "
-            f"is {spec.direction} {spec.metric}; name a study with the same direction, or remove it"
+            f"--warm-start {name}: the direction is {study.spec.direction} {study.spec.metric}, but the new study has "
+            f"{spec.direction} {spec.metric}; give a study with the same direction, or remove the option"
         )
     return study
 
@@ -120,7 +120,7 @@ def _list_warm_start_trials(study: StoredStudy) -> list[FrozenTrial]:
     trials = study.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     observed = [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
     if not observed:
-        raise SearchError(f"--warm-start {study.spec.name}: no trial has reported a value; run it first, or remove it")
+        raise SearchError(f"--warm-start {study.spec.name}: no trial has reported a value; run the study first")
     return observed
 
 
@@ -155,14 +155,14 @@ def create_or_join(
     def make_spec() -> StudySpec:
         if (searched := parse_parent_name(name)) is not None:
             raise SearchError(
-                f"--name {name!r} is reserved for the finalists of {searched!r}; train them with "
+                f"--name {name!r} is reserved for the finalists of {searched!r}; retrain these with "
                 f"{format_command('finalists', searched)}, or choose another --name"
             )
         spec = _fit_sampler(resolve_spec(settings, objective), settings, objective)
         if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
             raise SearchError(
-                f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs; raise it, "
-                "or lower --epochs"
+                f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs; raise "
+                "--budget-epochs, or lower --epochs"
             )
         check(spec)
         sanity_check(objective, spec)
@@ -176,7 +176,7 @@ def create_or_join(
                 set_metric_names(storage, study.spec)
                 return study, True
             study = load_study(storage, name)
-            study.require_search("run them with {resume_command}, or choose another --name")
+            study.require_search("resume it with {resume_command}, or choose another --name")
             resolve_spec(settings, objective, study.spec)
             check(study.spec)
         if enqueued:
@@ -328,7 +328,7 @@ def _check_directions(objective: BaseObjective, spec: StudySpec) -> None:
         known |= DIRECTIONS
     for name, direction in spec.direction_by_metric.items():
         if known.get(name, direction) != direction:
-            raise SearchError(f"--directions {name}={direction} is the wrong direction; use {name}={known[name]}")
+            raise SearchError(f"--directions {name}={direction} is the wrong direction; give {name}={known[name]}")
 
 
 @contextmanager

@@ -68,10 +68,10 @@ def format_devices(devices: DeviceSummary) -> str:
     parts += [] if speed is None else [f"{_format_rate(speed)} samples per second and device"]
     parts += [] if devices.scaling_efficiency is None else [f"scaling efficiency {devices.scaling_efficiency:.2f}"]
     parts += [
-        f"trial {number} was resumed on another number ({', then '.join(kind for kind, _ in groupby(changed))})"
+        f"trial {number} was resumed on other devices ({', then '.join(kind for kind, _ in groupby(changed))})"
         for number, changed in list(devices.changed_devices.items())[:_MAX_LISTED]
     ]
-    parts += [f"and {more} more were"] if (more := len(devices.changed_devices) - _MAX_LISTED) > 0 else []
+    parts += [f"and {more} more trials"] if (more := len(devices.changed_devices) - _MAX_LISTED) > 0 else []
     return "; ".join(parts)
 
 

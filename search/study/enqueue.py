@@ -40,7 +40,7 @@ def default_params(objective: BaseObjective) -> dict[str, Any] | None:
         validate_params(objective, space)
     except NotInSpaceError as error:
         name = type(objective).__name__
-        raise ObjectiveError(f"{name}.defaults: {error}; correct it, or run with --no-default-first") from None
+        raise ObjectiveError(f"{name}.defaults: {error}; correct the value, or give --no-default-first") from None
     return space.values
 
 
@@ -109,10 +109,10 @@ def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -
         if not params:
             raise SearchError(f"{where}: no parameter has a value")
         if same := next((before for earlier, before in found if earlier == params), None):
-            raise SearchError(f"{where} repeats {unit} {same}; remove one")
+            raise SearchError(f"{where} repeats {unit} {same}; remove one of them")
         found.append((params, place))
     if not found:
-        raise SearchError(f"--enqueue {source} has no configuration; add one")
+        raise SearchError(f"--enqueue {source} contains no configuration; add at least one")
     return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
@@ -122,11 +122,11 @@ def _read_csv(path: Path) -> Rows:
         try:
             names = [name.strip() for name in next(rows, [])]
             if invalid := [name for name in names if not name or names.count(name) > 1]:
-                fault = f"column {invalid[0]!r} appears twice; remove one" if invalid[0] else "a column has no name"
+                fault = f"column {invalid[0]!r} appears twice; rename one" if invalid[0] else "a column has no name"
                 raise _make_line_error(path, 1, fault)
             for cells in rows:
                 if cells and len(cells) != len(names):
-                    fault = f"{pluralize(len(cells), 'cell')}, not {len(names)} as in line 1"
+                    fault = f"it has {pluralize(len(cells), 'cell')}, and line 1 has {len(names)}"
                     raise _make_line_error(path, rows.line_num, fault)
                 if cells:
                     given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
@@ -152,7 +152,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:  # the json module would silently use the last of several equal keys
-            raise ValueError(f"{name!r} appears twice; remove one")
+            raise ValueError(f"the key {name!r} appears twice; remove one")
     return dict(pairs)
 
 
@@ -170,7 +170,7 @@ def find_stopped_warning(study: StoredStudy) -> str | None:
         return None
     name = study.spec.name
     return (
-        f"study {name!r} stopped early and does not run {pluralize(count, 'enqueued trial')}; start it with "
+        f"study {name!r} stopped early and does not run {pluralize(count, 'enqueued trial')}; restart the study with "
         f"{format_command('start', name)}"
     )
 
@@ -182,9 +182,11 @@ def check_budget(spec: StudySpec, trials: int) -> None:
         SearchError: there are more trials than the budget allows, or the sampler, such as `grid`, lists all its trials.
     """
     if spec.sampler.is_indexed_by_trial:
-        raise SearchError(f"--enqueue is not available with {spec.sampler.name}; add the values to its search_space")
+        raise SearchError(f"--enqueue is not available with {spec.sampler.name}; add the values to search_space")
     if trials > spec.n_trials:
-        raise SearchError(f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise it, or remove some")
+        raise SearchError(
+            f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise the budget, or remove some trials"
+        )
 
 
 def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:

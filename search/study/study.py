@@ -174,11 +174,11 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     study_id = find_study(storage, name)
     if study_id is None:
         names = [s.study_name for s in storage.get_all_studies()]
-        hint = suggest_names(name, names) if names else "; there are none yet"
+        hint = suggest_names(name, names) if names else "; the database has no studies yet"
         raise SearchError(f"no study {name!r}{hint}")
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
-        raise SearchError(f"study {name!r} was not created by hpsearch; choose another name")
+        raise SearchError(f"study {name!r} was not created by hpsearch; give another study")
     return StoredStudy(parse_stored_spec(stored), storage, study_id)
 
 
@@ -211,7 +211,7 @@ def load_parent_study(chosen: StoredStudy) -> StoredStudy:
         parent = None
     if parent is None or parent.study_id != of.study_id:
         raise SearchError(
-            f"study {chosen.spec.name!r} holds {of.description}, which was deleted; delete it too: "
+            f"study {chosen.spec.name!r} holds {of.description}, which was deleted; delete this study too: "
             f"{format_command('delete', chosen.spec.name)}"
         )
     return parent
@@ -337,6 +337,6 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
     """
     if "peak_memory_mb" in spec.reported_metrics and (kind := resolve_device(device).type) != "cuda":
         raise SearchError(
-            f"study {spec.name!r} uses peak_memory_mb, which cannot be measured on the device {kind}; "
+            f"study {spec.name!r} uses the metric peak_memory_mb, which is not available on device {kind}; "
             "use a CUDA device, or the metric model_mb or parameters"
         )

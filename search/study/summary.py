@@ -48,7 +48,7 @@ def format_front(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if len(front) > _MAX_LISTED:
-        lines.append(f"    and {len(front) - _MAX_LISTED} more")
+        lines.append(f"    and {len(front) - _MAX_LISTED} more trials")
     return lines
 
 

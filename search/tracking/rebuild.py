@@ -86,7 +86,7 @@ def resend(
             if trial not in list_pending_trials(study):  # its machine has sent the records and removed the checkpoint
                 continue
             problems.append(f"trial {trial.number}: {describe_error(error)}")
-            log.warning("trial %d: not resent to MLflow: %s", trial.number, describe_error(error))
+            log.warning("trial %d: could not be sent to MLflow again: %s", trial.number, describe_error(error))
     return problems
 
 
@@ -120,12 +120,12 @@ def _rebuild_result(
     """
     pointers = read_pointers(study.engine, trial._trial_id)
     if not pointers:
-        raise SearchError("its checkpoint does not exist, and the machine that trained it has not sent its model")
+        raise SearchError("no checkpoint exists, and the machine that trained the trial has not sent the model")
     last = folder / "last.pt"
     checkpoints.files.get(next(iter(pointers.values())), last)
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
     if best["value"] != get_first_value(trial):
-        raise SearchError(f"its last checkpoint has best value {best['value']:.6g}, not {get_first_value(trial):.6g}")
+        raise SearchError(f"the checkpoint has best value {best['value']:.6g}, not {get_first_value(trial):.6g}")
     checkpoint.write(folder / "best.pt", best)
     return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

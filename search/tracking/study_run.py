@@ -104,7 +104,7 @@ def _log_finalists(
         )
     for number in list_finalist_trials(study) - {row.trial for row in found.rows}:
         if number in runs:
-            _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
+            _annotate(tracking, runs[number], tags={FINALIST: "in another set of finalists"}, metrics={}, at=ended)
 
 
 def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
@@ -117,7 +117,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
     except Exception as error:  # MLflow's client rejects requests with several types of errors
         if is_retryable(error):
             raise
-        log.warning("run %s: results not logged (%s)", run, describe_error(error))
+        log.warning("run %s: results of the finalists not logged (%s)", run, describe_error(error))
 
 
 def make_table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _format_front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[s
     lines = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * n_metrics}"]
     for trial in front[:_MAX_LISTED]:
         lines.append(f"| {_format_link(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |")
-    return [*lines, f"| and {omitted} more | {'| ' * n_metrics}"] if omitted > 0 else lines
+    return [*lines, f"| and {omitted} more trials | {'| ' * n_metrics}"] if omitted > 0 else lines
 
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:

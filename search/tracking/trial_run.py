@@ -183,7 +183,7 @@ class TrialTracking:
         is_promotable = result.status == "completed" and not is_finalist
         if not self._store_files(files, result.best_path if is_promotable else None):
             # The checkpoint in the store contains the missing data.
-            journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for its files and its model"))
+            journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for the files and the model"))
         elif result.has_model and self._requires_model(result, is_promotable=is_promotable):
             self._log_model(result)
         journal.append(journal_records.ArtifactsComplete())
@@ -215,7 +215,7 @@ class TrialTracking:
     def _store_files(self, files: list[Path], best: Path | None) -> bool:
         """Store files and the best checkpoint as artifacts of the run; return whether there was space for all files."""
         if not self._tracker.outbox.has_space():
-            log.warning("trial %d: outbox full; files and model are not stored", self._claim.number)
+            log.warning("trial %d: disk of the outbox full; files and model are not sent to MLflow", self._claim.number)
             return False
         stored = [self.journal.store_artifact(path) for path in files]
         stored += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []
@@ -248,7 +248,7 @@ class TrialTracking:
             )
         except OSError as error:
             log.warning("trial %d: could not save the model (%s)", self._claim.number, error)
-            self.journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for its model"))
+            self.journal.append(journal_records.Problem(f"{PENDING}: the disk was too full for the model"))
             return
         except Exception as error:  # torch.export raises errors of many types
             reason = f"no model: torch.export failed ({format_export_error(error)})"
@@ -270,7 +270,7 @@ class TrialTracking:
         """Return the value of the trial's attribute TRACKING, which exists until MLflow has all its records."""
         if rejection := self.journal.cursors[MLFLOW].position.rejection:
             return f"refused: {rejection}"
-        return f"{PENDING}: on its way from {socket.gethostname()}"
+        return f"{PENDING}: records not yet sent from {socket.gethostname()}"
 
     @kill_point("finish run")
     def finish(self, outcome: Outcome, reason: str, *, kept: bool = False, at: int | None = None) -> None:

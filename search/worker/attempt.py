@@ -52,7 +52,7 @@ class Attempt:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)
         except OSError as error:  # a full disk does not count as a failed attempt
             context.claims.finish_attempt(claim, Outcome.RELEASED)
-            raise CheckpointStoreError(f"{context.runs_dir}: cannot make a run directory: {error.strerror}") from error
+            raise CheckpointStoreError(f"{context.runs_dir}: run directory not created: {error.strerror}") from error
 
     def run(self) -> TrialEnd | None:
         """Run the trial; return how it ended, or None if it has not ended and another attempt will continue it.
@@ -62,7 +62,7 @@ class Attempt:
             RankLostError: a rank ended or does not answer. Other workers can claim the trial.
             Exception: the database is unavailable; the exception is one of `SERVICE_ERRORS`.
         """
-        log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
+        log.info("trial %d: starting attempt %d", self._claim.number, self._claim.attempt)
         context = self._context
         try:
             with (

@@ -105,7 +105,7 @@ class TrialCheckpoints:
         self._is_failing = True
         known = max(self._known, default=-1)
         place = "from the first epoch" if known < 0 else f"after epoch {known + 1}"
-        text = "trial %d: no checkpoint of epoch %d: %s; the trial continues, and a resume would start %s"
+        text = "trial %d: checkpoint of epoch %d not saved: %s; the trial continues, and a resume would start %s"
         log.warning(text, self._claim.number, epoch + 1, error, place)
 
     @kill_point("remove superseded checkpoints")

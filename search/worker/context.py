@@ -143,6 +143,6 @@ class WorkerContext:
     def is_stopping(self) -> bool:
         """Return whether the worker should stop. The end of its fleet also stops the worker."""
         if not self.shutdown.is_shutting_down and self.is_fleet_gone is not None and self.is_fleet_gone():
-            log.warning("fleet gone; this worker stops")
+            log.warning("the hpsearch process of this worker has ended; the worker stops")
             self.shutdown.begin()
         return self.shutdown.is_shutting_down

@@ -78,7 +78,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         # Other workers can take the trial as soon as this process has ended.
         log.error("the study's database does not answer: %s", format_error(error, 300))
     except (RankLostError, CheckpointStoreError) as error:
-        log.error("trial released: %s", error)
+        log.error("trial released, worker exits: %s", error)
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()
@@ -96,7 +96,7 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
         timeout = min(_STOPPED_DELIVERY_SECONDS, max(shutdown.seconds_left(), 1.0))
     if left := tracker.sender.flush(timeout):
         unsent = f"{pluralize(left, 'trial')} not fully sent to {tracker.sender.lagging_consumers}"
-        log.warning("%s; send the rest with: hpsearch sync %s", unsent, study.spec.name)
+        log.warning("%s; send the remaining records with: hpsearch sync %s", unsent, study.spec.name)
     checkpoints.clean_up(context.runs_dir)
     # `hpsearch run` does the rest once, after all its workers have ended.
     has_no_fleet = context.is_fleet_gone is None or context.is_fleet_gone()

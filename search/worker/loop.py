@@ -100,7 +100,7 @@ class Worker:
         failed = self._count_failed() - (self._failed_before or 0)
         if failed < MAX_FAILURES or self._has_finished_trial():
             return False
-        log.error("giving up: %d trials failed and none has finished; last error: %s", failed, last.reason)
+        log.error("giving up: %d trials failed, and no trial has finished; last error: %s", failed, last.reason)
         return True
 
     def _count_failed(self) -> int:

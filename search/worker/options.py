@@ -52,18 +52,18 @@ class WorkerOptions(Options):
         default=1,
         ge=1,
         le=MAX_DEVICES,
-        description="Machines that train each trial together, each with --devices; start this command on "
-        "all of them, by srun or with MASTER_ADDR and MASTER_PORT set",
+        description="Machines that train each trial together, each with --devices processes; start this command on "
+        "each machine, by srun or with MASTER_ADDR and MASTER_PORT set",
     )
     collective_timeout: Number | None = Field(
         default=None,
         gt=0,
-        description="Seconds in which all devices of a trial must reach each step  [default: half of --lease]",
+        description="Seconds within which all devices of a trial must reach each step  [default: half of --lease]",
     )
     grace: Number = Field(
         default=DEFAULT_GRACE_SECONDS,
         ge=0,
-        description="Seconds from SIGTERM to the kill; if the epoch cannot finish in time, the worker "
+        description="Seconds from SIGTERM to SIGKILL; if the epoch cannot finish in time, the worker "
         "writes a mid-epoch checkpoint",
     )
     save_every: Number | None = Field(
@@ -78,14 +78,14 @@ class WorkerOptions(Options):
         description="Exit after N seconds without a trial to run while other workers run the remaining trials",
     )
     max_trials: int | None = Field(default=None, ge=1, description="Exit after N trials")
-    max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds, as after SIGTERM")
+    max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds as if SIGTERM was sent")
     stall_factor: Number | None = Field(
         default=None,
         gt=1,
         description="Restart a worker and release its trial when a step takes N times as long as its "
         "longest step so far",
     )
-    heartbeat: str | None = Field(default=None, description="File to touch on progress, for a liveness probe")
+    heartbeat: str | None = Field(default=None, description="File to touch at each training step, for a liveness probe")
     lease: Number = Field(
         default=LEASE,
         ge=1,
@@ -94,19 +94,19 @@ class WorkerOptions(Options):
     )
     tracking_required: bool = Field(
         default=False,
-        description="Exit if MLflow does not answer at the start; without this flag, log entries wait on disk",
+        description="Exit if MLflow does not answer at the start; without this flag, metrics wait on disk",
     )
-    system_metrics: bool = Field(default=False, description="Log load of CPU, memory, disk, network and GPU per trial")
+    system_metrics: bool = Field(default=False, description="Log CPU, memory, disk, network and GPU usage of trials")
     storage_url: str | None = Field(
         default=None,
-        description="Postgres of the studies, postgresql://USER@HOST/DATABASE  [default: the embedded one]",
+        description="Postgres of the studies, postgresql://USER@HOST/DATABASE  [default: embedded Postgres]",
     )
     tracking_uri: str | None = Field(
-        default=None, description="MLflow server, http(s)://HOST:PORT  [default: the embedded one]"
+        default=None, description="MLflow server, http(s)://HOST:PORT  [default: embedded MLflow]"
     )
     checkpoint_url: str | None = Field(
         default=None,
-        description="Folder or fsspec URL (s3://BUCKET/PREFIX) of the checkpoints, reachable from all "
+        description="Folder or fsspec URL (s3://BUCKET/PREFIX) of the checkpoints, accessible from all "
         "machines; stored with the study  [default: in --home]",
     )
     home: str | None = Field(

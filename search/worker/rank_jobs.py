@@ -83,7 +83,7 @@ def _broadcast(ranks: Ranks, message: Job | int) -> Job | int:
     try:
         return ranks.broadcast_object(message)
     except (RuntimeError, ValueError) as error:
-        raise RankLostError(f"a rank is gone: {error}") from error
+        raise RankLostError(f"connection to another rank lost: {error}") from error
 
 
 def stop_followers(ranks: Ranks, code: int) -> None:

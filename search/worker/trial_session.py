@@ -63,7 +63,7 @@ class TrialSession:
         state = self.checkpoints.restore()
         if state is not None:
             self.saved = describe_position(state)
-            log.info("trial %d: resumes %s", self._claim.number, self.saved)
+            log.info("trial %d: resuming %s", self._claim.number, self.saved)
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:

@@ -77,7 +77,7 @@ class Watchdog:
                 continue
             if pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest):
                 continue
-            text = "no step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting"
+            text = "no training step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting"
             log.error(text, pause, self._longest)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             try:

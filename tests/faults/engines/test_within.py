@@ -63,7 +63,7 @@ def test_an_epoch_that_exceeds_the_grace_period_is_saved_mid_epoch(
     assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert set(steps_of(arena).values()) == {1}, "no step was trained twice"
     assert f"trial 0: released after epoch {epoch} and 2 steps\n" in worker.log.read_text()
-    assert f"trial 0: resumes after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
+    assert f"trial 0: resuming after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
 
 
 @pytest.mark.soak  # the test above stops a worker once

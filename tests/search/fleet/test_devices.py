@@ -36,7 +36,7 @@ def test_machines_connect_to_the_given_address(tmp_path: Path) -> None:
         ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, ["MASTER_PORT", "'x'"]),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "0"}, ["MASTER_PORT", "65535"]),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "99999"}, ["MASTER_PORT", "65535"]),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "3"}, ["--nodes 2", "--nodes 3"]),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "3"}, ["--nodes is 2", "--nodes 3"]),
     ],
 )
 def test_machines_without_an_address_are_an_error(
@@ -53,7 +53,7 @@ def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SearchError, match="--device cuda:1 selects one device"):
         check_devices(WorkerOptions(device="cuda:1", devices=2))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(SearchError, match="--devices 2 needs as many CUDA devices, and this machine has 1"):
+    with pytest.raises(SearchError, match="--devices 2 needs 2 CUDA devices, and this machine has 1"):
         check_devices(WorkerOptions(device="cuda", devices=2))
     with pytest.raises(SearchError, match="--workers-per-gpu 1"):
         count_gpu_workers(["0"], workers_per_gpu=1, gpus_per_trial=2)

@@ -79,7 +79,7 @@ def test_an_earlier_trial_counts_for_parameters_in_the_new_space():
     found = make_data(trials, space=narrow, epochs=3)
     assert [t.params for t in found.trials] == [{"x": 0.5}, {"kind": True}]
     assert [s for s, _ in found.trials[0].points] == [0.0, 1.0], "epochs beyond the new study's length are left out"
-    with pytest.raises(ValueError, match="s1: no trial is in this search space"):
+    with pytest.raises(ValueError, match="s1: no trial is in the new search space"):
         make_data(trials[:1], space=narrow)
 
 

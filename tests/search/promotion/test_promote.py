@@ -84,7 +84,7 @@ def test_the_previous_model_can_be_promoted_again(tracked: Tracked) -> None:
 def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Tracked) -> None:
     for setting in ({"alias": "two words"}, {"model": "a/b"}):
         with pytest.raises(
-            StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*(use letters|slash|characters|name)"
+            StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*(only letters|slash|characters|name)"
         ):
             promote(tracked.stored, tracked.tracking, **setting)
     assert tracked.client.search_registered_models(f"name = '{tracked.name}'") == []
@@ -112,14 +112,14 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
     )
     with pytest.raises(SearchError, match=r"^--trial 4: it is infeasible \(NaN\)"):
         promote(own_tracked.stored, own_tracked.tracking, trial=4)
-    with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has 0 to 4$"):
+    with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has the trials 0 to 4$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=9)
     own_tracked.client.delete_logged_model(own_tracked.model_of(2))
     links, trial_id = RunLinks(own_tracked.stored.engine), own_tracked.stored.trials()[2]._trial_id
     for key, value, said in (
         (
             TRACKING,
-            "pending: on its way from host",
+            "pending: records not yet sent from host",
             r"no model of it yet \(pending: .* host\); send it with .* sync s-",
         ),
         (

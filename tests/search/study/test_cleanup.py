@@ -187,7 +187,7 @@ def test_an_unreachable_store_is_reported_and_other_files_are_found(
 def test_files_that_mlflow_has_not_received_are_kept(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
     assert on_server(find(tracked, tmp_path)) == [0, 2]
     with RunLinks(tracked.storage.engine).lock_run(tracked.stored.trials()[2]._trial_id) as page:
-        page.set_attrs({TRACKING: "pending: on its way from elsewhere"})
+        page.set_attrs({TRACKING: "pending: records not yet sent from elsewhere"})
     study = load_study(open_storage(database_url, application_name="test"), tracked.name)
     found, _ = find_garbage(study, home=tmp_path, tracking=tracked.tracking, keep_top=1)
     assert on_server(found) == [0]

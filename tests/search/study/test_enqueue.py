@@ -83,11 +83,11 @@ def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> N
         ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide has no such parameter; did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' appears twice"),
         ("lr,\n0.1,\n", "line 1: a column has no name"),
-        ("lr,width\n0.1\n", "line 2: 1 cell, not 2 as in line 1"),
+        ("lr,width\n0.1\n", "line 2: it has 1 cell, and line 1 has 2"),
         ("lr,kind\n0.1,a\n0.2,a\n1e-1,a\n", "line 4 repeats line 2"),
         ("lr,kind\n,\n", "line 2: no parameter has a value"),
-        ("lr\n", "has no configuration"),
-        ("", "has no configuration"),
+        ("lr\n", "contains no configuration"),
+        ("", "contains no configuration"),
     ],
 )
 def test_a_mistake_in_a_table_is_one_line_with_its_location(tmp_path: Path, text: str, words: str) -> None:
@@ -105,7 +105,7 @@ def test_a_mistake_in_a_table_is_one_line_with_its_location(tmp_path: Path, text
         ("rows.jsonl", "{", "line 1: invalid JSON"),
         ("rows.jsonl", "[1]", "line 1: [1] is not an object"),
         ("rows.jsonl", '{"lr": "0.1"}', "line 1: lr: '0.1' is not a number"),
-        ("rows.jsonl", '{"lr": 0.1, "lr": 0.2}', "line 1: invalid JSON: 'lr' appears twice; remove one"),
+        ("rows.jsonl", '{"lr": 0.1, "lr": 0.2}', "line 1: invalid JSON: the key 'lr' appears twice; remove one"),
         pytest.param("rows.jsonl", "[" * 100_000, "line 1: invalid JSON: maximum recursion depth exceeded", id="deep"),
     ],
 )
@@ -215,5 +215,5 @@ def test_mistakes_in_a_grid_are_reported_before_its_size(database_url: str, grid
 
 def test_a_grid_rejects_enqueued_configurations(database_url: str, tmp_path: Path) -> None:
     grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
-    with pytest.raises(SearchError, match="not available with grid; add the values"):
+    with pytest.raises(SearchError, match="not available with grid; add the values to search_space"):
         study_of(database_url, Wide(), rows(tmp_path, "lr\n0.1\n"), sampler=grid)

@@ -99,10 +99,10 @@ def test_unusable_earlier_studies_are_rejected_before_creation(storage, objectiv
     made(storage, objective, "empty")
     cases = {
         "nope": "--warm-start nope: no study 'nope'",
-        "empty": "--warm-start empty: no trial has reported a value; run it first, or remove it",
-        "other_way": "--warm-start other_way: its direction is minimize .*; name a study with the same direction",
-        "other_space": "--warm-start other_space: its trials have none of the parameters of Wine",
-        "out_of_range": "--warm-start out_of_range: no trial is in this search space",
+        "empty": "--warm-start empty: no trial has reported a value; run the study first",
+        "other_way": "--warm-start other_way: the direction is minimize .*; give a study with the same direction",
+        "other_space": "--warm-start other_space: the study has none of the parameters of Wine",
+        "out_of_range": "--warm-start out_of_range: no trial is in the new search space",
     }
     there = len(storage.get_all_studies())
     for name, words in cases.items():
@@ -119,7 +119,7 @@ def test_finalists_cannot_be_or_have_earlier_studies(storage, objective):
     storage.create_filled_study(
         [optuna.study.StudyDirection.MAXIMIZE], "first.finalists", user_attrs={SPEC: spec.model_dump()}, trials=[]
     )
-    with pytest.raises(SearchError, match="holds the finalists of 'first'; name first instead"):
+    with pytest.raises(SearchError, match="holds the finalists of 'first'; give --warm-start first instead"):
         made(storage, objective, "new", warm_start=["first.finalists"])
     assert load_study(storage, "first.finalists").spec.warm_start is None
 

@@ -19,7 +19,7 @@ from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked
 
-PENDING = "pending: on its way from host"
+PENDING = "pending: records not yet sent from host"
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_failed_shards_cost_only_their_checkpoint(folder_study: Study, caplog: p
     state = {**state_after(1), "shards": {"folder": "x", "files": {}, "failed": "No space left on device"}}
     first.kept.save(state, best=False)
     assert first.kept.pending is None
-    assert "no checkpoint of epoch 2: No space left on device; the trial continues" in caplog.text
+    assert "checkpoint of epoch 2 not saved: No space left on device; the trial continues" in caplog.text
     assert folder_study.files() == in_parts("0000-1")
     assert folder_study.attempt(2).restore() == 0
 

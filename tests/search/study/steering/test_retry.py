@@ -148,12 +148,12 @@ def test_trials_that_cannot_be_retried_are_rejected(say: Say, claims: Claims, st
     assert "it is running" in say("retry", "s", "--trial", "2", code=2)
     claims.finish_attempt(running, Outcome.RELEASED)
     assert "it is waiting" in say("retry", "s", "--trial", "2", code=2)
-    assert "has no such trial; it has 0 to 2" in say("retry", "s", "--trial", "9", code=2)
+    assert "has no such trial; it has the trials 0 to 2" in say("retry", "s", "--trial", "9", code=2)
     assert "--trial" in say("retry", "s", code=2)
     assert "-1" in say("retry", "s", "--trial", "-1", code=2)
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "WAITING"]
 
 
 def test_show_of_a_study_without_trials(stored: StoredStudy) -> None:
-    with pytest.raises(SearchError, match="it has none yet"):
+    with pytest.raises(SearchError, match="it has no trials yet"):
         retry_trial(stored, 0)

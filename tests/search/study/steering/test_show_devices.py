@@ -57,7 +57,7 @@ def test_show_names_trials_resumed_on_another_number_of_devices(
     train(worker(stored, 2, "cuda:1"))
     train(two)
     for page in pages(say, stored, tmp_path):
-        assert "cuda (1 trial), 2 x cpu (1 trial); trial 0 was resumed on another number (2 x cpu" in page
+        assert "cuda (1 trial), 2 x cpu (1 trial); trial 0 was resumed on other devices (2 x cpu" in page
         assert "(2 x cpu, then cuda)" in page
         assert "trial 1 was" not in page
         assert "samples per second" not in page

@@ -196,7 +196,7 @@ def test_trials_enqueued_after_early_termination_wait_with_a_warning(
     mine.write_text("weight_decay\n0.003\n")
     home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
     output = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
-    why = "study 's' stopped early and does not run 1 enqueued trial; start it with hpsearch start s"
+    why = "study 's' stopped early and does not run 1 enqueued trial; restart the study with hpsearch start s"
     assert why in output.splitlines()
     assert isinstance(claims.claim(), NoTrialAvailable)
     shown = "mine.csv, line 2; enqueued: the study stopped early; resume it with hpsearch start s"
