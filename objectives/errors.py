@@ -50,7 +50,7 @@ def format_install_hint(error: BaseException) -> str:
         return ""
     if module in _FORMER_PACKAGES:
         return (
-            " (of hpsearch: write `from hpsearch import Objective, Splits, TrainConfig`; a package of your own must be "
+            " (part of hpsearch: write `from hpsearch import Objective, Splits, TrainConfig`; put your own package "
             "next to the objective's file)"
         )
     return f" (if it is a package: `{format_install_command(_PACKAGE_BY_MODULE.get(module, module))}`)"

@@ -100,5 +100,5 @@ def require_model_objective(objective: BaseObjective, what: str) -> Objective:
     if isinstance(objective, Objective):
         return objective
     raise ObjectiveError(
-        f"{objective.name} has a custom training loop, but {what} needs data() and model(); try it with hpsearch train"
+        f"{objective.name} has a custom training loop, but {what} needs data() and model(); use hpsearch train"
     )

@@ -88,7 +88,7 @@ def source_hash(objective: BaseObjective) -> str:
         ObjectiveError: the class has no source file.
     """
     if (path := find_source_file(type(objective))) is None:
-        raise ObjectiveError(f"{type(objective).__name__} has no source file; define it in a module or a file")
+        raise ObjectiveError(f"{type(objective).__name__} has no source file; define the class in a file")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -148,17 +148,17 @@ def _import_file(path: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ObjectiveError(f"{name!r} is not a module name")
+        raise ObjectiveError(f"{name!r} is not a module name; write package.module:Class")
     _search_first(Path.cwd())
     with _wrap_import_errors(None):  # find_spec imports parent packages
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                raise ObjectiveError(f"no module {error.name!r} for the objective {name!r}") from error
+                raise ObjectiveError(f"no module {error.name!r} for objective {name!r}; correct the name") from error
             raise
     if spec is None:
-        raise ObjectiveError(f"no module {name!r}; run hpsearch in the folder that contains it, or install its package")
+        raise ObjectiveError(f"no module {name!r}; run hpsearch in the folder of the module, or install its package")
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
     with _wrap_import_errors(origin):
         return importlib.import_module(name)
@@ -217,7 +217,7 @@ def _only_class(module: ModuleType, path: Path) -> type[BaseObjective]:
     if not found and inspect.isfunction(getattr(module, "main", None)):
         raise ObjectiveError(f"{format_path(path)} defines no Objective; did you mean its function, {path.name}:main?")
     if not found:
-        raise ObjectiveError(f"{format_path(path)} defines no Objective; subclass hpsearch.Objective in it")
+        raise ObjectiveError(f"{format_path(path)} defines no Objective; add a subclass of hpsearch.Objective")
     if len(found) > 1:
         names, first = ", ".join(found), next(iter(found))
         raise ObjectiveError(f"{format_path(path)} defines objectives {names}; select one, as in {path.name}:{first}")
@@ -227,7 +227,7 @@ def _only_class(module: ModuleType, path: Path) -> type[BaseObjective]:
 def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjective]:
     if (value := getattr(module, name, None)) is None:
         known = list(_objectives_in(module))
-        hint = suggest_names(name, known) if known else "it defines no Objective"
+        hint = suggest_names(name, known) if known else "it defines no objective class"
         raise ObjectiveError(f"{where} has no {name!r}; {hint}")
     if inspect.isfunction(value):
         return wrap_function(value)

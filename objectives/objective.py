@@ -352,7 +352,7 @@ class Objective(BaseObjective):
         for name in self.reported:
             if name not in known:
                 hint = suggest_names(name, known)
-                raise MetricError(name, f"is not reported with {self.metric}; {hint}; or return it from metrics()")
+                raise MetricError(name, f"is not reported with {self.metric}; {hint}; or override metrics()")
 
     def default_config(self) -> TrainConfig:
         """Return the configuration of `defaults`; parameters without a default get the midpoint of their range.

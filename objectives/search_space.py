@@ -100,7 +100,7 @@ class FixedTrial(_StudylessTrial):
             raise NotInSpaceError(name, f"{value!r} is not a number")
         steps = 0.0 if step is None else (value - low) / step
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
-            raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" by {step}" if step else ""))
+            raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" with step {step}" if step else ""))
         return value
 
 
@@ -170,7 +170,7 @@ class _GridTrial(_StudylessTrial):
 
     def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:  # noqa: ARG002
         if step is None and low < high:
-            raise NotInSpaceError(name, f"the range from {low} to {high} has no step and is infinite; set a step")
+            raise NotInSpaceError(name, f"the range from {low} to {high} has infinitely many values; set a step")
         count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
         number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
         return number

@@ -59,6 +59,6 @@ def write_template(path: Path) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(file=path.name, name=name))
     except FileExistsError as error:
-        raise ObjectiveError(f"{format_path(path)} already exists; choose another name") from error
+        raise ObjectiveError(f"{format_path(path)} already exists; choose another file name") from error
     except OSError as error:
         raise ObjectiveError(f"{format_path(path)} cannot be written: {error.strerror}") from error

@@ -3,5 +3,5 @@
 if __name__ != "hpsearch.search":
     raise ImportError(
         f"the package {__name__!r} of this folder is part of hpsearch: write `from hpsearch import Study`; "
-        f"for a package {__name__!r} of your own, put it next to the objective's file"
+        f"put your own package {__name__!r} next to the objective's file"
     )

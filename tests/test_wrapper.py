@@ -338,12 +338,12 @@ def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Cl
     assert shop.run("x").returncode == 0
     before = there(shop), (shop.venv / "hpsearch.stamp").read_text()
     for package, why, remedy in (
-        ("hpsearch-no-such-package", "was not found", "check its name"),
+        ("hpsearch-no-such-package", "was not found", "check the package name"),
         ("torch==2.12.0", "torch==2.13.0", "keeps its version"),
         ("backward", "depend on torch<2.13", "keeps its version"),
-        ("-r", "an option", "name packages"),
-        ("./plain", "not the name of a package", "name packages"),
-        ("", "not the name of a package", "name packages"),
+        ("-r", "an option", "give package names"),
+        ("./plain", "not the name of a package", "give package names"),
+        ("", "not the name of a package", "give package names"),
     ):
         refused = shop.run("add", "deeper", package)
         lines = [

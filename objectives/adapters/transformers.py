@@ -37,7 +37,7 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
             device.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in settings]:
-        raise ObjectiveError(f"training_arguments(): {rejected[0]} is set by the trial; remove it")
+        raise ObjectiveError(f"training_arguments(): the trial sets {rejected[0]}; remove the argument")
     seed = derive_seed(trial.seed, "transformers") % 2**31
     defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(

@@ -101,7 +101,7 @@ def config_to_json(config: Any, what: str) -> Any:
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ObjectiveError(f"{what}: {name} must be a plain value, not {value!r}") from error
+            raise ObjectiveError(f"{what}: {name} must be a JSON value, not {value!r}") from error
     return json.loads(json.dumps(values))
 
 
@@ -223,10 +223,10 @@ def restore_loop(objective: LoopObjective, best: Mapping[str, Any]) -> RestoredL
     """
     if isinstance(objective, FunctionObjective):
         raise ObjectiveError(
-            f"{objective.name} is a function and has no test(); move it into the run() of a LoopObjective with a test()"
+            f"{objective.name} is a function without test(); move the code to run() of a LoopObjective that has test()"
         )
     if not objective.defines("test"):
-        raise ObjectiveError(f"{objective.name} has no test(); define it to evaluate the best trial on the test set")
+        raise ObjectiveError(f"{objective.name} has no test(); define test() to evaluate a trial on the test set")
     config = config_from_json(objective, best["config"])
     return RestoredLoop(objective, config, best["model"], best["seed"], best["split_seed"])
 

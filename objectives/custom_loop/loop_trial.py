@@ -148,7 +148,7 @@ class LoopTrial:
         if (epoch := self._epoch) is None:
             if self._is_in_epoch:
                 raise ObjectiveError(f"epoch {self._curve.next_epoch} is already reported; report each epoch once")
-            raise ObjectiveError("trial.report was called outside trial.epochs(); report each epoch once, in its loop")
+            raise ObjectiveError("trial.report was called outside trial.epochs(); call it once in each iteration")
         saved = None if folder is None else Path(folder)
         try:
             self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
@@ -175,7 +175,7 @@ class LoopTrial:
         numbers, metric = _to_floats(metrics), self._run.objective.metric
         if metric not in numbers:
             hint = suggest_names(metric, list(numbers))
-            raise MetricError(metric, f"is not reported; {hint}; or set the objective's metric")
+            raise MetricError(metric, f"is not reported; {hint}; or change the objective's metric")
         record = {_add_val_prefix(name): number for name, number in numbers.items()}
         if not math.isfinite(value := numbers[metric]):
             raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
@@ -222,11 +222,11 @@ class LoopTrial:
         """Return the files of a folder on rank 0, after a check that all ranks see the same files."""
         found = self._ranks.all_gather_object(list_files(folder))
         if not found[0]:
-            raise ObjectiveError(f"trial.report: folder {folder} has no files; save into it before the report")
+            raise ObjectiveError(f"trial.report: folder {folder} has no files; save files there before trial.report")
         if others := [rank for rank, files in enumerate(found) if files != found[0]]:
             raise ObjectiveError(
                 f"trial.report: rank {others[0]} sees other files in folder {folder} than rank 0; pass the same folder "
-                "on all ranks, and a shared one if they are on several machines"
+                "on all ranks, on a shared file system if the ranks are on several machines"
             )
         return {} if self.rank else {"folder": pack_folder(folder)}
 

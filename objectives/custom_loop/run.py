@@ -148,11 +148,11 @@ def export_model(objective: LoopObjective, best: Any, config: Any) -> Exportable
     """
     owner = type(objective).__name__
     if not objective.defines("export"):
-        raise ObjectiveError(f"{owner} has no export(); define it to get a model that can be promoted")
+        raise ObjectiveError(f"{owner} has no export(); define export() to get a model that can be promoted")
     with wrap_user_errors(f"{owner}.export"):
         model, x = objective.export(best, config)
         if not isinstance(model, nn.Module):
-            raise ObjectiveError(f"{owner}.export must return a module and an example, not {type(model).__name__}")
+            raise ObjectiveError(f"{owner}.export must return a module and an input, not {type(model).__name__}")
         module, parts = make_exportable(model.eval(), bind_forward(model, x), x)
     return ExportableModel(module, parts, [frozenset({0})] * len(parts))
 

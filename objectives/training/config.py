@@ -168,7 +168,7 @@ class TrainConfig:
         if self.clip_grad_value is not None and self.clip_grad_norm is not None:
             raise ObjectiveError("clip_grad_value cannot be combined with clip_grad_norm; set clip_grad_norm=None")
         if self.ema_decay is not None and self.swa_fraction is not None:
-            raise ObjectiveError("ema_decay and swa_fraction cannot be combined; set one of them to None")
+            raise ObjectiveError("ema_decay and swa_fraction cannot be combined; set one of the two to None")
         if self.cpu_offload and self.strategy != "fsdp":
             raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {self.strategy!r}")
         if self.strategy == "fsdp":
@@ -182,7 +182,7 @@ class TrainConfig:
                 "'muon' or another optimizer, or strategy='ddp'"
             )
         if self.channels_last:
-            raise ObjectiveError("channels_last=True is not available with strategy='fsdp'; set it to False")
+            raise ObjectiveError("channels_last=True is not available with strategy='fsdp'; set channels_last=False")
         if self.precision == "fp16":
             raise ObjectiveError("precision='fp16' is not available with strategy='fsdp'; use 'bf16' or strategy='ddp'")
 
@@ -269,9 +269,9 @@ class RunPlan:
         if self.epochs < 1:
             raise ObjectiveError(f"epochs must be at least 1, not {self.epochs}")
         if self.refit is not None and not 1 <= self.refit <= self.epochs:
-            raise ObjectiveError(f"refit must be from 1 to the {self.epochs} epochs, not {self.refit}")
+            raise ObjectiveError(f"refit must be from 1 to epochs={self.epochs}, not {self.refit}")
         if self.refit is not None and self.resplit_seed is not None:
-            raise ObjectiveError("a refit trains on both splits and cannot have a resplit_seed; set it to None")
+            raise ObjectiveError("a refit trains on both splits and cannot have a resplit_seed; set resplit_seed=None")
 
     @property
     def identity(self) -> dict[str, int]:

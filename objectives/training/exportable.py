@@ -71,5 +71,5 @@ def make_exportable(model: nn.Module, call: ForwardCall, x: Tree) -> tuple[nn.Mo
     if isinstance(x, Tensor):
         return model, parts
     if not parts or not all(isinstance(leaf, (Tensor, int, float, str, type(None))) for _, leaf in leaves(x)):
-        raise ObjectiveError(f"its inputs must be tensors, not {type(x).__name__}")
+        raise ObjectiveError(f"the model's inputs must be tensors, not {type(x).__name__}")
     return PositionalInputsWrapper(model, call, x), parts

@@ -210,7 +210,7 @@ def test_top_level_package_names_are_not_installed(installed: Installed, name: s
 def test_services_without_the_server_extra_are_rejected_in_one_line(installed: Installed, command: str) -> None:
     said = installed(*command.split(), code=2, environment=installed.alone)
     line = said.splitlines()[-1]
-    assert line.startswith("hpsearch: the package mlflow is not installed")
+    assert line.startswith("hpsearch: the package mlflow of the embedded services is not installed")
     assert "pip install 'hpsearch[server]'" in line
     assert "Traceback" not in said
 

@@ -142,8 +142,8 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("hpsearch.objectives.builtin.digits:nn.Module", "hpsearch.objectives.builtin.digits has no 'nn.Module'"),
         ("mine.py:Yours", "mine.py has no 'Yours'; known: Mine"),
         ("two.py", "two.py defines objectives First, Second; select one, as in two.py:First"),
-        ("none.py", "none.py defines no Objective; subclass hpsearch.Objective in it"),
-        ("none.py:Mine", "none.py has no 'Mine'; it defines no Objective"),
+        ("none.py", "none.py defines no Objective; add a subclass of hpsearch.Objective"),
+        ("none.py:Mine", "none.py has no 'Mine'; it defines no objective class"),
     ],
 )
 def test_an_objective_that_is_not_found_is_an_error_with_a_remedy(write, reference, message):
@@ -212,7 +212,7 @@ def test_a_package_with_a_name_of_hpsearch_is_reported_with_both_remedies(write,
         sys.path.append(str(clone))
     error = _refused(str(path))
     assert "hpsearch" in error.partition(":1: ")[2]
-    assert "of your own" in error
+    assert "your own package" in error
     assert "next to the objective's file" in error
     write(f"project/{name}/__init__.py", "")
     assert type(load_objective(str(path))).__name__ == "Mine"

@@ -38,7 +38,7 @@ def test_init_does_not_overwrite_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.write_text("precious")
-    with pytest.raises(ObjectiveError, match=r"^mine.py already exists; choose another name$"):
+    with pytest.raises(ObjectiveError, match=r"^mine.py already exists; choose another file name$"):
         write_template(path)
     assert path.read_text() == "precious"
 

@@ -163,5 +163,5 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
         late = " (time limit)" if step + 1 < steps else ""
         reason = f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late}, not below {target:.4g}"
         if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0]:
-            reason += "; if it cannot reach this, set loss_floor of the objective"
+            reason += "; if no model can reach this loss, set loss_floor of the objective"
     return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason)

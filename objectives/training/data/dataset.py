@@ -50,7 +50,7 @@ class Stream:
             except StopIteration:
                 self._running = None
                 raise ObjectiveError(
-                    f"the stream ended after {self._next} samples; use this as its length, not {self._length}"
+                    f"the stream ended after {self._next} samples; set length={self._next} instead of {self._length}"
                 ) from None
             self._next += 1
             if self._next > row:
@@ -102,7 +102,7 @@ def as_tree(values: Any, name: str) -> Tree:
         if odd is None:
             raise ObjectiveError(f"{name} contains values that are not numbers: {error}") from error
         raise ObjectiveError(
-            f"{name} is ragged: sample 0 has shape {list(shapes[0])} and sample {odd} {list(shapes[odd])}; "
+            f"{name} is ragged: sample 0 has shape {list(shapes[0])} and sample {odd} has {list(shapes[odd])}; "
             "pass collate=, a function that makes a batch from a list of samples, such as `pad_collate`"
         ) from error
 
@@ -185,7 +185,7 @@ class Dataset:
         if isinstance(samples, torch_data.IterableDataset):
             raise ObjectiveError(f"{what} needs length=, the number of samples per epoch")
         if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
-            raise ObjectiveError(f"{what} has no __len__ or no __getitem__; make it a map-style Dataset")
+            raise ObjectiveError(f"{what} has no __len__ or no __getitem__; pass a map-style Dataset")
         known = fingerprint or find_fingerprint(samples)
         if known is None and isinstance(samples, Stream):
             raise ObjectiveError(f"{what} needs fingerprint=, a text that identifies the data")
@@ -196,7 +196,7 @@ class Dataset:
         found = find_targets(samples) if targets is None else targets
         y = None if found is None else to_target_tensor(found)
         if y is not None and len(y) != len(samples):
-            raise ObjectiveError(f"there are {len(samples)} samples and {len(y)} targets")
+            raise ObjectiveError(f"there are {len(samples)} samples, but {len(y)} targets")
         return cls(None, y, None, None, samples, collate, known)
 
     def __len__(self) -> int:

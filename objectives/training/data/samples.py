@@ -58,7 +58,7 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
                     raise ObjectiveError(f"collate fails at sample {name}{at}: {format_user_error(cause)}") from cause
         first = get_first_line(error)
         raise ObjectiveError(
-            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, which batches a list"
+            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, which makes a batch"
         ) from error
 
 
@@ -69,10 +69,10 @@ def _split_targets(batch: Any) -> tuple[Tree, Tree]:
         if names := [name for name in TARGET_KEYS if name in batch]:
             return {key: value for key, value in batch.items() if key != names[0]}, batch[names[0]]
         raise ObjectiveError(
-            f"a batch has the keys {', '.join(map(str, batch))}, but none for targets; name it labels, or pass a "
+            f"a batch has the keys {', '.join(map(str, batch))}, but no targets; add the key labels, or pass a "
             "collate= that returns (inputs, targets)"
         )
-    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}; pass collate=")
+    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}; add a collate=")
 
 
 def pad_collate(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
@@ -182,7 +182,7 @@ def hash_samples(samples: Sequence[Any]) -> str:
         try:
             _update_hash(found, sample)
         except TypeError as error:
-            raise ObjectiveError(f"sample {number} contains a {error}; pass fingerprint= of the data") from error
+            raise ObjectiveError(f"sample {number} contains a {error}, which has no hash; pass fingerprint=") from error
     return found.hexdigest()
 
 

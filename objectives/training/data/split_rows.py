@@ -57,7 +57,7 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
     if moments.shape != (samples,):
         raise ObjectiveError(f"times must be one value for each of the {samples} samples, not {list(moments.shape)}")
     if moments.dtype.kind not in "iufMm" or bool(np.isnan(moments).any()):
-        raise ObjectiveError("times must be numbers or datetimes, none of them missing")
+        raise ObjectiveError("times must be numbers or datetimes without missing values")
     order = np.argsort(moments, kind="stable")
     ordered = moments[order]
     cuts = []

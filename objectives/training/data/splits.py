@@ -69,7 +69,7 @@ def _check_finite(what: str, tree: Tree) -> None:
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
             name = f"{what} {where!r}" if where else what
-            remedy = "impute them in data(), with an indicator" if what.endswith("inputs") else "remove these samples"
+            remedy = "impute these values in data()" if what.endswith("inputs") else "remove these samples"
             raise ObjectiveError(f"{name} contain NaN or infinity in {bad} of {len(tensor)} samples; {remedy}")
 
 
@@ -268,11 +268,11 @@ def _build_dataset(
         return Dataset.of(x, collate=collate, fingerprint=fingerprint, targets=y)
     if collate is not None:
         if y is not None and len(x) != len(y):
-            raise ObjectiveError(f"x has {len(x)} samples and y has {len(y)}")
+            raise ObjectiveError(f"x has {len(x)} samples, but y has {len(y)}")
         pairs = list(x) if y is None else list(zip(x, y, strict=True))
         return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=to_target_tensor_or_none(y))
     if y is None:
-        raise ObjectiveError("y is missing; pass the targets [n, ...], or x again if step() needs no targets")
+        raise ObjectiveError("y is missing; pass the targets [n, ...], or pass x as y if step() needs no targets")
     data = Dataset(as_inputs(x), map_tensors(as_target, as_tree(y, "y")), load=load)
     for what, tree in (("x", data.x), ("y", data.y)):
         lengths = {len(tensor) for _, tensor in tensors(tree)}
@@ -280,7 +280,7 @@ def _build_dataset(
             raise ObjectiveError(f"the parts of {what} have different lengths: {', '.join(map(str, sorted(lengths)))}")
     count = len(next(tensors(data.y))[1])
     if len(data) != count:
-        raise ObjectiveError(f"x has {len(data)} samples and y has {count}")
+        raise ObjectiveError(f"x has {len(data)} samples, but y has {count}")
     return data
 
 

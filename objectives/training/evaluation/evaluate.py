@@ -169,7 +169,7 @@ def as_floats(values: Mapping[str, Any]) -> dict[str, float]:
     tensors = {name: torch.as_tensor(value).double() for name, value in values.items()}
     for name, tensor in tensors.items():
         if tensor.numel() != 1:
-            raise ObjectiveError(f"metric {name!r} must be one number, not {list(tensor.shape)}")
+            raise ObjectiveError(f"metric {name!r} must be one number, not a tensor {list(tensor.shape)}")
     device = next((t.device for t in tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
     stacked = torch.stack([tensor.reshape(()).to(device) for tensor in tensors.values()])
     return dict(zip(tensors, stacked.tolist(), strict=True))

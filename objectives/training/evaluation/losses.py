@@ -39,7 +39,7 @@ def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> 
         if label_smoothing:
             raise ObjectiveError(
                 f"label_smoothing {label_smoothing:g} needs class labels, but the default loss for {metric} is the "
-                "squared error; set it to 0"
+                "squared error; set label_smoothing=0"
             )
         return SquaredError()
     if metric in BINARY:
@@ -81,7 +81,7 @@ class BinaryLogits(nn.Module):
         logits, labels = output.reshape(count, -1), target.reshape(count, -1)
         if labels.shape[1] != 1 or logits.shape[1] not in {1, 2}:
             raise ObjectiveError(
-                f"outputs {list(output.shape)} for targets {list(target.shape)}: two classes need 1 or 2 logits each"
+                f"outputs {list(output.shape)} for targets {list(target.shape)}: each sample needs 1 or 2 logits"
             )
         score = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
         soft = labels[:, 0].to(score.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2

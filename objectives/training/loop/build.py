@@ -197,7 +197,7 @@ def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed:
     if not train.is_stream:
         return EpochOrder(len(train), config, seed, sampler)
     if sampler is not None:
-        raise ObjectiveError("a stream has its own order; do not return a sampler")
+        raise ObjectiveError("a stream has a fixed order; remove sampler()")
     return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 

@@ -261,7 +261,7 @@ class ModelMeasurer:
         if "peak_memory_mb" in self.names and get_peak_memory(self.device) is None:
             raise ObjectiveError(
                 f"peak_memory_mb is not available on {self.device}, because the memory of a trial cannot be separated "
-                "from that of the process; use a CUDA device, or model_mb or parameters"
+                "from that of the process; use a CUDA device, or the metric model_mb or parameters"
             )
 
     def after_epoch(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
@@ -307,7 +307,7 @@ class ModelMeasurer:
         if self.strategy.name == "fsdp":
             raise ObjectiveError(
                 "latency_ms is not available with strategy 'fsdp', which shards the model over devices; use "
-                "strategy='ddp', or model_mb or parameters"
+                "strategy='ddp', or the metric model_mb or parameters"
             )
         what = f"{owner}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
         with evaluation_mode(model, self.device, "measures"), wrap_user_errors(what):
@@ -334,7 +334,7 @@ def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
         raise ObjectiveError(f"{owner} must return a dictionary of numbers by name, not {type(found).__name__}")
     for name, value in found.items():
         if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
-            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid name; choose another one")
+            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid name; choose another name")
         if not isinstance(value, Real):
             raise ObjectiveError(f"{owner}: {name} must be a float, not {type(value).__name__}; return float(...)")
     return {name: float(value) for name, value in found.items()}

@@ -53,7 +53,7 @@ def prepare_splits(objective: Objective, split_seed: int, resplit_seed: ResplitS
         remedy = "return the same test samples for a seed, and keep their rows: dataclasses.replace(part, x=...)"
         if resplit_seed == "all":
             raise ObjectiveError(f"{type(objective).__name__}.data: joining train and validation {change}; {remedy}")
-        log.warning("keeping the study's split: a new one %s; %s", change, remedy)
+        log.warning("keeping the study's split, because data() %s; %s", change, remedy)
         splits = _call_data(objective, split_seed, None)
     _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found

@@ -40,7 +40,7 @@ def check_ranks(owner: str, splits: Splits, split_hash: str, ranks: Ranks) -> No
     """
     hashes = ranks.all_gather_object(split_hash)
     if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
-        raise ObjectiveError(f"{owner}.data differs between ranks 0 and {other[0]}; make it a function of the seed")
+        raise ObjectiveError(f"{owner}.data differs between ranks 0 and {other[0]}; use only the seed as input")
     if len(splits.val) < ranks.world_size:
         raise ObjectiveError(
             f"{owner}.data: {len(splits.val)} validation samples are too few for {ranks.world_size} devices"
@@ -105,10 +105,10 @@ def list_config_warnings(run: Run) -> list[str]:
             "loss on eval_batch_size"
         )
     if run.plan.refit is not None and run.config.schedule == "plateau":
-        found.append("schedule plateau follows validation samples that the refit trains on; the rate may fall later")
+        found.append("schedule plateau follows validation samples that the refit trains on; the lr may fall later")
     norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not run.ranks.is_single_process and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
-        found.append(f"batch norm uses each device's share of a batch: {run.ranks.world_size} devices differ from one")
+        found.append(f"batch norm uses partial batches: results on {run.ranks.world_size} devices differ from one")
     share = compute_majority_share(run.splits.train)
     if run.curve.metric_key == "val_accuracy" and share is not None and share >= _IMBALANCED_SHARE:
         found.append(
@@ -144,7 +144,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
     if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
         raise ObjectiveError(
             f"the model returns {list(output.shape[1:])} outputs per sample, but labels go up to {int(labels.max())}; "
-            "a label without a class must be the loss's ignore_index"
+            "add outputs, or set ignore_index of the loss to the label without a class"
         )
     if not overrides(objective, "metrics") and metric not in ("loss", *list_compatible_metrics(known, output)):
         raise make_incompatible_metric_error(metric, known, output)

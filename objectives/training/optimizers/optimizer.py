@@ -197,7 +197,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ObjectiveError(
-            f"no parameter group contains {', '.join(left[:3])}{more}; add it, or freeze it with requires_grad_(False)"
+            f"no parameter group contains {', '.join(left[:3])}{more}; add a group, or call requires_grad_(False)"
         )
     return found
 

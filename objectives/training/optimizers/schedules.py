@@ -185,4 +185,4 @@ def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> 
     if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
         raise ObjectiveError(f"decay_epochs {config.decay_epochs} must be below the run's {epochs} epochs; lower it")
     if config.schedule == "cosine_restarts" and config.cycles > total_steps:
-        raise ObjectiveError(f"cycles {config.cycles} exceeds the run's {total_steps} steps; lower it")
+        raise ObjectiveError(f"cycles {config.cycles} exceeds the run's {total_steps} steps; lower cycles")

@@ -33,7 +33,7 @@ _EXPLODED_FACTOR = 100  # relative to the first quarter of the run, because a su
 def describe_leakage(run: Run, result: FitResult) -> list[str]:
     """List signs of leakage: inputs in both splits, or a validation loss that equals the training loss."""
     if run.plan.refit is not None:
-        return ["A refit trains on the validation samples too; their metrics check the model but estimate nothing."]
+        return ["A refit trains on the validation samples too, so their metrics do not estimate the test metrics."]
     found = []
     if shared := count_shared_inputs(run.splits.train, run.splits.val):
         found.append(
@@ -79,7 +79,7 @@ def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, An
     """List skipped and clipped steps, jumps of the loss, and layers with vanished or exploded gradients."""
     found = []
     if skipped := run.finite_guard.skipped_in_all:
-        found.append(f"- {skipped} of {run.step} steps overflowed in fp16; skipped, loss scale halved")
+        found.append(f"- {skipped} of {run.step} steps overflowed in fp16 and were skipped")
     # Each of the first steps has a record. Evenly spaced records represent the run, if there are enough of them.
     even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
     steps, limit = even if len(even) >= _MIN_STEPS else steps, run.config.clip_grad_norm

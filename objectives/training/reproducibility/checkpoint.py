@@ -166,7 +166,7 @@ class RunFiles:
                 continue
             except CheckpointError as error:
                 has_invalid = True
-                log.warning("%s; trying the checkpoint before it", error)
+                log.warning("%s; trying the previous checkpoint", error)
         if has_invalid:
             log.warning("no valid checkpoint in %s; the run starts from the beginning", self.run_dir)
         return None
@@ -188,7 +188,7 @@ class RunFiles:
         for name, expected in state.get("shards", {}).get("files", {}).items():
             path = Path(state["shards"]["folder"], name)
             if not path.exists():
-                raise CheckpointError(f"{path} is missing: its checkpoint cannot be used")
+                raise CheckpointError(f"{path}, a part of the checkpoint, is missing")
             if describe_file(path) != expected:
                 raise CheckpointError(f"{path} is truncated or changed: its checksum differs")
         return state

@@ -46,7 +46,7 @@ class FSDPStrategy(Strategy):
                 self._shard(each)
             except (ValueError, NotImplementedError, AssertionError) as error:
                 detail = get_first_line(error)
-                raise ObjectiveError(f"strategy 'fsdp' cannot shard the model: {detail}; 'ddp' can train it") from error
+                raise ObjectiveError(f"strategy 'fsdp' cannot shard the model: {detail}; set strategy='ddp'") from error
 
     def _shard(self, model: nn.Module) -> None:
         offload = self._config.cpu_offload
@@ -142,7 +142,7 @@ class FSDPStrategy(Strategy):
             if written is not None:
                 return written
             if self._ranks.is_rank_zero and not self._has_warned:
-                log.warning("checkpoints are not sharded: not all ranks see %s; rank 0 gathers them", shards_dir)
+                log.warning("checkpoints are not sharded: not all ranks see %s; rank 0 writes the state", shards_dir)
             self._has_warned = True
         return self.full_state_dict(parts)
 

@@ -97,7 +97,7 @@ def test_the_verdict_on_a_report_ends_the_loop(verdict, status, tmp_path):
     [
         (
             {"settings": {"num_train_epochs": 3}},
-            r"training_arguments\(\): num_train_epochs is set by the trial; remove it",
+            r"training_arguments\(\): the trial sets num_train_epochs; remove the argument",
         ),
         (
             {"arguments": lambda *_: TrainingArguments("out", use_cpu=True)},

@@ -208,7 +208,7 @@ def _reporting(*reports, outside=False):
     [
         (_reporting(), "epoch 1 was not reported; call trial.report once in each epoch"),
         (_reporting(({"distance": 1.0}, None), ({"distance": 1.0}, None)), "epoch 1 is already reported; report each"),
-        (_reporting(outside=True), r"trial.report was called outside trial.epochs\(\); report each epoch once"),
+        (_reporting(outside=True), r"trial.report was called outside trial.epochs\(\); call it once"),
         (_reporting(({"distanse": 1.0}, None)), "'distance' is not reported; did you mean 'distanse'"),
         (_reporting(({"distance": math.nan}, None)), "distance is nan at epoch 1"),
         (
@@ -232,7 +232,7 @@ def _reporting(*reports, outside=False):
         ),
         (
             type("Odd", (Gan,), {"suggest": lambda *_: {"f": max}}),
-            "Odd.suggest: f must be a plain value",
+            "Odd.suggest: f must be a JSON value",
         ),
         (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
     ],
@@ -254,9 +254,9 @@ def test_the_best_model_is_tested_and_exported(tmp_path):
     assert kept["value"] == result.best_value == promotable(checkpoint.read(tmp_path / "last.pt"))["value"]
     bare = type("Bare", (Gan,), {"test": LoopObjective.test, "export": LoopObjective.export})()
     assert not _fit(bare).has_model
-    with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define it to evaluate"):
+    with pytest.raises(ObjectiveError, match=r"Bare has no test\(\); define test\(\) to evaluate"):
         restore_model(bare, kept)
-    with pytest.raises(ObjectiveError, match=r"Bare has no export\(\); define it to get a model"):
+    with pytest.raises(ObjectiveError, match=r"Bare has no export\(\); define export\(\) to get a model"):
         _fit(bare).exportable_model()
 
 

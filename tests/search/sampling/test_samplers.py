@@ -307,7 +307,11 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
             "brute_force cannot search Small: bend: the range from 0.0 to 1.0 has infinitely many",
         ),
         ({"name": "grid", "search_space": {"lr": [5.0], "width": [8]}}, plane, "sampler.search_space.lr: 5.0 is not"),
-        ({"name": "grid", "search_space": {"lr": [0.1], "width": [9]}}, plane, "width: 9 is not in [8, 32] by 8"),
+        (
+            {"name": "grid", "search_space": {"lr": [0.1], "width": [9]}},
+            plane,
+            "width: 9 is not in [8, 32] with step 8",
+        ),
         ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is not a number"),
         ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', a parameter of Small"),
         (

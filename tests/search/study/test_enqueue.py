@@ -78,7 +78,7 @@ def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> N
         ("lr\n0.1\n5\n", "line 3: lr: 5 is not in [0.01, 1.0]"),
         ("lr\nfast\n", "line 2: lr: 'fast' is not a number"),
         ("lr\n1_0e-3\n", "line 2: lr: '1_0e-3' is not a number"),
-        ("width\n9\n", "line 2: width: 9 is not in [8, 32] by 8"),
+        ("width\n9\n", "line 2: width: 9 is not in [8, 32] with step 8"),
         ("kind\nc\n", "line 2: kind: 'c' is not one of 'a', 'b', None, True, 3"),
         ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide has no such parameter; did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' appears twice"),

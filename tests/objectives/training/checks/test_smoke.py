@@ -119,7 +119,7 @@ def test_loss_floor_is_subtracted_from_the_loss(objective_with):
     loss = {"loss": lambda *_: _Bound(40.0)}
     blamed = run_smoke_test(objective_with(**loss), steps=200)
     assert not blamed.passed
-    assert blamed.reason.endswith("if it cannot reach this, set loss_floor of the objective")
+    assert blamed.reason.endswith("if no model can reach this loss, set loss_floor of the objective")
     assert run_smoke_test(objective_with(**loss, loss_floor=40.0), steps=400).passed
     assert run_smoke_test(objective_with(**loss, loss_floor=None), steps=200).passed
     assert not run_smoke_test(objective_with(**loss, loss_floor=40.0, model=_cut), steps=50).passed

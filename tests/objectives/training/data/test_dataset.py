@@ -131,7 +131,7 @@ def test_a_split_that_cannot_be_made_is_refused(kwargs, message):
 
 
 def test_inputs_and_targets_must_have_the_same_length():
-    with pytest.raises(ObjectiveError, match="x has 3 samples and y has 2"):
+    with pytest.raises(ObjectiveError, match="x has 3 samples, but y has 2"):
         Splits.make(np.zeros((3, 1)), np.zeros(2), seed=0)
 
 
@@ -203,10 +203,10 @@ def test_no_time_is_in_two_splits():
     ("times", "message"),
     [
         ([1.0] * 10, "cannot be split by time: 1 distinct times"),
-        ([1.0, float("nan")] * 5, "none of them missing"),
+        ([1.0, float("nan")] * 5, "without missing values"),
         (["a"] * 10, "must be numbers or datetimes"),
         (np.zeros((10, 2)), "one value for each of the 10 samples"),
-        (np.array(["2020-01-01", "NaT"] * 5, dtype="datetime64[D]"), "none of them missing"),
+        (np.array(["2020-01-01", "NaT"] * 5, dtype="datetime64[D]"), "without missing values"),
     ],
 )
 def test_unusable_times_are_rejected(times, message):

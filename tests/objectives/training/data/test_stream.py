@@ -56,7 +56,7 @@ def test_validation_sees_the_same_samples_each_time():
         ),
         (
             lambda: Dataset.of(Numbers(3), length=9, fingerprint="x").batch(slice(0, 5)),
-            "the stream ended after 3 samples; use this as its length, not 9",
+            "the stream ended after 3 samples; set length=3 instead of 9",
         ),
     ],
 )
@@ -68,5 +68,5 @@ def test_mistakes_are_errors_of_one_line(make, message):
 
 def test_a_stream_rejects_a_batch_sampler():
     objective = type("Chosen", (Sums,), {"sampler": lambda *_: torch_data.SequentialSampler(range(3))})()
-    with pytest.raises(ObjectiveError, match="a stream has its own order; do not return a sampler"):
+    with pytest.raises(ObjectiveError, match=r"a stream has a fixed order; remove sampler\(\)"):
         fit(objective)

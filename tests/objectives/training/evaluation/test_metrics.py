@@ -145,7 +145,7 @@ def test_a_metric_must_be_a_scalar():
         def to(self, device):
             return self
 
-    with pytest.raises(ObjectiveError, match=r"metric 'recalls' must be one number, not \[3\]"):
+    with pytest.raises(ObjectiveError, match=r"metric 'recalls' must be one number, not a tensor \[3\]"):
         evaluate(
             _Score(),
             Dataset(torch.randn(4, 2), torch.zeros(4).long()),

@@ -182,7 +182,7 @@ def test_custom_model_metrics_are_reported_as_floats():
         ({"norm": None}, "Changed.measures: norm must be a float, not NoneType; return float(...)"),
         ([1.0], "Changed.measures must return a dictionary of numbers by name, not list"),
         *(
-            ({name: 1.0}, f"Changed.measures: {name!r} is a reserved or invalid name; choose another one")
+            ({name: 1.0}, f"Changed.measures: {name!r} is a reserved or invalid name; choose another name")
             for name in ("accuracy", "loss", "latency_ms", "latency_load", "lr", "val_norm", "train_loss", 3, "")
         ),
     ],

@@ -126,7 +126,7 @@ def test_an_invalid_shard_invalidates_only_its_checkpoint(how, two, undisturbed,
         state = LocalSession(run_dir).restore()
     assert len(state["history"]) == 1, "the one before it"
     assert ("is missing" if how == "gone" else "is truncated or changed") in caplog.text
-    assert "trying the checkpoint before it" in caplog.text
+    assert "trying the previous checkpoint" in caplog.text
     assert_same(on_ranks(2, on_two_torn, tmp_path, "after")[0], undisturbed, "after")
 
 

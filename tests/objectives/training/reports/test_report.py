@@ -33,7 +33,7 @@ def test_the_report_lists_every_setting_with_its_description(objective_with, tmp
     assert "| `lr` | `0.02` | set for this run; objective default `0.5` |" in rows
     assert "| `batch_size` | `16` | objective default |" in rows
     assert folded.startswith(
-        f"<details><summary>{len(TrainConfig().to_dict()) - 2} settings have their defaults</summary>\n\n| setting"
+        f"<details><summary>{len(TrainConfig().to_dict()) - 2} settings have default values</summary>\n\n| setting"
     )
     assert '| `optimizer` | `"adamw"` |' in folded.splitlines()
     assert folded.endswith("\n\n</details>"), "a table within HTML wants a blank line on both sides"
@@ -77,7 +77,7 @@ def test_overfitting_is_reported(objective_with, tmp_path):
     config = TrainConfig(lr=0.02, batch_size=16, schedule="constant", weight_decay=0.0)
     _, text = _report(memorising, tmp_path, config, epochs=12)
     gap = _section(text, "Training and validation")
-    assert "Overfit: training is +" in gap
+    assert "Overfit: accuracy is +" in gap
     assert "above its minimum; the later epochs overfitted" in gap
 
 
@@ -212,7 +212,7 @@ def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):
 
     config = TrainConfig(precision="fp16", batch_size=16)
     _, text = _report(objective_with(model=lambda *_: Overflowing()), tmp_path, config)
-    assert "- 3 of 24 steps overflowed in fp16; skipped, loss scale halved" in text
+    assert "- 3 of 24 steps overflowed in fp16 and were skipped" in text
 
 
 def test_a_jump_of_the_loss_is_reported(objective_with, tmp_path):
@@ -257,11 +257,11 @@ def test_the_share_of_the_largest_class_is_reported_with_the_accuracy(objective_
         return Splits.make(torch.randn(200, 13), (torch.arange(200) % 10 == 0).long(), seed=seed)
 
     _, text = _report(objective_with(data=data), tmp_path / "uneven")
-    assert "| (largest class) | 0.9 | 0.9 | |" in text
+    assert "| share of the largest class | 0.9 | 0.9 | |" in text
     warned = (tmp_path / "uneven" / "train.log").read_text()
     assert "90% of the training samples have one class, and a constant prediction reaches this accuracy" in warned
     _report(objective_with(data=data, metric="macro_f1"), tmp_path / "f1")
     assert "costs nothing" not in (tmp_path / "f1" / "train.log").read_text()
     _, even = _report(objective_with(), tmp_path / "even")
-    assert re.search(r"\| \(largest class\) \| 0\.405\d+ \| 0\.388\d+ \| \|", even)
+    assert re.search(r"\| share of the largest class \| 0\.405\d+ \| 0\.388\d+ \| \|", even)
     assert "costs nothing" not in (tmp_path / "even" / "train.log").read_text()
